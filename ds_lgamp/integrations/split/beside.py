@@ -2,13 +2,13 @@
 reaches a block by another way than its arguments is then that of the other micro-batch."""
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.blocks import Blocks
@@ -20,11 +20,13 @@ from ds_lgamp.integrations.split.stand_ins import replacing
 from ds_lgamp.integrations.split.travelling import one
 from ds_lgamp.runtime.chunk import Chunk, cloned
 from ds_lgamp.runtime.random_state import RandomSource, read_states, undisturbed
+from ds_lgamp.runtime.saved_tensors import SavedTensors
 
 _LARGEST = 250_000_000
 """Parameters of the largest models that are compared. For others it would take seconds, and much memory."""
 _ROUNDS = 2
-"""How often the micro-batches are computed. What a forward counts shows in the second round."""
+"""How often the micro-batches are computed. What a forward counts shows in the second round. There the whole output
+counts, as in evaluation; in the first round the loss."""
 _ELEMENTS = 64
 """Of a gradient, to be compared."""
 Layer = Callable[[Any], Any]
@@ -71,8 +73,6 @@ class Comparison:
         self._chunks = [Chunk([layer], number, calls.before_layer) for number, layer in enumerate(layers)]
         self._own_modules, self._random_sources, self._loss_in = own_modules, random_sources, loss_in
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.sets: list[str] = []
-        """The attributes that the forward sets on modules that belong to no layer."""
         self._comparable = len(blocks.named)
         """How many blocks precede code that draws random numbers between two: the layer of a block draws others."""
 
@@ -107,14 +107,14 @@ class Comparison:
         """Returns what the model computes in all rounds, and what its layers do."""
         ranks = 2 if apart else 1
         return (
-            self._rounds(rounds, lambda: [self._whole(each) for each in micro_batches]),
-            self._rounds(rounds, lambda: self._in_layers(micro_batches, ranks, recomputes)),
+            self._rounds(rounds, lambda is_whole: [self._whole(each, is_whole) for each in micro_batches]),
+            self._rounds(rounds, lambda is_whole: self._in_layers(micro_batches, ranks, recomputes, is_whole)),
         )
 
-    def _rounds(self, rounds: int, compute: Callable[[], list[Computed]]) -> list[Computed]:
+    def _rounds(self, rounds: int, compute: Callable[[bool], list[Computed]]) -> list[Computed]:
         """Returns what is computed in all rounds. The model is the same afterwards."""
         with undisturbed(self._random_sources), untouched(self._model), torch.enable_grad():
-            return [each for _ in range(rounds) for each in compute()]
+            return [each for number in range(rounds) for each in compute(number > 0)]
 
     def _largest_token(self) -> int:
         """Returns a small number that may be a token."""
@@ -124,7 +124,7 @@ class Comparison:
         tables = [module.num_embeddings for module in self._model.modules() if isinstance(module, nn.Embedding)]
         return min([2, *tables]) - 1
 
-    def _whole(self, arguments: Arguments) -> Computed:
+    def _whole(self, arguments: Arguments, is_whole: bool) -> Computed:
         hidden: list[Tensor] = []
         behind: list[Any] = []
 
@@ -149,11 +149,15 @@ class Comparison:
                 stack.callback(after.remove)
             self._seed(0)
             output = run_uncompiled(self._model, *arguments[0], **arguments[1])
-        return self._computed(hidden, output)
+        return self._computed(is_whole, hidden, output)
 
-    def _in_layers(self, micro_batches: Sequence[Arguments], ranks: int, recomputes: bool) -> list[Computed]:
+    def _in_layers(
+        self, micro_batches: Sequence[Arguments], ranks: int, recomputes: bool, is_whole: bool
+    ) -> list[Computed]:
         """Computes the micro-batches in turn, layer by layer. Each rank has calls and a model of its own."""
-        calls = [[Call(*each) for each in micro_batches] for _ in range(ranks)]
+        calls = [
+            [Call(positional, named, is_whole=is_whole) for positional, named in micro_batches] for _ in range(ranks)
+        ]
         states = [Snapshot(self._own_modules) for _ in range(ranks)]
         values: list[Any] = [*calls[0]]
         hidden: list[list[Tensor]] = [[] for _ in micro_batches]
@@ -163,41 +167,50 @@ class Comparison:
             self._calls.all = calls[rank]
             states[rank].restore()
             inputs, values, moments = values, [], []
+            saved = [SavedTensors() if is_block and recomputes else None for _ in inputs]
             for micro_batch, value in enumerate(inputs):
                 moments.append(chunk.state.read())
-                values.append(self._run(chunk, value, micro_batch))
+                tensors = saved[micro_batch]
+                with nullcontext() if tensors is None else tensors.dropped():
+                    values.append(self._run(chunk, value, micro_batch))
                 chunk.state.moved(moments[-1])
             for micro_batch, value in enumerate(inputs if is_block else ()):
                 hidden[micro_batch].append(_first(values[micro_batch]).detach().clone())
-                if recomputes:
+                if (tensors := saved[micro_batch]) is not None:
                     current = chunk.state.rewind(moments[micro_batch])
-                    again[micro_batch].append(_first(self._run(chunk, value, micro_batch)).detach())
+                    again[micro_batch].append(self._recomputed(tensors, chunk, value, micro_batch))
                     if current is not None:
                         current.write()
             states[rank] = Snapshot(self._own_modules)
-        return [self._computed(*each) for each in zip(hidden, values, again)]
+        return [self._computed(is_whole, *each) for each in zip(hidden, values, again)]
+
+    def _recomputed(self, saved: SavedTensors, chunk: Chunk, value: Any, micro_batch: int) -> Tensor:
+        """Restores what a block has ``saved``, from its input. Returns the hidden states behind it."""
+        hidden: list[Tensor] = []
+        saved.restore(lambda: hidden.append(_first(self._run(chunk, value, micro_batch)).detach()), completely=True)
+        return hidden[0]
 
     def _run(self, chunk: Chunk, value: Any, micro_batch: int) -> Any:
         """Returns what a layer makes of a micro-batch."""
         self._seed(chunk.first_layer)
         return chunk(cloned(value), micro_batch)
 
-    def _computed(self, hidden: list[Tensor], output: Any, again: Sequence[Tensor] = ()) -> Computed:
-        counted = output if self._loss_in is None else self._loss_in(output)
-        tensors = [leaf for leaf in tree_leaves(counted) if isinstance(leaf, Tensor)]
-        summed = [(leaf.float() * one(leaf.detach().float())).sum() for leaf in tensors if leaf.requires_grad]
+    def _computed(self, is_whole: bool, hidden: list[Tensor], output: Any, again: Sequence[Tensor] = ()) -> Computed:
+        trained = output if self._loss_in is None else self._loss_in(output)
+        weighed = [leaf for leaf in tree_leaves(trained) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        summed = [(leaf.float() * one(leaf.detach().float())).sum() for leaf in weighed]
         gradients: list[Tensor] = []
         if summed:
             found = torch.autograd.grad(torch.stack(summed).sum(), self._trained, allow_unused=True)
             gradients = [_told(parameter, gradient) for parameter, gradient in zip(self._trained, found)]
-        return Computed(hidden, [leaf.detach() for leaf in tensors], gradients, again)
+        counted = tree_leaves(output if is_whole else trained)
+        return Computed(hidden, tree_map_only(Tensor, Tensor.detach, counted), gradients, again)
 
     def _draws(self, arguments: Arguments) -> bool:
         """Whether the forward draws random numbers."""
         with undisturbed(self._random_sources), untouched(self._model), torch.no_grad():
-            before, held = read_states(self._random_sources), Snapshot(self._own_modules)
+            before = read_states(self._random_sources)
             run_uncompiled(self._model, *arguments[0], **arguments[1])
-            self.sets = sorted({name for _, name, _ in held.changed()})
             after = read_states(self._random_sources)
         return not self._is_same(before, after)
 
@@ -215,7 +228,8 @@ class Comparison:
         if draws:
             # What follows the blocks draws after what precedes them, which the last layer runs again.
             return
-        if not all(map(_are_equal, whole.output, split.output)):
+        pairs = zip(whole.output, split.output)
+        if not all(_are_equal(*pair) for pair in pairs if isinstance(pair[0], Tensor)):
             raise self._refusal(f"what follows its blocks {_OTHERWISE}")
         norms = [float(gradient[0]) for gradient in whole.gradients]
         total = sum(filter(isfinite, norms))

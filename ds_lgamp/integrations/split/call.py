@@ -77,10 +77,17 @@ class Call:
     Args:
         positional, named: the arguments.
         returned: what parts ahead of the blocks return, if they have run on this rank.
+        is_whole: whether the script gets the whole output, as in evaluation, and not the loss only.
     """
 
-    def __init__(self, positional: tuple[Any, ...], named: Mapping[str, Any], returned: Returned | None = None) -> None:
-        self.positional, self.named = positional, named
+    def __init__(
+        self,
+        positional: tuple[Any, ...],
+        named: Mapping[str, Any],
+        returned: Returned | None = None,
+        is_whole: bool = False,
+    ) -> None:
+        self.positional, self.named, self.is_whole = positional, named, is_whole
         self.returned: Returned = returned or {}
         self.needs: Needs | None = None
         """None while nobody has looked."""
@@ -105,7 +112,7 @@ class Call:
 
     def with_arguments(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> "Call":
         """Returns a call with other arguments that counts as this one."""
-        other = Call(positional, named, self.returned)
+        other = Call(positional, named, self.returned, self.is_whole)
         other.own_state = self.own_state
         return other
 

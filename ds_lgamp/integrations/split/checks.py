@@ -1,6 +1,7 @@
 """Checks of a split forward, by the arguments that have shown how to split it, where all parameters are here but those
 of blocks: what its parts compute depends on nothing that other ranks lack."""
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,12 +35,12 @@ def check_imagined(split: SplitForward, shown: Survey) -> None:
 @torch.no_grad()
 def results_behind(
     split: SplitForward, shown: Survey, random_sources: Sequence[RandomSource], only_loss: bool
-) -> set[Result]:
-    """Returns the results of parts ahead of the blocks with whose numbers the output changes other than through hidden
-    states: autograd's graph does not lead to those that are detached.
+) -> tuple[set[Result], set[Result]]:
+    """Returns the results of parts ahead of the blocks with whose numbers the loss changes other than through hidden
+    states, and those with which any output does: autograd's graph does not lead to those that are detached.
 
     Args:
-        only_loss: whether outputs count only if they depend on hidden states.
+        only_loss: whether training needs only outputs that depend on hidden states, as the loss does.
     """
     call = Call(*shown.arguments, shown.returned_ahead)
     noted, zeros = split.note_absent(call)
@@ -52,32 +53,32 @@ def results_behind(
     hidden = one(noted.hidden)
     expected = output(given, hidden)
     if is_imagined(expected):
-        return set()
-    changed = output(given, other(hidden))
-    counted = [not only_loss or not is_alike(*pair) for pair in zip(expected, changed, strict=True)]
+        return set(), set()
 
-    def depends(result: Result) -> bool:
-        changed = output({**given, result: other(given[result])}, hidden)
-        return any(counts and not is_alike(*pair) for counts, *pair in zip(counted, expected, changed, strict=True))
+    def differ(given: Mapping[Result, Tensor], hidden: Tensor) -> list[bool]:
+        return [not is_alike(*pair) for pair in zip(expected, output(given, hidden), strict=True)]
 
-    return set(filter(depends, given))
+    changed = {result: differ({**given, result: other(given[result])}, hidden) for result in given}
+    of_loss = differ(given, other(hidden)) if only_loss else [True] * len(expected)
+    for_loss = {result for result, leaves in changed.items() if any(map(operator.and_, leaves, of_loss))}
+    return for_loss, {result for result, leaves in changed.items() if any(leaves)}
 
 
 def check_travels(split: SplitForward, shown: Survey, random_sources: Sequence[RandomSource]) -> None:
     """Raises ConfigError if the forward gets what travels otherwise than from the parts that return it, such as from a
     hook: autograd's graph does not lead there. Numbers tell less: a last layer may begin with zeros."""
-    call = Call(*shown.arguments, shown.returned_ahead)
+    call = Call(*shown.arguments, shown.returned_ahead, is_whole=True)
     with torch.no_grad():
         noted, zeros = split.note_absent(call)
     missed = shown.travels_to_blocks.difference(split.needs_of(call).travels)
-    if shown.travels_behind:
+    if shown.travels_to_output:
         hidden = one(noted.hidden)
         with torch.enable_grad(), undisturbed(random_sources):
             given = random_results(zeros)
             with split.ahead.absent(call.returned, given):
                 output = split.output(call, hidden.clone)
         # A hook of a part may have kept what the part would return.
-        missed |= shown.travels_behind.difference(() if is_imagined(output) else reached(output, given))
+        missed |= shown.travels_to_output.difference(() if is_imagined(output) else reached(output, given))
     for result in missed:
         raise ConfigError(
             f"the forward of the model uses what '{result.path}' returned beside hidden states, but gets it from a "
@@ -88,16 +89,15 @@ def check_travels(split: SplitForward, shown: Survey, random_sources: Sequence[R
 
 @torch.no_grad()
 def check_parts(
-    split: SplitForward, shown: Survey, random_sources: Sequence[RandomSource], on_other_ranks: bool, every_output: bool
+    split: SplitForward, shown: Survey, random_sources: Sequence[RandomSource], on_other_ranks: bool
 ) -> None:
     """Runs the parts of the forward again without the modules ahead of the blocks, and with other random numbers there.
     Raises ConfigError if that makes a difference beside the hidden states that enter the first block.
 
     Args:
         on_other_ranks: whether ranks without these modules compute what blocks get.
-        every_output: whether outputs count that depend on no hidden states.
     """
-    call = Call(*shown.arguments, shown.returned_ahead)
+    call = Call(*shown.arguments, shown.returned_ahead, is_whole=True)
 
     def seed(number: int) -> None:
         for source in random_sources:
@@ -128,12 +128,6 @@ def check_parts(
         output = split.output(call, returned)
         if is_imagined(output):
             return
-        pairs = zip(tree_leaves(output), tree_leaves(split.output(call, lambda: other(returned()))), strict=True)
-        counts = [every_output or not is_alike(*pair) for pair in pairs]
-
-        def counted(output: Any) -> list[Any]:
-            return [leaf for leaf, does in zip(tree_leaves(output), counts, strict=True) if does]
-
         # A loss is one number, which may be almost the same by chance.
         for number in (2, 3):
             seed(number)
@@ -146,5 +140,5 @@ def check_parts(
                 raise ConfigError(f"what blocks get {_DEPENDS}")
             seed(number)
             with split.ahead.absent(call.returned, given):
-                if not is_alike(counted(output), counted(split.output(call, returned))):
+                if not is_alike(output, split.output(call, returned)):
                     raise ConfigError(f"what the model returns {_DEPENDS}")

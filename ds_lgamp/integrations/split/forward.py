@@ -25,6 +25,7 @@ from ds_lgamp.integrations.split.autocast import Autocast
 from ds_lgamp.integrations.split.blocks import Blocks
 from ds_lgamp.integrations.split.buffers import ContainingBuffers, unchanged_tensors, version_of
 from ds_lgamp.integrations.split.call import BlockArguments, Call, Calls, Needs, Noted, run_uncompiled
+from ds_lgamp.integrations.split.lacking import LackingOutputs
 from ds_lgamp.integrations.split.loss_graph import LossGraph
 from ds_lgamp.integrations.split.own_state import OwnState
 from ds_lgamp.integrations.split.parts import Attribute, Part, Result, Sides, own_modules, place_of
@@ -106,7 +107,7 @@ class SplitForward:
             for index, (name, block) in enumerate(blocks.named.items())
         ]
         self.ahead = Ahead(model, sides.ahead, self._refuse_behind)
-        self._travelling = Travelling(shown.travels_behind, self.note_absent)
+        self.travelling = Travelling((shown.travels_behind, shown.travels_to_output), self.note_absent)
         self._behind = [(*place_of(model, path), self._absent(path, part)) for path, part in sides.behind.items()]
         self._kept = [
             (module, kept.name, AbsentTensor.of(partial(_refuse_kept, kept)))
@@ -114,7 +115,7 @@ class SplitForward:
             for module in _modules_at(kept.path, self._blocks)
         ]
         self._buffers, self.loss_in = ContainingBuffers(model, blocks), loss_in
-        self._loss_graph = LossGraph(model, sides.held_behind.values())
+        self._loss_graph, self._lacking = LossGraph(model, sides.held_behind.values()), LackingOutputs()
         self._visit: Visit = _not_running
         self._visited = 0
         """How many calls of blocks the forward that runs has made."""
@@ -132,10 +133,6 @@ class SplitForward:
             )
         return noted.hidden, [seen.take(result) for result in needs.travels]
 
-    def travel_behind(self, results: Iterable[Result]) -> None:
-        """Lets the last layer have ``results``, too, in calls that come."""
-        self._travelling.behind.update(results)
-
     def needs_of(self, call: Call) -> Needs:
         """Returns what the layers of a call need, also where no part is. Draws no random numbers."""
         if call.needs is None or (call.blocks is None and not call.needs.travels):
@@ -146,7 +143,7 @@ class SplitForward:
     def _keep(self, call: Call, noted: Noted, results: Results) -> Needs:
         """Keeps with ``call`` what its layers need, unless something is there already."""
         if call.needs is None:
-            call.needs = self._travelling.of(call, noted, results, self._model.training)
+            call.needs = self.travelling.of(call, noted, results, self._model.training)
         if call.blocks is None and not call.needs.travels:
             call.blocks = noted.blocks
         return call.needs
@@ -289,7 +286,26 @@ class SplitForward:
         if leaves is not None:
             roots = output if self.loss_in is None else self.loss_in(output)
             self._loss_graph.check(call.signature, roots, inputs, leaves)
-        return output
+        if not call.is_whole or torch.is_grad_enabled():
+            return output
+        run = partial(self._output_again, call, hidden, given)
+        return self._lacking.left_out(call, output, self.ahead.no_leaves(), run)
+
+    @torch.inference_mode(False)
+    def _output_again(
+        self,
+        call: Call,
+        hidden: Tensor,
+        travels: Mapping[Result, Tensor],
+        given: Mapping[Result, Tensor],
+        leaves: dict[str, list[Tensor]] | None,
+    ) -> tuple[Any, Results]:
+        """Returns the model's output once more, and all results, with those that are ``given`` instead of zeros. With
+        ``leaves``, what is absent depends on them."""
+        copies = tree_map_only(Tensor, Tensor.clone, (call.positional, call.named, hidden, {**given, **travels}))
+        positional, named, hidden, known = copies
+        with undisturbed(self._random_sources), self.ahead.absent(call.returned, known, leaves) as results:
+            return self.output(call.with_arguments(positional, named), lambda: hidden, leaves), results
 
     def output(self, call: Call, returned: Callable[[], Tensor], leaves: dict[str, list[Tensor]] | None = None) -> Any:
         """Returns the model's output, from the hidden states that are ``returned`` for the last block. With ``leaves``,

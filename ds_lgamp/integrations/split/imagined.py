@@ -2,7 +2,7 @@
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any
@@ -69,6 +69,9 @@ class Imagined:
         """Returns what the module would return for these arguments, with a :class:`Shape` for every tensor. Raises
         UnknownShape if that depends on values of floating point."""
         leaves, structure = tree_flatten((positional, named))
+        if not all(isinstance(leaf, Hashable) for leaf in leaves):
+            # Such as a mapping of a kind of its own: nothing tells cheaply whether it holds the same.
+            return self._imagine(positional, named, with_values=True)
         tensors = chain(self._module.parameters(), self._module.buffers(), filter(torch.is_tensor, leaves))
         first = next(tensors)
         # An engine casts the module after a first call.

@@ -14,6 +14,7 @@ from ds_lgamp.integrations.split.checks import check_imagined, check_travels, re
 from ds_lgamp.integrations.split.foreign import check_foreign
 from ds_lgamp.integrations.split.forward import SplitForward
 from ds_lgamp.integrations.split.parts import Part, Sides, parameters_of, part_of
+from ds_lgamp.integrations.split.snapshot import Snapshot
 from ds_lgamp.integrations.split.survey import Survey, evaluating
 from ds_lgamp.runtime.chunk import Tensors, as_tuple
 from ds_lgamp.runtime.random_state import RandomSource
@@ -95,8 +96,8 @@ class SplitLayers:
         with evaluating(model, blocks):
             if (settings.pipeline_ranks or 1) > 1:
                 check_imagined(split, shown)
-            split.travel_behind(results_behind(split, shown, random_sources, loss_in is not None))
-            if shown.travels_to_blocks or shown.travels_behind:
+            split.travelling.add(*results_behind(split, shown, random_sources, loss_in is not None))
+            if shown.travels_to_blocks or shown.travels_to_output:
                 check_travels(split, shown, random_sources)
         own_blocks = [
             Block(f"{blocks.path}.{name}", block, index, split, self.calls)
@@ -120,9 +121,14 @@ class SplitLayers:
         shown: Survey,
         random_sources: Sequence[RandomSource],
         settings: LgampConfig,
+        before: Snapshot,
     ) -> None:
         """Raises ConfigError if something passes by the arguments of blocks, or if the layers compute something else
-        than the model. See :func:`check_foreign` and :class:`Comparison`."""
+        than the model. See :func:`check_foreign` and :class:`Comparison`.
+
+        Args:
+            before: what the model held ahead of all forwards.
+        """
         first, apart = self.modules[0], (settings.pipeline_ranks or 1) > 1
         layers = [first.begin if isinstance(first, Ends) else first, *self.modules[1:]]
         try:
@@ -131,11 +137,13 @@ class SplitLayers:
             with evaluating(model, blocks):
                 check_foreign(self._split, self._blocks, shown, random_sources)
                 comparison.check(shown.arguments, apart, settings.recompute != "none")
-            if apart and comparison.sets:
+            holders = {id(vars(module)) for module in own}
+            sets = sorted({name for holder, name, _ in before.changed() if holder in holders})
+            if sets and (apart or self._split.loss_in is not None):
                 logger.warning(
-                    f"the forward of {type(model).__name__} sets {', '.join(map(repr, comparison.sets))}; with a "
-                    f"{BLOCK} block on several pipeline ranks a script that reads that finds values of other "
-                    "micro-batches, so return what the script needs as outputs"
+                    f"the forward of {type(model).__name__} sets {', '.join(map(repr, sets))}; a script that reads "
+                    f"that finds values of other micro-batches if {BLOCK} computes several together, so let the model "
+                    f"return it, and set {BLOCK}.outputs to 'all'"
                 )
         finally:
             self.calls.forget()

@@ -1,12 +1,16 @@
-"""Outputs that stay on the rank that computed them."""
+"""Outputs that stay on the rank that computed them, or that no rank could compute."""
 
 from typing import Any, NoReturn
 
 from ds_lgamp.config import BLOCK, ConfigError
 
 
-class NotInTraining(ConfigError, AttributeError):
-    """An output that stays on the rank that computed it. An AttributeError too, so that ``hasattr`` says no."""
+class MissingOutput(ConfigError, AttributeError):
+    """An output that the script does not get. An AttributeError too, so that ``hasattr`` says no."""
+
+
+class NotInTraining(MissingOutput):
+    """An output that stays on the rank that computed it."""
 
     def __init__(self, what: str) -> None:
         super().__init__(
@@ -16,11 +20,26 @@ class NotInTraining(ConfigError, AttributeError):
 
 
 class NotReturned:
-    """Stands in for a tensor that stays on the rank that computed it. Whatever uses it raises NotInTraining."""
+    """Stands in for a tensor that stays on the rank that computed it. Whatever uses it raises MissingOutput."""
+
+    @staticmethod
+    def _refusal() -> MissingOutput:
+        return NotInTraining("the loss, not its other tensors")
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise NotInTraining("the loss, not its other tensors")
+        raise self._refusal()
 
     @classmethod
     def __torch_function__(cls, *_: Any, **__: Any) -> NoReturn:
-        raise NotInTraining("the loss, not its other tensors")
+        raise cls._refusal()
+
+
+class NotComputed(NotReturned):
+    """Stands in for a tensor that the last layer could not compute."""
+
+    @staticmethod
+    def _refusal() -> MissingOutput:
+        return MissingOutput(
+            "this output of the model depends on more than its last layer has in a call unlike the dummy inputs; set "
+            f"{BLOCK}.dummy_inputs to arguments such as this call's"
+        )

@@ -39,7 +39,7 @@ class OwnModelLayers(SplitLayers):
         given = settings.dummy_inputs
         dummy = inputs_of(model) if given is None else ((), given_inputs(given))
         blocks, only_loss = find_blocks(model, settings.blocks), settings.outputs == "loss"
-        with untouched(model):
+        with untouched(model) as before:
             shown = survey(model, blocks, dummy, random_sources, only_loss)
             leaves, self._structure = tree_flatten(shown.output)
             self._place = _place_of_loss(type(model).__name__, leaves) if only_loss else None
@@ -51,10 +51,10 @@ class OwnModelLayers(SplitLayers):
             without_state = [module for module in model.modules() if not [*module.parameters(), *module.buffers()]]
             self._model, self._names = model, list(signature(model_of(model).forward).parameters)
             with evaluating(model, blocks, without_state):
-                check_parts(self._split, shown, random_sources, (settings.pipeline_ranks or 1) > 1, True)
+                check_parts(self._split, shown, random_sources, (settings.pipeline_ranks or 1) > 1)
                 self._for_loss = self._needed_for_loss(shown, random_sources) if only_loss else []
                 """The arguments without which the model returns no loss."""
-            self.compare(model, blocks, shown, random_sources, settings)
+            self.compare(model, blocks, shown, random_sources, settings, before)
 
     def arguments(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Arguments:
         """Returns the arguments as they are. Raises ConfigError in training if the model returns no loss for them."""

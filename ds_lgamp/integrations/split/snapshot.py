@@ -128,24 +128,24 @@ def has_attributes(value: Any) -> bool:
 
 
 @contextmanager
-def restored(modules: Iterable[nn.Module], depth: int = 1, named: Iterable[Named] = ()) -> Iterator[None]:
-    """Restores after the block what ``modules`` held; see :class:`Snapshot`."""
+def restored(modules: Iterable[nn.Module], depth: int = 1, named: Iterable[Named] = ()) -> Iterator[Snapshot]:
+    """Restores after the block what ``modules`` held; see :class:`Snapshot`, which it yields."""
     before = Snapshot(modules, depth, named)
     try:
-        yield
+        yield before
     finally:
         before.restore()
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
+def untouched(model: nn.Module) -> Iterator[Snapshot]:
     """Gives a model back after the block all that its modules held, with the globals that their forwards name, and the
-    values of its buffers. Forwards that run
-    inside leave nothing behind: no counters, no caches, no submodules in place of others."""
+    values of its buffers. Forwards that run inside leave nothing behind: no counters, no caches, no submodules in place
+    of others. Yields what is there before."""
     values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    with restored(model.modules(), _DEPTH, named_globals(model)):
+    with restored(model.modules(), _DEPTH, named_globals(model)) as before:
         try:
-            yield
+            yield before
         finally:
             with torch.no_grad():
                 for buffer, value in values:

@@ -51,7 +51,9 @@ class Survey(NamedTuple):
     travels_to_blocks: frozenset[Result]
     """Results of parts ahead of the blocks on which depends what blocks get beside hidden states."""
     travels_behind: frozenset[Result]
-    """Those on which the output depends other than through hidden states."""
+    """Those on which the loss depends other than through hidden states."""
+    travels_to_output: frozenset[Result]
+    """Those on which any output does."""
     read_behind: bool
     """Whether the forward reads, behind the blocks, parameters of modules that ran ahead of them."""
     arguments: Arguments
@@ -135,6 +137,7 @@ class _Walk:
         self._returned_ahead: dict[tuple[str, int], Any] = {}
         self._travels_to_blocks: set[Result] = set()
         self._travels_behind: set[Result] = set()
+        self._travels_to_output: set[Result] = set()
         self._running: str | None = None
         """The one of them that is called."""
         self._without_parameters = {
@@ -221,6 +224,7 @@ class _Walk:
             kept=self._kept,
             travels_to_blocks=frozenset(each for each in self._travels_to_blocks if each.path not in free),
             travels_behind=frozenset(each for each in self._travels_behind if each.path not in free),
+            travels_to_output=frozenset(each for each in self._travels_to_output if each.path not in free),
             read_behind=self._read_behind,
             arguments=arguments,
             output=output,
@@ -234,8 +238,8 @@ class _Walk:
 
     def check_output(self, output: Any, only_loss: bool) -> None:
         """Notes on which results ahead of the blocks the output depends in another way than through hidden states.
-        With ``only_loss``, outputs do not count that depend on no hidden states, such as features of images. Raises
-        ConfigError if blocks were left out."""
+        With ``only_loss``, training needs no outputs that depend on no hidden states, such as features of images.
+        Raises ConfigError if blocks were left out."""
         if self._visited != len(self._blocks.named):
             raise self.refusal(f"its forward called {self._visited} of {len(self._blocks.named)} blocks")
         if not self._in_turn:
@@ -243,10 +247,11 @@ class _Walk:
         # What follows reads parameters for itself.
         self._owners.clear()
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        results, leaves = self._reached(outputs)
+        self._travels_to_output |= results
         # Frozen blocks may run without gradients.
         if only_loss and self._passed.requires_grad:
-            outputs = [leaf for leaf in outputs if _depends(leaf, self._passed)]
-        results, leaves = self._reached(outputs)
+            results, leaves = self._reached([leaf for leaf in outputs if _depends(leaf, self._passed)])
         if any(leaf is inside for leaf in leaves for inside in self._inside):
             raise self.refusal(_BESIDE)
         if any(leaf is earlier for leaf in leaves for earlier in self._behind_blocks[:-1]):
@@ -274,6 +279,7 @@ class _Walk:
             self._used_behind.update(owners)
             if path is not None and path in self._ahead:
                 self._travels_behind.add(Result(path))
+                self._travels_to_output.add(Result(path))
             else:
                 self._read_behind |= not set(owners).isdisjoint(self._ahead)
         elif path is None:

@@ -32,12 +32,13 @@ class Travelling:
     """Knows what travels, and where the forward computes between blocks.
 
     Args:
-        behind: the results that the forward needs behind the blocks.
+        behind: the results that the loss needs behind the blocks, and all that any output does.
         notes: runs the model's forward where parts and blocks are absent.
     """
 
-    def __init__(self, behind: Collection[Result], notes: Notes) -> None:
-        self.behind, self._notes = set(behind), notes
+    def __init__(self, behind: tuple[Collection[Result], Collection[Result]], notes: Notes) -> None:
+        self._for_loss, self._for_output = map(set, behind)
+        self._notes = notes
         self._known: dict[Any, Needs] = {}
 
     def of(self, call: Call, noted: Noted, results: Results, trains: bool) -> Needs:
@@ -52,12 +53,17 @@ class Travelling:
         own = {id(tensor): result for result, tensor in results.items()}
         # Which block gets what may depend on values, too, such as the number of a task.
         gets = tuple([own.get(id(each), isinstance(each, Tensor)) for each in _beside(noted)])
-        key = trains, call.signature, tuple(results), tuple(noted.entered), noted.passes, gets
+        key = trains, call.is_whole, call.signature, tuple(results), tuple(noted.entered), noted.passes, gets
         if key not in self._known:
             for_blocks, between = self._find(call)
-            needed = {*self.behind, *for_blocks}
+            needed = {*(self._for_output if call.is_whole else self._for_loss), *for_blocks}
             self._known[key] = Needs(tuple(result for result in results if result in needed), between, noted.passes)
         return self._known[key]
+
+    def add(self, for_loss: Collection[Result], for_output: Collection[Result]) -> None:
+        """Lets more results travel in calls that come."""
+        self._for_loss.update(for_loss)
+        self._for_output.update(for_output)
 
     @torch.no_grad()
     def _find(self, call: Call) -> tuple[list[Result], frozenset[int]]:

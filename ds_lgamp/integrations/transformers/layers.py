@@ -46,12 +46,12 @@ class ModelLayers(SplitLayers):
         given = settings.dummy_inputs
         dummy = inputs_of(model_of(model)) if given is None else given_inputs(given)
         blocks, only_loss = find_blocks(model, settings.blocks, planned_names(model)), settings.outputs == "loss"
-        with untouched(model), attending_anywhere(model_of(model)), whole_to_layers():
+        with untouched(model) as before, attending_anywhere(model_of(model)), whole_to_layers():
             shown = survey(model, blocks, ((), {**dummy, **self._without_cache}), random_sources, only_loss)
             super().__init__(model, blocks, shown, random_sources, _loss_in if only_loss else None, settings)
             with evaluating(model, blocks):
-                check_parts(self._split, shown, random_sources, (settings.pipeline_ranks or 1) > 1, not only_loss)
-            self.compare(model, blocks, shown, random_sources, settings)
+                check_parts(self._split, shown, random_sources, (settings.pipeline_ranks or 1) > 1)
+            self.compare(model, blocks, shown, random_sources, settings, before)
 
     def arguments(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Arguments:
         """Returns the arguments for a call of the model without a cache of keys and values. Raises ConfigError for

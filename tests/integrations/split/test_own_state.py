@@ -1,6 +1,7 @@
 """What a model's own forward keeps in attributes counts once for every micro-batch. A trial leaves nothing behind."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -94,6 +95,39 @@ def test_what_counts_behind_the_blocks_and_matters_ahead_of_them_is_refused():
 
     with pytest.raises(ConfigError, match="what the model returns depends on .* what an earlier call left"):
         layers_of(Adapting({"losses", "calls"}))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "outputs", "warns"), [(1, "loss", True), (2, "loss", True), (1, "all", False), (2, "all", True)]
+)
+def test_an_attribute_that_a_script_may_read_too_late_is_named(ranks, outputs, warns, caplog):
+    layers_of(Counting({"length"}), pipeline_ranks=ranks, outputs=outputs)
+    assert ("the forward of Counting sets 'length'; a script that reads that" in caplog.text) == warns
+    caplog.clear()
+    layers_of(Counting(set()), pipeline_ranks=ranks, outputs=outputs)
+    assert caplog.text == ""
+
+
+class Scaling(Attention):
+    """Counts in an iterator. Its forward does not show it, its gradients do."""
+
+    def __init__(self):
+        super().__init__(causal=True)
+        self.numbers = itertools.count()
+
+    def forward(self, hidden):
+        scaled = super().forward(hidden) * (1 + next(self.numbers) % 5)
+        with torch.no_grad():
+            scale = scaled.abs().mean()
+        return scaled / scale
+
+
+def test_a_counter_that_shows_only_in_recomputed_gradients_is_refused():
+    model = Counting(set())
+    model.blocks = nn.ModuleList(Scaling() for _ in range(3))
+    with pytest.raises(ConfigError, match="the gradient of '.*' computes something else"):
+        layers_of(model, recompute="full")
+    layers_of(model, recompute="none")
 
 
 class Leaving(Counting):

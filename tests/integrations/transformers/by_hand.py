@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from ds_lgamp.config import LgampConfig
 from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
@@ -38,14 +39,24 @@ def in_layers(model: Any, arguments: Mapping[str, Any], **settings: Any) -> Comp
 
 def computed_by(layers: ModelLayers, model: Any, arguments: Mapping[str, Any]) -> Computed:
     """Calls the ``layers`` of the model one after another."""
-    call = Call(*layers.arguments((), arguments))
-    layers.calls.all = [call]
-    first, *blocks, last = layers.modules
     torch.manual_seed(1)
+    return computed(model, _run(layers, Call(*layers.arguments((), arguments))))
+
+
+@torch.no_grad()
+def evaluated(layers: ModelLayers, arguments: Mapping[str, Any]) -> Any:
+    """Calls the ``layers`` of the model one after another as an evaluation does. Returns the output."""
+    torch.manual_seed(1)
+    return _run(layers, Call(*layers.arguments((), arguments), is_whole=True))
+
+
+def _run(layers: ModelLayers, call: Call) -> Any:
+    layers.calls.all = [call]
+    first, *others = layers.modules
     hidden = first.begin(call) if isinstance(first, Ends) else first(call)
-    for block in blocks:
-        hidden = block(hidden)
-    return computed(model, last(hidden))
+    for layer in others:
+        hidden = layer(hidden)
+    return hidden
 
 
 def computed(model: Any, output: Any) -> Computed:
@@ -55,6 +66,12 @@ def computed(model: Any, output: Any) -> Computed:
     gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
     model.zero_grad()
     return Computed(output, gradients)
+
+
+def assert_equal(first: Any, second: Any) -> None:
+    """Checks that all tensors in two outputs are equal, but for rounding."""
+    for pair in zip(tree_leaves(first), tree_leaves(second), strict=True):
+        torch.testing.assert_close(*pair, rtol=1e-5, atol=1e-6)
 
 
 def assert_same(first: Computed, second: Computed) -> None:

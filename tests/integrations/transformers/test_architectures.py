@@ -7,7 +7,16 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.split.call import Call
-from tests.integrations.transformers.by_hand import assert_same, computed_by, in_layers, layers_of, whole
+from ds_lgamp.integrations.transformers.models import without_cache
+from tests.integrations.transformers.by_hand import (
+    assert_equal,
+    assert_same,
+    computed_by,
+    evaluated,
+    in_layers,
+    layers_of,
+    whole,
+)
 from tests.integrations.transformers.models import ARCHITECTURES, make, micro_batch, micro_batch_of
 from tests.integrations.transformers.planned import model_with_plan, planned_configs
 from tests.slow import slow_except
@@ -43,7 +52,12 @@ def test_every_architecture_with_a_pipeline_plan_is_equal_or_refused(part):
             not_made.add(name)
             continue
         try:
-            assert_same(expected, in_layers(model, batch))
+            layers = layers_of(model)
+            assert_same(expected, computed_by(layers, model, batch))
+            torch.manual_seed(1)
+            with torch.no_grad():
+                output = model(**batch, **without_cache(model))
+            assert_equal(output, evaluated(layers, batch))
             equal.add(name)
         except ConfigError as error:
             refused[name] = str(error)

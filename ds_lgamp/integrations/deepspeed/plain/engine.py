@@ -330,7 +330,10 @@ class ModelEngine(LgampEngine):
             if not own:
                 raise ConfigError(NO_CALL)
             ranks = self._exchange.gather(own)
-        return [Call(*arguments) for together in zip(*ranks) for arguments in together]
+        is_whole = following is not Next.TRAIN
+        return [
+            Call(positional, named, is_whole=is_whole) for together in zip(*ranks) for positional, named in together
+        ]
 
     def _wants_gradients(self, own: list[Arguments]) -> bool:
         """Whether an argument requires a gradient, as far as that makes a difference. Raises ConfigError if one would
@@ -415,5 +418,6 @@ def _tokens(arguments: Arguments) -> int:
 
 
 def _shapes(call: Call) -> list[Any]:
+    """Returns what decides on the shapes of messages. More may travel where the whole output is needed."""
     leaves = tree_leaves((call.positional, call.named))
-    return [(leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor)]
+    return [call.is_whole, *((leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor))]

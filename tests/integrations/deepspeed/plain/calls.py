@@ -8,11 +8,13 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import ds_lgamp
 from ds_lgamp.integrations.deepspeed.model.layout import layer_types
 from testing.deepspeed_rank import prepare_rank, quiet
 from tests.integrations.deepspeed.plain.training import MICRO_BATCHES, configuration, initialize
+from tests.integrations.split.own_models import LENGTH, VOCABULARY, WIDTH, Attention, cross_entropy
 from tests.integrations.transformers.models import make, micro_batch
 
 
@@ -51,6 +53,43 @@ def evaluate_between_steps(name: str, pipeline_ranks: int) -> list[dict[str, tor
         engine.train()
         train(engine, *(micro_batch(0, rank, number) for number in range(MICRO_BATCHES)))
     return outputs
+
+
+class Featured(nn.Module):
+    """Returns features, too, on which its loss depends only through blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.blocks = nn.ModuleList(Attention(causal=True) for _ in range(3))
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        features = hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits = self.head(hidden)
+        return {"loss": cross_entropy(logits, labels), "logits": logits, "features": features}
+
+
+def featured() -> Featured:
+    torch.manual_seed(0)
+    return Featured()
+
+
+def evaluate_features(pipeline_ranks: int) -> tuple[int, dict[str, torch.Tensor]]:
+    """Returns how many outputs of a training step were there, and those of an evaluation before it."""
+    prepare_rank()
+    ds_lgamp.install()
+    engine = initialize(featured(), configuration(1, {"pipeline_ranks": pipeline_ranks}, micro_batches=1))
+    tokens = micro_batch(0, dist.get_rank(), 0)["input_ids"][:, :LENGTH] % VOCABULARY
+    engine.eval()
+    with torch.no_grad():
+        evaluated = engine(tokens, tokens)
+    engine.train()
+    trained = engine(tokens, tokens)
+    engine.backward(trained["loss"])
+    engine.step()
+    return sum(isinstance(each, torch.Tensor) for each in trained.values()), evaluated
 
 
 def train_on_lengths(name: str, pipeline_ranks: int) -> list[list[float]]:

@@ -6,6 +6,7 @@ import torch
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.plain import calls
 from tests.integrations.deepspeed.plain.training import MICRO_BATCHES, RATE, train_alone
+from tests.integrations.split.own_models import LENGTH, VOCABULARY
 from tests.integrations.transformers.models import make, micro_batch
 
 BLOCKS = [
@@ -31,6 +32,16 @@ def test_evaluation_gives_every_rank_the_outputs_of_its_own_micro_batch():
             torch.testing.assert_close(outputs[moment]["loss"], wanted.loss, rtol=1e-6, atol=0)
         model.train()
         step_alone(model, optimizer, [micro_batch(0, rank, number) for rank in range(2) for number in range(2)])
+
+
+@pytest.mark.parametrize("pipeline_ranks", [1, 2])
+def test_an_evaluation_returns_what_a_training_step_leaves_out(pipeline_ranks):
+    for rank, (trained, evaluated) in enumerate(run_on_ranks(2, calls.evaluate_features, pipeline_ranks)):
+        assert trained == 1
+        tokens = micro_batch(0, rank, 0)["input_ids"][:, :LENGTH] % VOCABULARY
+        with torch.no_grad():
+            wanted = calls.featured()(tokens, tokens)
+        torch.testing.assert_close(evaluated, wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_lengths_may_differ_between_ranks_micro_batches_and_steps():
