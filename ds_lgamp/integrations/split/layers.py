@@ -138,7 +138,8 @@ class SplitLayers:
                 check_foreign(self._split, self._blocks, shown, random_sources)
                 comparison.check(shown.arguments, apart, settings.recompute != "none")
             holders = {id(vars(module)) for module in own}
-            sets = sorted({name for holder, name, _ in before.changed() if holder in holders})
+            changed = {name for holder, name, _ in before.changed() if holder in holders}
+            sets = sorted(name for name in changed if not name.startswith("_"))
             if sets and (apart or self._split.loss_in is not None):
                 logger.warning(
                     f"the forward of {type(model).__name__} sets {', '.join(map(repr, sets))}; a script that reads "
