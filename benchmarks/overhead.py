@@ -64,7 +64,7 @@ STARTS = {
     "import deepspeed": ("DeepSpeed", ["-c", "import deepspeed"]),
     "import deepspeed and the engine": (
         OURS,
-        ["-c", "import deepspeed, ds_lgamp.integrations.deepspeed.engine.engine"],
+        ["-c", "import deepspeed, ds_lgamp.integrations.deepspeed.engine.pipeline_engine"],
     ),
 }
 """By what the interpreter loads: the contender, and the interpreter's arguments."""

@@ -15,7 +15,7 @@ from ds_lgamp.runtime.random_state import undisturbed
 def take_own_data(engine: Any) -> None:
     """Replaces the loader that DeepSpeed has made of ``training_data`` by one for the micro-batches that this rank of
     ``engine`` takes."""
-    if engine.lgamp_settings.data_rank_speeds is None:
+    if engine.lgamp.settings.data_rank_speeds is None:
         engine.own_data = OwnData(engine.data_iterator)
     else:
         engine.own_data = OwnShare(engine.data_iterator, partial(_shares, engine), engine.grid.data_parallel_id)
@@ -33,7 +33,7 @@ def complete_own_data(engine: Any) -> None:
 
 def _shares(engine: Any) -> list[int]:
     """Returns the micro-batches of every data-parallel rank in the next step."""
-    return [replica.micro_batches for replica in engine.replica_specs]
+    return [replica.micro_batches for replica in engine.lgamp.replica_specs]
 
 
 class OwnData(RepeatingLoader):

@@ -45,23 +45,23 @@ class Plan(NamedTuple):
 
 def plan_training(
     settings: LgampConfig,
-    given: dict[str, Any],
-    config: Any,
-    module: PipelineModule,
+    arguments: dict[str, Any],
     partition_method: str,
-    optimizer: Any,
+    micro_batches: int,
     scales_in_step: bool,
 ) -> Plan:
     """Returns the layout and the programs that ``settings`` ask for. Collective over all ranks; raises ConfigError on
     every rank if the engine cannot train as asked. Changes nothing.
 
     Args:
-        given: ds_config.json, as the user wrote it.
-        config: the DeepSpeedConfig.
+        arguments: those of DeepSpeed's engine: ``model`` is a PipelineModule, ``config`` ds_config.json as the user
+            wrote it, ``config_class`` the DeepSpeedConfig, ``optimizer`` what the user passed as such, if anything.
         partition_method: how the module cuts its layers; ``chunks_per_rank`` balances by it.
-        optimizer: what the user passed as such; None if ds_config.json names it.
+        micro_batches: those of a batch on a pipeline, if all data-parallel ranks compute equally many.
         scales_in_step: whether the script decides on the factor of the loss after the backward passes.
     """
+    module, given, config = arguments["model"], arguments["config"], arguments["config_class"]
+    optimizer = arguments.get("optimizer")
     offload = offload_of(given, config)
     disk_path(config, settings)
     live_folder(config, settings)
@@ -73,7 +73,7 @@ def plan_training(
     layout = layout_of(settings, module, partition_method)
     if offload is not None:
         offload = share_of_host(config, offload, layout.placement)
-    micro_batches, zero_stage = config.gradient_accumulation_steps, int(config.zero_optimization_stage)
+    zero_stage = int(config.zero_optimization_stage)
     updates = _updates(settings, config, scales_in_step, offload)
     hierarchy = hierarchy_of(given, zero_stage, module)
     data_ranks = module.topology().get_dim("data")

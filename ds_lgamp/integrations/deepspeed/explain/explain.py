@@ -55,7 +55,9 @@ def explain(
         scales_in_step: whether the script decides on the factor of the loss after the backward passes.
     """
     settings = enabled_block(config)
-    plan = plan_training(settings, config, config_class, module, partition_method, optimizer, scales_in_step)
+    arguments = {"model": module, "config": config, "config_class": config_class, "optimizer": optimizer}
+    micro_batches = config_class.gradient_accumulation_steps
+    plan = plan_training(settings, arguments, partition_method, micro_batches, scales_in_step)
     spec = max(plan.specs, key=lambda replica: replica.micro_batches)
     program = build_program(spec)
     validate(spec, program)

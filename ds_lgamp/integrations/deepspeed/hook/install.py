@@ -26,7 +26,7 @@ from ds_lgamp.integrations.deepspeed.config.check_keys import check_batch_sizes,
 from ds_lgamp.integrations.deepspeed.config.disagreement import refuse_differing_ranks
 from ds_lgamp.integrations.deepspeed.config.refusals import sentence_of
 from ds_lgamp.integrations.deepspeed.engine.ending import finish_engines
-from ds_lgamp.integrations.deepspeed.engine.engine import LgampEngine
+from ds_lgamp.integrations.deepspeed.engine.pipeline_engine import LgampEngine
 from ds_lgamp.integrations.deepspeed.hook.compiling import name_forgotten_locks
 from ds_lgamp.integrations.deepspeed.model.deferred_init import is_deferred
 from ds_lgamp.integrations.deepspeed.model.first_values import share_given_layers

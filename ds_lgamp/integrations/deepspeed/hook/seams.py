@@ -45,6 +45,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "_mixed_precision_dtypes",
         "_next_batch",
         "_scheduler_from_config",
+        "_take_model_step",
         "_train_schedule",
         "destroy",
         "eval_batch",

@@ -63,20 +63,20 @@ class LossEngine(ModelEngine):
 
     def _compute_gradients(self) -> Tensor:
         """Runs the program up to its step, and returns the sum of the losses of this rank's micro-batches."""
-        with self.in_batch(training=True, ends=False):
+        with self.lgamp.in_batch(training=True, ends=False):
             self._kept.check()
             self._refuse_other_gradients()
             self._begin(Next.TRAIN, self._kept.calls)
             self.micro_batches = len(self._layers.calls.all)
-            self._open = self._begin_batch(self._train_schedule())
+            self._open = self._begin_batch()
             self._open.run_up_to(Kind.STEP)
             self._layers.calls.all = []
             self._take_settings()
             losses = torch.zeros(self.micro_batches, device=self.device)
-            if self.is_last_stage():
-                losses = torch.stack([loss.float() for loss in self.executor.losses])
+            if self.lgamp.computes_loss:
+                losses = torch.stack([loss.float() for loss in self.lgamp.executor.losses])
             if self.num_stages > 1:
-                dist.broadcast(losses, self._loss_stage_global_rank(), group=self.grid.get_pipe_parallel_group())
+                dist.broadcast(losses, self.lgamp.loss_source, group=self.grid.get_pipe_parallel_group())
         return losses[self.stage_id :: self.num_stages].sum()
 
     def _complete_batch(self) -> None:
@@ -84,10 +84,10 @@ class LossEngine(ModelEngine):
             # The script completes the batch only now, so its losses were told as zero.
             self._compute_gradients()
         assert self._open is not None
-        with self.in_batch(training=True, begins=False):
+        with self.lgamp.in_batch(training=True, begins=False):
             self._refuse_other_gradients()
             self.optimizer.loss_factor = self._told.common_factor(len(self._kept.calls))
             self._run_to_the_end(self._open)
 
-    def _loss(self, outputs: Any, labels: Any) -> Any:
+    def loss_of(self, outputs: Any, labels: Any) -> Any:
         return self._layers.loss_of(outputs) if torch.is_grad_enabled() else outputs

@@ -1,13 +1,13 @@
 """A batch for training whose program runs in pieces, between which the script has its turn."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack
 from itertools import islice, takewhile
 
+from ds_lgamp.integrations.deepspeed.engine.training import Training
 from ds_lgamp.integrations.split.call import Calls
 from ds_lgamp.integrations.transformers.sharding import whole_to_layers
 from ds_lgamp.runtime.batch import BatchState
-from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.schedule.actions import Action, Kind
 from ds_lgamp.schedule.orders import chunks_of
 from ds_lgamp.schedule.placement import Placement
@@ -17,30 +17,23 @@ class OpenBatch:
     """A batch that has begun.
 
     Args:
-        state: that of the batch. Its program may change behind what has run.
+        training: runs it.
+        state: that of the batch. Its program may change after what has run.
         calls: those of the batch.
-        kept: returns a context that keeps the random states of the script.
-        measured: a context around the whole batch. A batch that fails never leaves it.
     """
 
-    def __init__(
-        self,
-        executor: Executor,
-        state: BatchState,
-        calls: Calls,
-        kept: Callable[[], AbstractContextManager[None]],
-        measured: AbstractContextManager[None],
-    ) -> None:
+    def __init__(self, training: Training, state: BatchState, calls: Calls) -> None:
         self.state = state
-        self._executor, self._calls, self._kept = executor, calls, kept
+        self._training, self._executor, self._calls = training, training.executor, calls
         self._measuring = ExitStack()
-        self._measuring.enter_context(measured)
+        # A batch that fails never leaves it.
+        self._measuring.enter_context(training.monitored())
 
     def run_up_to(self, kind: Kind) -> None:
         """Executes the next actions, without the first one of ``kind``."""
         executor = self._executor
         last_compute = _last_compute(executor.placement, self.state.first_trained, executor.rank)
-        with self._kept(), whole_to_layers(), executor.run_batch(self.state):
+        with self._training.kept_from_script(), whole_to_layers(), executor.run_batch(self.state):
             for action in takewhile(lambda action: action.kind is not kind, self._rest()):
                 executor.execute(action)
                 if action[:2] == last_compute:

@@ -120,7 +120,7 @@ def prepare_deepspeed():
 def last_step(border, case):
     """In the first step, hosts exchange shapes. From the second step on, the host must not wait for the device."""
     engine = engine_of(case.json())
-    launches, from_pool = (kind(lambda: str(engine.executor.current)) for kind in (Launches, FromPool))
+    launches, from_pool = (kind(lambda: str(engine.lgamp.executor.current)) for kind in (Launches, FromPool))
     for step in range(STEPS):
         data = iter([(inputs.to(case.dtype), labels) for inputs, labels in batches(MICRO_BATCHES, start=step)])
         border.between_hosts.clear()

@@ -283,8 +283,8 @@ def skipped(case):
             hook.shard_gradient[:1] = float("inf")
         return spoiled()
 
-    spoiled = engine._partition.finish_gradients
-    engine._partition.finish_gradients = spoil
+    spoiled = engine.lgamp.partition.finish_gradients
+    engine.lgamp.partition.finish_gradients = spoil
     engine.train_batch(batches(1, engine))
     after = state_of(engine)
     same = all(torch.equal(before[key], after[key]) for key in before)

@@ -20,7 +20,6 @@ def test_mistakes_are_named_on_every_rank():
         "shared memory": "1.linear.weight and 4.linear.weight share memory, but are two tensors",
         "no loss": "set ds_lgamp.outputs to 'all' if the script computes the loss, or append a module that does",
         "second engine": "the Sequential has an engine already, which a ds_lgamp block cannot replace",
-        "train_batch": "call engine(...), engine.backward and engine.step",
         "named": "engine(...) got inputs, but an nn.Sequential takes no named arguments",
         "uneven": "rank 0 trains on 1 micro-batches for one step, but rank 1 trains on 2 micro-batches",
         "factors": "the losses of one batch were multiplied by factors from 0.5 to 1",
