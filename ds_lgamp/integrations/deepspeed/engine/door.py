@@ -17,9 +17,9 @@ from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
     check_updates_alone,
     optimizer_from_json,
 )
+from ds_lgamp.integrations.deepspeed.engine.data import OwnData
 from ds_lgamp.integrations.deepspeed.engine.ending import finish_at_the_end
 from ds_lgamp.integrations.deepspeed.engine.optimizer import PartitionedOptimizer
-from ds_lgamp.integrations.deepspeed.engine.own_data import OwnData
 from ds_lgamp.integrations.deepspeed.engine.training import Training
 from ds_lgamp.integrations.deepspeed.model.deferred_init import children_with_memory, showing
 from ds_lgamp.integrations.deepspeed.model.first_values import share_values, values_of

@@ -13,9 +13,8 @@ from deepspeed.runtime.pipe.schedule import PipeInstruction, PipeSchedule
 from torch import Tensor
 
 from ds_lgamp.config import ConfigError, LgampConfig
-from ds_lgamp.integrations.deepspeed.engine.batch_terms import batch_terms
+from ds_lgamp.integrations.deepspeed.engine.data import batch_terms, complete_own_data, take_own_data
 from ds_lgamp.integrations.deepspeed.engine.door import LgampDoor
-from ds_lgamp.integrations.deepspeed.engine.own_data import complete_own_data, take_own_data
 from ds_lgamp.integrations.deepspeed.engine.training import Training
 from ds_lgamp.integrations.deepspeed.model.module import built_layers
 from ds_lgamp.integrations.replacing import replace_attribute

@@ -14,13 +14,13 @@ from ds_lgamp.integrations.deepspeed.model.client_optimizer import as_groups
 from ds_lgamp.integrations.deepspeed.model.first_values import check_tensors, share_over_pipeline
 from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
 from ds_lgamp.integrations.deepspeed.model.zero_init import make_whole
-from ds_lgamp.integrations.deepspeed.plain.elsewhere import release
 from ds_lgamp.integrations.deepspeed.plain.engine import ModelEngine
 from ds_lgamp.integrations.deepspeed.plain.layers import Layers, layers_of, needed_to_split
 from ds_lgamp.integrations.deepspeed.plain.loss_engine import LossEngine
 from ds_lgamp.integrations.deepspeed.plain.module import pipeline_module, topology_of
 from ds_lgamp.integrations.deepspeed.plain.outputs_engine import OutputsEngine
 from ds_lgamp.integrations.deepspeed.plain.sequence_parallel import check_layout, sequence_ranks
+from ds_lgamp.integrations.deepspeed.plain.state import release
 
 _with_engine: WeakSet[torch.nn.Module] = WeakSet()
 """The models that have an engine, or had one: their methods and parameters are its own."""

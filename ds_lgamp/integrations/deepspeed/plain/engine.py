@@ -2,7 +2,8 @@
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from itertools import islice, takewhile
 from typing import Any
 
 import torch
@@ -12,24 +13,76 @@ from torch.utils._pytree import tree_leaves
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.integrations.deepspeed.config.precision import input_dtype
-from ds_lgamp.integrations.deepspeed.engine.batch_terms import batch_terms
-from ds_lgamp.integrations.deepspeed.engine.data import integer_elements, to_device
+from ds_lgamp.integrations.deepspeed.engine.data import batch_terms, integer_elements, to_device
 from ds_lgamp.integrations.deepspeed.engine.door import LgampDoor
 from ds_lgamp.integrations.deepspeed.engine.training import Training
 from ds_lgamp.integrations.deepspeed.model.first_values import share_values
 from ds_lgamp.integrations.deepspeed.plain import state
 from ds_lgamp.integrations.deepspeed.plain.agreement import Next, agree, agree_at_the_end
 from ds_lgamp.integrations.deepspeed.plain.direct_calls import guide_direct_calls
-from ds_lgamp.integrations.deepspeed.plain.elsewhere import Elsewhere, release
 from ds_lgamp.integrations.deepspeed.plain.exchange import Exchange
 from ds_lgamp.integrations.deepspeed.plain.kept import Kept
 from ds_lgamp.integrations.deepspeed.plain.layers import Compiled, Layers
 from ds_lgamp.integrations.deepspeed.plain.module import tell_of_model
-from ds_lgamp.integrations.deepspeed.plain.open_batch import OpenBatch
-from ds_lgamp.integrations.split.call import Arguments, Call
+from ds_lgamp.integrations.deepspeed.plain.state import Elsewhere, release
+from ds_lgamp.integrations.split.call import Arguments, Call, Calls
+from ds_lgamp.integrations.transformers.sharding import whole_to_layers
 from ds_lgamp.partition.agreement import Term
 from ds_lgamp.partition.groups import own_host_group
+from ds_lgamp.runtime.batch import BatchState
 from ds_lgamp.runtime.first_seen import INPUTS
+from ds_lgamp.schedule.actions import Action, Kind
+from ds_lgamp.schedule.orders import chunks_of
+from ds_lgamp.schedule.placement import Placement
+
+
+class OpenBatch:
+    """A batch that has begun.
+
+    Args:
+        training: runs it.
+        state: that of the batch. Its program may change after what has run.
+        calls: those of the batch.
+    """
+
+    def __init__(self, training: Training, state: BatchState, calls: Calls) -> None:
+        self.state = state
+        self._training, self._executor, self._calls = training, training.executor, calls
+        self._measuring = ExitStack()
+        # A batch that fails never leaves it.
+        self._measuring.enter_context(training.monitored())
+
+    def run_up_to(self, kind: Kind) -> None:
+        """Executes the next actions, without the first one of ``kind``."""
+        executor = self._executor
+        last_compute = _last_compute(executor.placement, self.state.first_trained, executor.rank)
+        with self._training.kept_from_script(), whole_to_layers(), executor.run_batch(self.state):
+            for action in takewhile(lambda action: action.kind is not kind, self._rest()):
+                executor.execute(action)
+                if action[:2] == last_compute:
+                    # Masks of long sequences are large.
+                    self._calls.all[action.micro_batch].forget_blocks()
+
+    def run_next(self) -> None:
+        """Executes the next action."""
+        with self._executor.run_batch(self.state):
+            self._executor.execute(next(self._rest()))
+
+    def run_to_the_end(self) -> None:
+        """Executes all that is left."""
+        with self._measuring, self._executor.run_batch(self.state):
+            self._executor.run(self._rest())
+
+    def _rest(self) -> Iterator[Action]:
+        """Returns the actions of which none has run."""
+        return islice(self.state.program, self.state.row + 1, None)
+
+
+def _last_compute(placement: Placement, first_trained: int, rank: int) -> tuple[Kind, int]:
+    """Returns with which compute, of which chunk, a rank is done with a micro-batch."""
+    own = chunks_of(placement, rank)
+    trained = [chunk for chunk in own if chunk >= first_trained]
+    return (Kind.BACKWARD, trained[0]) if trained else (Kind.FORWARD, own[-1])
 
 
 class ModelEngine(LgampDoor):

@@ -1,20 +1,23 @@
-"""The engine of plain scripts that compute the loss themselves, from the outputs of the model."""
+"""The engine of plain scripts that compute the loss themselves, from the outputs of the model. Their backward passes
+leave the gradients of outputs here."""
 
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.autograd import Variable
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.deepspeed.plain.agreement import Next, agree
-from ds_lgamp.integrations.deepspeed.plain.engine import NO_CALL, ModelEngine
-from ds_lgamp.integrations.deepspeed.plain.open_batch import OpenBatch
-from ds_lgamp.integrations.deepspeed.plain.outputs import ReturnedOutputs
-from ds_lgamp.integrations.deepspeed.plain.told_loss import refuse_evaluated
+from ds_lgamp.integrations.deepspeed.plain.engine import NO_CALL, ModelEngine, OpenBatch
+from ds_lgamp.integrations.deepspeed.plain.loss_engine import refuse_evaluated
 from ds_lgamp.integrations.split.call import Arguments, Call
 from ds_lgamp.runtime.batch import BatchState
+from ds_lgamp.runtime.graph import begin_graph
 from ds_lgamp.schedule.actions import Action, Kind
 
 
@@ -165,3 +168,80 @@ class OutputsEngine(ModelEngine):
             for rank, calls in enumerate(ranks):
                 for call, gradients in enumerate(calls):
                     batch.output_gradients[call * self.num_stages + rank] = gradients
+
+
+class ReturnedOutputs:
+    """The outputs that the script got since the last step.
+
+    Args:
+        factor: returns by what a gradient is multiplied if the script calls ``loss.backward()`` itself. May raise.
+    """
+
+    def __init__(self, factor: Callable[[], float]) -> None:
+        self._factor = factor
+        self._has_factor = False
+        """Whether the loss of the backward pass that runs is multiplied already."""
+        self._starts: list[list[Tensor | None]] = []
+        """By call: with what the graph of each floating-point output begins; None if it needs no gradient."""
+        self._step = 0
+
+    def give(self, outputs: Any, needs: Sequence[bool]) -> Any:
+        """Returns the ``outputs`` of a call, which now require gradients.
+
+        Args:
+            needs: which of their floating-point tensors need gradients.
+        """
+        leaves, structure = tree_flatten(outputs)
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        starts: list[Tensor | None] = [None] * len(places)
+        for number, (place, needed) in enumerate(zip(places, needs, strict=True)):
+            if needed:
+                (start,), (leaves[place],) = begin_graph((leaves[place],))
+                start.register_hook(partial(self._arriving, self._step))
+                starts[number] = start
+        self._starts.append(starts)
+        # A backward pass that has failed does not end.
+        self._has_factor = False
+        return tree_unflatten(leaves, structure)
+
+    def _arriving(self, step: int, gradient: Tensor) -> Tensor:
+        if step != self._step:
+            raise ConfigError(
+                "a gradient of an output of engine(...) arrives after its engine.step(); call engine.backward ahead of "
+                "that, and detach outputs for whatever follows"
+            )
+        return gradient if self._has_factor else gradient * self._factor()
+
+    def with_factor(self, loss: Tensor) -> Tensor:
+        """Returns a ``loss`` that is multiplied already, whose backward passes leave gradients as they are."""
+        loss.register_hook(self._begins)
+        return loss
+
+    def _begins(self, _gradient: Tensor) -> None:
+        self._has_factor = True
+        Variable._execution_engine.queue_callback(self._ends)
+
+    def _ends(self) -> None:
+        self._has_factor = False
+
+    def __len__(self) -> int:
+        """The number of calls."""
+        return len(self._starts)
+
+    @property
+    def gradients(self) -> Iterator[bool]:
+        """Whether each call has a gradient of an output."""
+        return (any(start is not None and start.grad is not None for start in starts) for starts in self._starts)
+
+    def take(self) -> list[list[Tensor | None]]:
+        """Returns the gradients of all calls, and forgets them. A call has one for every floating-point output, None
+        where the script gave none."""
+        calls, self._starts = self._starts, []
+        self._step += 1
+        return [[None if start is None else _taken(start) for start in starts] for starts in calls]
+
+
+def _taken(start: Tensor) -> Tensor | None:
+    # A loss that the script keeps must not keep the gradient.
+    gradient, start.grad = start.grad, None
+    return gradient
