@@ -1,4 +1,4 @@
-"""Plans a training run ahead of the engine: chunks, placement and program."""
+"""Plans a training run before the engine is built: chunks, placement and program."""
 
 from collections.abc import Callable
 from functools import lru_cache, partial

@@ -205,8 +205,8 @@ class ModelEngine(LgampDoor):
         ConfigError if their gradients are there already."""
         if self._open is not None:
             raise ConfigError(
-                "load_checkpoint is called inside a batch that is computed already; call it ahead of the first "
-                "micro-batch of a step, or behind its engine.step()"
+                "load_checkpoint is called inside a batch that is computed already; call it before the first "
+                "micro-batch of a step, or after its engine.step()"
             )
         loaded = super().load_checkpoint(*positional, **named)
         if loaded[0] is not None:
@@ -265,10 +265,10 @@ class ModelEngine(LgampDoor):
         return self.is_gradient_accumulation_boundary()
 
     def _take_settings(self) -> None:
-        """Gives every rank what the forward behind the blocks has set in the configuration, which any may save.
+        """Gives every rank what the forward after the blocks has set in the configuration, which any may save.
         Collective over the pipeline in the first batch."""
         if self._forward_settings is not None:
-            changed = self._exchange.told(self._forward_settings.changed(), self.program_spec.loss_rank)
+            changed = self._exchange.of_rank(self._forward_settings.changed(), self.program_spec.loss_rank)
             self._forward_settings.take(changed)
             self._forward_settings = None
 

@@ -25,32 +25,32 @@ class LossEngine(ModelEngine):
 
     def __init__(self, *positional: Any, **named: Any) -> None:
         super().__init__(*positional, **named)
-        self._told = ToldLosses(self.gradient_accumulation_steps)
+        self._losses = ReturnedLosses(self.gradient_accumulation_steps)
         self._calls_without_step = 0
         """Since the script called :meth:`step`, without those inside ``no_sync``, where it may not."""
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Notes how the script scaled the loss of the last call. The gradients are those of the whole batch."""
         factor = 1 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0
-        return self._told.backward(loss, factor, retain_graph)
+        return self._losses.backward(loss, factor, retain_graph)
 
     def load_checkpoint(self, *positional: Any, **named: Any) -> Any:
         loaded = super().load_checkpoint(*positional, **named)
         if loaded[0] is not None:
-            self._told.forget()
+            self._losses.forget()
             self._calls_without_step = 0
         return loaded
 
     def _refuse_call(self) -> None:
         if self._open is not None:
             raise ConfigError(
-                "engine(...) is called after a complete batch; call engine.backward and engine.step behind every call"
+                "engine(...) is called after a complete batch; call engine.backward and engine.step after every call"
             )
         says_boundaries = self._is_gradient_accumulation_boundary is not None or self.inside_no_sync_ctxt
         if self._calls_without_step >= self.gradient_accumulation_steps() and not says_boundaries:
             raise ConfigError(
                 f"engine(...) is called again after {self._calls_without_step} micro-batches without engine.step(); "
-                "call engine.backward and engine.step behind every call, or engine.eval() ahead of calls that train "
+                "call engine.backward and engine.step after every call, or engine.eval() before calls that train "
                 "nothing"
             )
 
@@ -61,7 +61,7 @@ class LossEngine(ModelEngine):
     def _train(self, arguments: Arguments) -> Any:
         self._calls_without_step += not self.inside_no_sync_ctxt
         value = self._compute_gradients() if self._completes_batch() else torch.zeros((), device=self.device)
-        return self._layers.training_output(self._told.tell(value))
+        return self._layers.training_output(self._losses.give(value))
 
     def _compute_gradients(self) -> Tensor:
         """Runs the program up to its step, and returns the sum of the losses of this rank's micro-batches."""
@@ -83,20 +83,20 @@ class LossEngine(ModelEngine):
 
     def _complete_batch(self) -> None:
         if self._open is None:
-            # The script completes the batch only now, so its losses were told as zero.
+            # The script completes the batch only now, so it has returned zero for its losses.
             self._compute_gradients()
         assert self._open is not None
         with self.lgamp.in_batch(training=True, begins=False):
             self._refuse_other_gradients()
-            self.optimizer.loss_factor = self._told.common_factor(len(self._kept.calls))
+            self.optimizer.loss_factor = self._losses.common_factor(len(self._kept.calls))
             self._run_to_the_end(self._open)
 
     def loss_of(self, outputs: Any, labels: Any) -> Any:
         return self._layers.loss_of(outputs) if torch.is_grad_enabled() else outputs
 
 
-class ToldLosses:
-    """The losses that the engine told since the last step, and the factors by which the script multiplied them.
+class ReturnedLosses:
+    """The losses that the engine returned since the last step, and the factors by which the script multiplied them.
 
     Args:
         accumulation: returns by what the engine divides losses, also those whose ``loss.backward()`` the script calls
@@ -110,17 +110,17 @@ class ToldLosses:
         self._last: Any = None
         """The node of the last loss in autograd's graph."""
 
-    def tell(self, value: Tensor) -> Tensor:
+    def give(self, value: Tensor) -> Tensor:
         """Returns a loss of the given ``value``. Its backward pass notes its gradient, which is the factor by which the
         script has multiplied it."""
         with torch.enable_grad():
             start = torch.zeros((), device=value.device, requires_grad=True)
-            loss = _Told.apply(start, value.detach(), self._note)
+            loss = _ReturnedLoss.apply(start, value.detach(), self._note)
         self._last = loss.grad_fn
         return loss
 
     def backward(self, loss: Tensor, factor: float, retain_graph: bool) -> Tensor:
-        """Notes by what the script multiplied the last loss that it was told, and ``factor``."""
+        """Notes by what the script multiplied the last loss that it returned, and ``factor``."""
         if self._last is not None and loss.grad_fn is self._last:
             # The script left the loss as it is: then the host need not ask the device for the factor.
             self._factors.append(factor)
@@ -143,7 +143,7 @@ class ToldLosses:
         self._last = None
 
     def common_factor(self, losses: int) -> float:
-        """Returns by what the script multiplied each of the ``losses`` that it was told, times their number: the factor
+        """Returns by what the script multiplied each of the ``losses`` that it returned, times their number: the factor
         of their mean. Forgets them.
 
         Collective over all ranks; raises ConfigError on all if factors differ, or if a loss had no backward pass.
@@ -183,7 +183,7 @@ def refuse_evaluated(loss: Tensor) -> None:
         )
 
 
-class _Told(torch.autograd.Function):
+class _ReturnedLoss(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, start: Tensor, value: Tensor, note: Callable[[Tensor], None]) -> Tensor:
         context.note = note

@@ -207,7 +207,7 @@ class ReturnedOutputs:
     def _arriving(self, step: int, gradient: Tensor) -> Tensor:
         if step != self._step:
             raise ConfigError(
-                "a gradient of an output of engine(...) arrives after its engine.step(); call engine.backward ahead of "
+                "a gradient of an output of engine(...) arrives after its engine.step(); call engine.backward before "
                 "that, and detach outputs for whatever follows"
             )
         return gradient if self._has_factor else gradient * self._factor()
