@@ -29,7 +29,7 @@ def test_mistakes_are_named_on_every_rank():
         "infinity on a rank": "losses multiplied by 0.5, but rank 1 calls engine.step() with a loss multiplied by NaN",
         "shared count": "several layers share the buffer 'calls' of a Counter, and a forward changes it",
         "never a step": "engine(...) is called again after 2 micro-batches without engine.step(); call engine.backward",
-        "no step": "engine(...) is called after a complete batch; call engine.backward and engine.step behind every",
+        "no step": "engine(...) is called after a complete batch; call engine.backward and engine.step after every",
         "no backward": "engine.step() is called before every loss of the batch went through engine.backward(loss)",
         "nothing to step": "engine.step() is called, but no engine(...) since the last step",
         "step alone": "rank 0 trains on 1 micro-batches for one step, but rank 1 trains on 0 micro-batches",
