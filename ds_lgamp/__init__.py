@@ -43,6 +43,6 @@ def deferred_init() -> AbstractContextManager[None]:
     and writing to them raises ConfigError. Calls :func:`install`, and raises what it raises.
     """
     install()
-    from ds_lgamp.integrations.deepspeed.model.deferred_init import deferred_init
+    from ds_lgamp.integrations.deepspeed.model.construction import deferred_init
 
     return deferred_init()

@@ -7,8 +7,7 @@ from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule
 from torch import nn
 
 from ds_lgamp.config import BLOCK, ConfigError
-from ds_lgamp.integrations.deepspeed.model.layout import layer_types
-from ds_lgamp.integrations.deepspeed.model.module import built_layers, global_names, shown_name
+from ds_lgamp.integrations.deepspeed.model.module import built_layers, global_names, layer_types, shown_name
 from ds_lgamp.integrations.handshake import code_of, process_terms
 from ds_lgamp.partition.agreement import Term, complaint_about_terms, difference, digest, everyone, raise_everywhere
 

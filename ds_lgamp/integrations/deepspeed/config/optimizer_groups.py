@@ -16,7 +16,7 @@ from ds_lgamp.integrations.deepspeed.model.client_optimizer import (
     trainable_parameters,
 )
 from ds_lgamp.integrations.deepspeed.model.module import global_names, shown_name
-from ds_lgamp.integrations.deepspeed.model.tensor_parallel import sharing_of
+from ds_lgamp.integrations.deepspeed.model.shared_tensors import sharing_of
 from ds_lgamp.optimizers.muon import MATRIX_OPTIONS, OTHER_OPTIONS
 from ds_lgamp.partition.agreement import raise_everywhere
 

@@ -21,7 +21,7 @@ from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
 )
 from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype, refuse_cast_parameter, refuse_precision
 from ds_lgamp.integrations.deepspeed.model.client_optimizer import complaint_about_history
-from ds_lgamp.integrations.deepspeed.model.deferred_init import DeferredParameter
+from ds_lgamp.integrations.deepspeed.model.construction import DeferredParameter
 from ds_lgamp.integrations.deepspeed.model.materialise import changed_layer
 from ds_lgamp.integrations.deepspeed.model.module import (
     TIED_MODULES,
@@ -34,8 +34,7 @@ from ds_lgamp.integrations.deepspeed.model.module import (
     shown_name,
     tensors_of,
 )
-from ds_lgamp.integrations.deepspeed.model.shared_memory import complaint_about_memory
-from ds_lgamp.integrations.deepspeed.model.tensor_parallel import complaint_about_tensor_ranks
+from ds_lgamp.integrations.deepspeed.model.shared_tensors import complaint_about_memory, complaint_about_tensor_ranks
 from ds_lgamp.partition.agreement import everyone, raise_everywhere
 
 _SECTIONS = {

@@ -43,14 +43,17 @@ from ds_lgamp.integrations.deepspeed.engine.plan import plan_training
 from ds_lgamp.integrations.deepspeed.engine.seeding import kept_from_script
 from ds_lgamp.integrations.deepspeed.engine.tensor_access import TensorAccess
 from ds_lgamp.integrations.deepspeed.model.client_optimizer import place_with_groups
-from ds_lgamp.integrations.deepspeed.model.deferred_init import children_with_memory, is_deferred, showing
-from ds_lgamp.integrations.deepspeed.model.delayed_scaling import refuse_delayed_scaling
-from ds_lgamp.integrations.deepspeed.model.first_values import share_values, values_of
+from ds_lgamp.integrations.deepspeed.model.construction import children_with_memory, is_deferred, showing
 from ds_lgamp.integrations.deepspeed.model.materialise import DeferredLayers
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, built_layers, over_pipeline
-from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
-from ds_lgamp.integrations.deepspeed.model.selective import offers_selective, refuse_unless_offered, switch_on
-from ds_lgamp.integrations.deepspeed.model.shared_buffers import SharedBuffers
+from ds_lgamp.integrations.deepspeed.model.recomputation import (
+    layer_sources,
+    offers_selective,
+    refuse_delayed_scaling,
+    refuse_unless_offered,
+    switch_on,
+)
+from ds_lgamp.integrations.deepspeed.model.shared_tensors import SharedBuffers, share_values, values_of
 from ds_lgamp.integrations.tracing import trace_if_asked
 from ds_lgamp.runtime.batch import BatchState, LoadMicroBatch
 from ds_lgamp.runtime.stopwatch import Stopwatch

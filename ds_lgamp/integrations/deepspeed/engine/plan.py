@@ -21,8 +21,7 @@ from ds_lgamp.integrations.deepspeed.config.refusals import (
     refuse_overlapped_update,
     refuse_unsupported,
 )
-from ds_lgamp.integrations.deepspeed.model.layout import Layout, layout_of
-from ds_lgamp.integrations.deepspeed.model.module import announced_tensors, layer_prefix, prefix_of
+from ds_lgamp.integrations.deepspeed.model.module import Layout, announced_tensors, layer_prefix, layout_of, prefix_of
 from ds_lgamp.integrations.program_spec import micro_batch_shares, program_spec
 from ds_lgamp.runtime.ring import posts_on_arrival
 from ds_lgamp.schedule.hierarchy import Hierarchy

@@ -28,9 +28,8 @@ from ds_lgamp.integrations.deepspeed.config.refusals import sentence_of
 from ds_lgamp.integrations.deepspeed.engine.ending import finish_engines
 from ds_lgamp.integrations.deepspeed.engine.engine import LgampEngine
 from ds_lgamp.integrations.deepspeed.hook.compiling import name_forgotten_locks
-from ds_lgamp.integrations.deepspeed.model.deferred_init import is_deferred
-from ds_lgamp.integrations.deepspeed.model.first_values import share_given_layers
-from ds_lgamp.integrations.deepspeed.model.zero_init import gather_partitioned, whole_construction
+from ds_lgamp.integrations.deepspeed.model.construction import gather_partitioned, is_deferred, whole_construction
+from ds_lgamp.integrations.deepspeed.model.shared_tensors import share_given_layers
 from ds_lgamp.integrations.deepspeed.plain import sequence_parallel
 from ds_lgamp.integrations.deepspeed.plain.build import build_engine, only_evaluates
 from ds_lgamp.integrations.ending import end_well, leaves_because_of_an_error

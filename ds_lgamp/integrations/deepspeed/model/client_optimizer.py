@@ -9,14 +9,8 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.deepspeed.model.layout import Layout
-from ds_lgamp.integrations.deepspeed.model.module import (
-    global_names,
-    over_data,
-    over_pipeline,
-    place_layers,
-    shown_name,
-)
+from ds_lgamp.integrations.deepspeed.model.layer_moves import place_layers
+from ds_lgamp.integrations.deepspeed.model.module import Layout, global_names, over_data, over_pipeline, shown_name
 from ds_lgamp.partition.agreement import everyone, raise_everywhere
 
 _OF_PARAMETERS = ("params", "param_names")
