@@ -16,14 +16,14 @@ from ds_lgamp.checkpoint.saver import Saver
 from ds_lgamp.config import LgampConfig
 from ds_lgamp.integrations.deepspeed.checkpoint import methods
 from ds_lgamp.integrations.deepspeed.checkpoint.live import LiveCheckpoint, open_folder
-from ds_lgamp.integrations.deepspeed.config.offload import check_offloaded, device_of_updates, live_folder, on_disk_of
+from ds_lgamp.integrations.deepspeed.config.client_optimizer import place_with_groups, prepare_optimizer
 from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
     check_elementwise,
     check_updates_alone,
     optimizer_from_json,
 )
-from ds_lgamp.integrations.deepspeed.config.optimizer_groups import prepare_optimizer
 from ds_lgamp.integrations.deepspeed.config.precision import input_dtype
+from ds_lgamp.integrations.deepspeed.config.zero import check_offloaded, device_of_updates, live_folder, on_disk_of
 from ds_lgamp.integrations.deepspeed.engine import stock_methods
 from ds_lgamp.integrations.deepspeed.engine.batch_terms import batch_terms
 from ds_lgamp.integrations.deepspeed.engine.casting import prepare_layers
@@ -42,7 +42,6 @@ from ds_lgamp.integrations.deepspeed.engine.partition import open_disk, partitio
 from ds_lgamp.integrations.deepspeed.engine.plan import plan_training
 from ds_lgamp.integrations.deepspeed.engine.seeding import kept_from_script
 from ds_lgamp.integrations.deepspeed.engine.tensor_access import TensorAccess
-from ds_lgamp.integrations.deepspeed.model.client_optimizer import place_with_groups
 from ds_lgamp.integrations.deepspeed.model.construction import children_with_memory, is_deferred, showing
 from ds_lgamp.integrations.deepspeed.model.materialise import DeferredLayers
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, built_layers, over_pipeline

@@ -6,7 +6,7 @@ from typing import Any
 
 from deepspeed.runtime.pipe import p2p
 
-from ds_lgamp.integrations.replacing import replace_attribute
+from ds_lgamp.integrations.hosts import replace_attribute
 
 
 @contextmanager

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.module import TiedLayerSpec
 
 from ds_lgamp.config import ConfigError, LgampConfig
-from ds_lgamp.integrations.deepspeed.config.offload import disk_path, on_disk_of
 from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype
+from ds_lgamp.integrations.deepspeed.config.zero import disk_path, on_disk_of
 from ds_lgamp.integrations.deepspeed.model.materialise import DeferredLayers
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, global_names, shown_name
 from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources

@@ -10,7 +10,7 @@ from typing import Any
 from deepspeed.runtime.pipe.module import PipelineModule
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, read_block
-from ds_lgamp.integrations.deepspeed.config.offload import on_disk_of
+from ds_lgamp.integrations.deepspeed.config.zero import on_disk_of
 from ds_lgamp.integrations.deepspeed.engine.plan import Plan, plan_training
 from ds_lgamp.integrations.deepspeed.explain.activations import (
     NO_DATA,

@@ -9,7 +9,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.utils import groups as stock_groups
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
-from ds_lgamp.integrations.deepspeed.model.client_optimizer import as_groups
+from ds_lgamp.integrations.deepspeed.config.client_optimizer import as_groups
 from ds_lgamp.integrations.deepspeed.model.construction import make_whole
 from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import check_tensors, share_over_pipeline
