@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ds_lgamp.config import read_block
 from ds_lgamp.integrations.deepspeed.engine.door import LgampDoor
-from ds_lgamp.integrations.deepspeed.hook.compiling import compile_no_collective
+from ds_lgamp.integrations.deepspeed.hook.initialize import compile_no_collective
 
 
 def prepare_rank() -> None:

@@ -21,9 +21,8 @@ FLOORS = (
     (
         "integrations.ending",
         "integrations.handshake",
+        "integrations.hosts",
         "integrations.program_spec",
-        "integrations.replacing",
-        "integrations.seams",
         "integrations.shard_keys",
         "integrations.speeds",
         "integrations.tracing",

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ds_lgamp.integrations.replacing import replace_attribute
+from ds_lgamp.integrations.hosts import replace_attribute
 from ds_lgamp.runtime.transport import gloo_through, nccl_options, transport_of
 
 

@@ -11,19 +11,19 @@ from torch import nn
 from ds_lgamp.checkpoint.saver import Saver
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.deepspeed.checkpoint import methods
-from ds_lgamp.integrations.deepspeed.config.offload import check_offloaded, device_of_updates
 from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
     check_elementwise,
     check_updates_alone,
     optimizer_from_json,
 )
+from ds_lgamp.integrations.deepspeed.config.zero import check_offloaded, device_of_updates
 from ds_lgamp.integrations.deepspeed.engine.data import OwnData
 from ds_lgamp.integrations.deepspeed.engine.ending import finish_at_the_end
 from ds_lgamp.integrations.deepspeed.engine.optimizer import PartitionedOptimizer
 from ds_lgamp.integrations.deepspeed.engine.training import Training
-from ds_lgamp.integrations.deepspeed.model.deferred_init import children_with_memory, showing
-from ds_lgamp.integrations.deepspeed.model.first_values import share_values, values_of
+from ds_lgamp.integrations.deepspeed.model.construction import children_with_memory, showing
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule
+from ds_lgamp.integrations.deepspeed.model.shared_tensors import share_values, values_of
 from ds_lgamp.runtime.random_state import RandomSource
 from ds_lgamp.schedule.spec import ProgramSpec
 

@@ -8,8 +8,7 @@ import torch.distributed as dist
 from deepspeed.utils.logging import logger
 
 from ds_lgamp.config import BLOCK, LgampConfig
-from ds_lgamp.integrations.deepspeed.model.layout import layer_types
-from ds_lgamp.integrations.deepspeed.model.module import PlacedModule
+from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, layer_types
 from ds_lgamp.partition.agreement import everyone, host_group
 from ds_lgamp.partition.parts import parts_of
 from ds_lgamp.partition.unit import Unit

@@ -7,22 +7,21 @@ from typing import Any, NamedTuple
 from deepspeed.runtime.pipe.module import PipelineModule
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
-from ds_lgamp.integrations.deepspeed.config.hierarchy import hierarchy_of
-from ds_lgamp.integrations.deepspeed.config.offload import (
+from ds_lgamp.integrations.deepspeed.config.precision import checks_overflow
+from ds_lgamp.integrations.deepspeed.config.run_checks import (
+    refuse_irreproducible,
+    refuse_overlapped_update,
+    refuse_unsupported,
+)
+from ds_lgamp.integrations.deepspeed.config.zero import (
     disk_path,
+    hierarchy_of,
     live_folder,
     offload_of,
     refuse_offloaded_optimizer,
     share_of_host,
 )
-from ds_lgamp.integrations.deepspeed.config.precision import checks_overflow
-from ds_lgamp.integrations.deepspeed.config.refusals import (
-    refuse_irreproducible,
-    refuse_overlapped_update,
-    refuse_unsupported,
-)
-from ds_lgamp.integrations.deepspeed.model.layout import Layout, layout_of
-from ds_lgamp.integrations.deepspeed.model.module import announced_tensors, layer_prefix, prefix_of
+from ds_lgamp.integrations.deepspeed.model.module import Layout, announced_tensors, layer_prefix, layout_of, prefix_of
 from ds_lgamp.integrations.program_spec import micro_batch_shares, program_spec
 from ds_lgamp.runtime.ring import posts_on_arrival
 from ds_lgamp.schedule.hierarchy import Hierarchy

@@ -15,9 +15,9 @@ from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.checkpoint.saver import Saver
 from ds_lgamp.config import LgampConfig
 from ds_lgamp.integrations.deepspeed.checkpoint.live import LiveCheckpoint, open_folder
-from ds_lgamp.integrations.deepspeed.config.offload import live_folder, on_disk_of
-from ds_lgamp.integrations.deepspeed.config.optimizer_groups import prepare_optimizer
+from ds_lgamp.integrations.deepspeed.config.client_optimizer import place_with_groups, prepare_optimizer
 from ds_lgamp.integrations.deepspeed.config.precision import input_dtype
+from ds_lgamp.integrations.deepspeed.config.zero import live_folder, on_disk_of
 from ds_lgamp.integrations.deepspeed.engine.data import BatchLoader
 from ds_lgamp.integrations.deepspeed.engine.host_updates import HostUpdateError
 from ds_lgamp.integrations.deepspeed.engine.monitor import monitor_if_asked, monitored
@@ -27,14 +27,17 @@ from ds_lgamp.integrations.deepspeed.engine.partition import open_disk, partitio
 from ds_lgamp.integrations.deepspeed.engine.plan import plan_training
 from ds_lgamp.integrations.deepspeed.engine.seeding import before_layers, kept_from_script
 from ds_lgamp.integrations.deepspeed.engine.tensor_access import TensorAccess
-from ds_lgamp.integrations.deepspeed.model.client_optimizer import place_with_groups
-from ds_lgamp.integrations.deepspeed.model.deferred_init import is_deferred
-from ds_lgamp.integrations.deepspeed.model.delayed_scaling import refuse_delayed_scaling
+from ds_lgamp.integrations.deepspeed.model.construction import is_deferred
 from ds_lgamp.integrations.deepspeed.model.materialise import DeferredLayers
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, over_pipeline
-from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
-from ds_lgamp.integrations.deepspeed.model.selective import offers_selective, refuse_unless_offered, switch_on
-from ds_lgamp.integrations.deepspeed.model.shared_buffers import SharedBuffers
+from ds_lgamp.integrations.deepspeed.model.recomputation import (
+    layer_sources,
+    offers_selective,
+    refuse_delayed_scaling,
+    refuse_unless_offered,
+    switch_on,
+)
+from ds_lgamp.integrations.deepspeed.model.shared_tensors import SharedBuffers
 from ds_lgamp.integrations.tracing import trace_if_asked
 from ds_lgamp.partition.agreement import host_group
 from ds_lgamp.partition.bus import Bus

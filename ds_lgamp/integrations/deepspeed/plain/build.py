@@ -10,10 +10,10 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.utils import groups as stock_groups
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
-from ds_lgamp.integrations.deepspeed.model.client_optimizer import as_groups
-from ds_lgamp.integrations.deepspeed.model.first_values import check_tensors, share_over_pipeline
-from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
-from ds_lgamp.integrations.deepspeed.model.zero_init import make_whole
+from ds_lgamp.integrations.deepspeed.config.client_optimizer import as_groups
+from ds_lgamp.integrations.deepspeed.model.construction import make_whole
+from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources
+from ds_lgamp.integrations.deepspeed.model.shared_tensors import check_tensors, share_over_pipeline
 from ds_lgamp.integrations.deepspeed.plain.engine import ModelEngine
 from ds_lgamp.integrations.deepspeed.plain.layers import Layers, layers_of, needed_to_split
 from ds_lgamp.integrations.deepspeed.plain.loss_engine import LossEngine

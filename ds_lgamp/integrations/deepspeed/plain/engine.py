@@ -16,7 +16,7 @@ from ds_lgamp.integrations.deepspeed.config.precision import input_dtype
 from ds_lgamp.integrations.deepspeed.engine.data import batch_terms, integer_elements, to_device
 from ds_lgamp.integrations.deepspeed.engine.door import LgampDoor
 from ds_lgamp.integrations.deepspeed.engine.training import Training
-from ds_lgamp.integrations.deepspeed.model.first_values import share_values
+from ds_lgamp.integrations.deepspeed.model.shared_tensors import share_values
 from ds_lgamp.integrations.deepspeed.plain import state
 from ds_lgamp.integrations.deepspeed.plain.agreement import Next, agree, agree_at_the_end
 from ds_lgamp.integrations.deepspeed.plain.direct_calls import guide_direct_calls

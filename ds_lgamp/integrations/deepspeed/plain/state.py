@@ -15,13 +15,8 @@ from torch import Tensor, nn
 from ds_lgamp.checkpoint.errors import everywhere
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.integrations.deepspeed.checkpoint.run import Run
-from ds_lgamp.integrations.deepspeed.model.module import (
-    built_layers,
-    over_pipeline,
-    prefix_of,
-    tensors_of,
-    transfer,
-)
+from ds_lgamp.integrations.deepspeed.model.layer_moves import transfer
+from ds_lgamp.integrations.deepspeed.model.module import built_layers, over_pipeline, prefix_of, tensors_of
 from ds_lgamp.integrations.deepspeed.plain.agreement import Next, agree
 from ds_lgamp.integrations.deepspeed.plain.direct_calls import replace_method
 from ds_lgamp.integrations.transformers.prompts import prompts_from

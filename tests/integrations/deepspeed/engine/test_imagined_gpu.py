@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import ds_lgamp
-from ds_lgamp.integrations.deepspeed.hook.compiling import compile_no_collective
+from ds_lgamp.integrations.deepspeed.hook.initialize import compile_no_collective
 from ds_lgamp.view.recording import read_recording
 from testing.deepspeed_rank import quiet
 from testing.imagined_gpu.accelerator import BACKEND, prepare_rank

@@ -17,7 +17,7 @@ import ds_lgamp
 from ds_lgamp.config import LgampConfig
 from ds_lgamp.integrations.deepspeed.explain.model_sizes import ModelSizes
 from ds_lgamp.integrations.deepspeed.explain.update_traffic import rule_of, update_memory, update_traffic
-from ds_lgamp.integrations.deepspeed.model.layout import layout_of
+from ds_lgamp.integrations.deepspeed.model.module import layout_of
 from ds_lgamp.optimizers.lamb import Lamb
 from ds_lgamp.optimizers.muon import Muon
 from ds_lgamp.partition.agreement import everyone
