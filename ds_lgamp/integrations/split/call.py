@@ -3,6 +3,7 @@
 import operator
 from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import fields, is_dataclass
 from functools import cached_property
@@ -10,12 +11,32 @@ from itertools import chain
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ds_lgamp.integrations.split.autocast import Autocast
-from ds_lgamp.integrations.split.parts import Attribute, Part, Result, Returned
-from ds_lgamp.integrations.split.snapshot import Snapshot
+from ds_lgamp.integrations.split.parts import Attribute, Result, Returned
+from ds_lgamp.integrations.split.state import Snapshot
+
+
+class Autocast(NamedTuple):
+    """Whether autocast is on for a type of device, and to which dtype it casts."""
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def on(cls, device_type: str) -> "Autocast":
+        """Returns what holds here."""
+        return cls(device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
+
+    def entered(self) -> AbstractContextManager[None]:
+        """Returns a context in which it holds."""
+        if self == self.on(self.device_type):
+            return nullcontext()
+        return torch.autocast(self.device_type, self.dtype, self.enabled)
+
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """The positional and named arguments of a call of the model."""
@@ -168,21 +189,6 @@ class Calls:
         if known is None or any(one is not other for one, other in zip(known[0], travels)):
             self._in_chunk = known = travels, compute()
         return known[1]
-
-
-class Tree(nn.Module):
-    """Holds parts of a model under their dotted names in it, so that their parameters keep their names."""
-
-    def __init__(self, parts: Mapping[str, Part]) -> None:
-        super().__init__()
-        for path, part in parts.items():
-            *parents, name = path.split(".")
-            holder: nn.Module = self
-            for parent in parents:
-                if parent not in holder._modules:
-                    holder.add_module(parent, nn.Module())
-                holder = holder._modules[parent]  # type: ignore[assignment]
-            setattr(holder, name, part)
 
 
 def run_uncompiled(model: nn.Module, *positional: Any, **named: Any) -> Any:

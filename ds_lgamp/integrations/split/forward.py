@@ -19,26 +19,25 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
-from ds_lgamp.integrations.split.ahead import NONE, Ahead, Results, Seen, zeros_like
-from ds_lgamp.integrations.split.attributes import SetAttributes
-from ds_lgamp.integrations.split.autocast import Autocast
-from ds_lgamp.integrations.split.blocks import Blocks
-from ds_lgamp.integrations.split.buffers import ContainingBuffers, unchanged_tensors, version_of
-from ds_lgamp.integrations.split.call import BlockArguments, Call, Calls, Needs, Noted, run_uncompiled
-from ds_lgamp.integrations.split.lacking import LackingOutputs
-from ds_lgamp.integrations.split.loss_graph import LossGraph
-from ds_lgamp.integrations.split.own_state import OwnState
-from ds_lgamp.integrations.split.parts import Attribute, Part, Result, Sides, own_modules, place_of
-from ds_lgamp.integrations.split.snapshot import holds_the_same
+from ds_lgamp.integrations.split.attributes import OwnState, SetAttributes
+from ds_lgamp.integrations.split.call import Autocast, BlockArguments, Call, Calls, Needs, Noted, run_uncompiled
+from ds_lgamp.integrations.split.outputs import LackingOutputs, LossGraph
+from ds_lgamp.integrations.split.parts import Attribute, Blocks, Part, Result, Sides, own_modules, place_of
 from ds_lgamp.integrations.split.stand_ins import (
+    NONE,
     Absent,
     AbsentTensor,
+    Ahead,
     Passed,
+    Results,
+    Seen,
     Touched,
     Visited,
     replacing,
     with_forward,
+    zeros_like,
 )
+from ds_lgamp.integrations.split.state import ContainingBuffers, holds_the_same, unchanged_tensors, version_of
 from ds_lgamp.integrations.split.survey import Survey
 from ds_lgamp.integrations.split.travelling import EARLIER, Fill, Travelling, uses
 from ds_lgamp.runtime.random_state import RandomSource, undisturbed

@@ -7,14 +7,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from ds_lgamp.config import BLOCK, LgampConfig
-from ds_lgamp.integrations.split.beside import Comparison
-from ds_lgamp.integrations.split.blocks import Blocks
-from ds_lgamp.integrations.split.call import Call, Calls, Tree
-from ds_lgamp.integrations.split.checks import check_imagined, check_travels, results_behind
-from ds_lgamp.integrations.split.foreign import check_foreign
+from ds_lgamp.integrations.split.call import Call, Calls
+from ds_lgamp.integrations.split.checks import check_foreign, check_imagined, check_travels, results_behind
+from ds_lgamp.integrations.split.comparison import Comparison
 from ds_lgamp.integrations.split.forward import SplitForward
-from ds_lgamp.integrations.split.parts import Part, Sides, parameters_of, part_of
-from ds_lgamp.integrations.split.snapshot import Snapshot
+from ds_lgamp.integrations.split.parts import Blocks, Part, Sides, Tree, parameters_of, part_of
+from ds_lgamp.integrations.split.state import Snapshot
 from ds_lgamp.integrations.split.survey import Survey, evaluating
 from ds_lgamp.runtime.chunk import Tensors, as_tuple
 from ds_lgamp.runtime.random_state import RandomSource

@@ -10,15 +10,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
-from ds_lgamp.integrations.split.blocks import find_blocks
 from ds_lgamp.integrations.split.call import Arguments, Call
 from ds_lgamp.integrations.split.checks import check_parts
-from ds_lgamp.integrations.split.dummy_inputs import given_inputs, inputs_of
 from ds_lgamp.integrations.split.layers import SplitLayers
-from ds_lgamp.integrations.split.output import NotReturned
-from ds_lgamp.integrations.split.parts import model_of
-from ds_lgamp.integrations.split.snapshot import untouched
+from ds_lgamp.integrations.split.outputs import NotReturned
+from ds_lgamp.integrations.split.parts import find_blocks, model_of
+from ds_lgamp.integrations.split.state import untouched
 from ds_lgamp.integrations.split.survey import Survey, evaluating, survey
+from ds_lgamp.integrations.split.trial_arguments import given_inputs, inputs_of
 from ds_lgamp.runtime.random_state import RandomSource, undisturbed
 
 

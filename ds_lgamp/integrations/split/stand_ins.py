@@ -4,18 +4,23 @@ A stand-in has the parameters, buffers and modules of the module whose place it 
 of the model finds the model's own.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import count
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.attributes import SetAttributes
 from ds_lgamp.integrations.split.call import BlockArguments, apart
-from ds_lgamp.integrations.split.snapshot import MISSING
+from ds_lgamp.integrations.split.imagined import Imagined, Shape, UnknownShape, full_shape
+from ds_lgamp.integrations.split.parts import Part, Result, Returned, place_of
+from ds_lgamp.integrations.split.state import MISSING, version_of
 
 
 class StandIn(nn.Module):
@@ -190,3 +195,174 @@ def with_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[Non
         del module.forward
         if own is not None:
             module.forward = own  # type: ignore[method-assign]
+
+
+_UNKNOWN = (
+    "what module '{}' ahead of the blocks returns cannot be known on pipeline ranks that lack it ({}); with a "
+    f"{BLOCK} block, let it look at the values of no tensors but integers among the arguments, or set pipeline_ranks "
+    "to 1"
+)
+
+
+Results = dict[Result, Tensor]
+
+
+NONE: Mapping[Result, Tensor] = {}
+
+
+class Ahead:
+    """The parts ahead of the blocks.
+
+    Args:
+        model: the model.
+        parts: they may be on another rank, by their names in the model.
+        starts: called with the name of a part ahead of every call of its stand-in.
+    """
+
+    def __init__(self, model: nn.Module, parts: Mapping[str, Part], starts: Callable[[str], None]) -> None:
+        self._model, self._parts, self._starts = model, parts, starts
+        self._stand_ins = {path: _Imitation(part) for path, part in parts.items() if isinstance(part, nn.Module)}
+        self._full_shapes = {path: full_shape(part) for path, part in parts.items() if isinstance(part, nn.Parameter)}
+
+    @contextmanager
+    def seen(self) -> Iterator["Seen"]:
+        """Yields what the parts return inside the block."""
+        seen = Seen()
+        with ExitStack() as stack:
+            for path, part in self._parts.items():
+                if isinstance(part, nn.Parameter):
+                    seen.note(path, part)
+                else:
+                    before = part.register_forward_pre_hook(lambda *_, path=path: seen.starts(path))
+                    after = part.register_forward_hook(lambda *call, path=path: seen.note(path, call[-1]))
+                    stack.callback(before.remove)
+                    stack.callback(after.remove)
+            yield seen
+
+    def _shapes(self) -> dict[str, Shape]:
+        """Returns those of parameters, of the dtype that these have by now."""
+        parameters = ((path, part) for path, part in self._parts.items() if isinstance(part, nn.Parameter))
+        return {path: Shape(part, self._full_shapes[path]) for path, part in parameters}
+
+    def no_leaves(self) -> dict[str, list[Tensor]]:
+        """Returns lists for the leaves of every part."""
+        return {path: [] for path in self._parts}
+
+    @contextmanager
+    def absent(
+        self,
+        known: Returned,
+        given: Mapping[Result, Tensor] = NONE,
+        leaves: Mapping[str, list[Tensor]] | None = None,
+    ) -> Iterator[Results]:
+        """Runs stand-ins for the parts inside the block, and yields what they return.
+
+        Args:
+            known: what the parts have returned where they are. All else is imagined.
+            given: the results that have numbers. All others are zeros.
+            leaves: if given, zeros of a part depend on leaves of autograd's graph, which are entered under its name.
+
+        Raises ConfigError inside the block if it cannot be imagined what a part returns.
+        """
+        results: Results = {}
+        calls: Counter[str] = Counter()
+
+        def returned(path: str, shapes: Any) -> Any:
+            numbers, call = count(), calls[path]
+            calls[path] += 1
+
+            def tensor(shape: Shape) -> Tensor:
+                if not shape.dtype.is_floating_point:
+                    return zeros_like(shape, None)
+                result = Result(path, call, next(numbers))
+                known = given.get(result)
+                results[result] = (
+                    zeros_like(shape, None if leaves is None else leaves[path]) if known is None else known
+                )
+                return results[result]
+
+            return tree_map_only(Shape, tensor, shapes)
+
+        def called(path: str, imagine: Callable[[], Any]) -> Any:
+            self._starts(path)
+            call = path, calls[path]
+            try:
+                return returned(path, known[call] if call in known else imagine())
+            except UnknownShape as error:
+                raise ConfigError(_UNKNOWN.format(path, error)) from error
+
+        for path, stand_in in self._stand_ins.items():
+            stand_in.returned = partial(called, path)
+        stand_ins = [
+            (*place_of(self._model, path), self._stand_ins[path] if path in self._stand_ins else returned(path, shape))
+            for path, shape in {**self._stand_ins, **self._shapes()}.items()
+        ]
+        try:
+            with replacing(stand_ins):
+                yield results
+        finally:
+            # They must not keep what was given alive.
+            for stand_in in self._stand_ins.values():
+                del stand_in.returned
+
+
+class Seen:
+    """What parts have returned."""
+
+    def __init__(self) -> None:
+        self.results: Results = {}
+        self.returned: dict[tuple[str, int], Any] = {}
+        self._versions: dict[Result, int] = {}
+        self._calls: Counter[str] = Counter()
+        self._running: str | None = None
+        """The part that the forward has called."""
+
+    def starts(self, path: str) -> None:
+        self._running = self._running or path
+
+    def note(self, path: str, returned: Any) -> None:
+        if self._running not in (None, path):
+            # Another part has called it, which is absent elsewhere.
+            return
+        self._running = None
+        self.returned[path, self._calls[path]] = tree_map_only(Tensor, Shape, returned)
+        tensors = (leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor) and leaf.is_floating_point())
+        for number, tensor in enumerate(tensors):
+            result = Result(path, self._calls[path], number)
+            self.results[result], self._versions[result] = tensor, version_of(tensor)
+        self._calls[path] += 1
+
+    def take(self, result: Result) -> Tensor:
+        """Returns a result. Raises ConfigError if the forward has changed it since."""
+        tensor = self.results[result]
+        if version_of(tensor) != self._versions[result]:
+            raise ConfigError(
+                f"the forward of the model changes in place what '{result.path}' returned, and uses it beside hidden "
+                f"states; with a {BLOCK} block, compute a new tensor there"
+            )
+        return tensor
+
+
+class _Imitation(StandIn):
+    """The stand-in for a module of which the results are known, at least in shape."""
+
+    returned: Callable[[Callable[[], Any]], Any]
+    """Returns the results. It may call its argument, which returns what the module would return, or raises
+    UnknownShape."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self._imagined = Imagined(module)
+
+    def forward(self, *positional: Any, **named: Any) -> Any:
+        return self.returned(partial(self._imagined, positional, named))
+
+
+def zeros_like(like: Tensor | Shape, leaves: list[Tensor] | None) -> Tensor:
+    """Returns zeros of a shape. With a list, they depend on a leaf that is entered there."""
+    zeros = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+    if leaves is None:
+        return zeros
+    leaves.append(zeros.requires_grad_())
+    # Forwards may change it in place, which is forbidden with a leaf.
+    return zeros.clone()

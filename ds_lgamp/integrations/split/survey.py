@@ -14,16 +14,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
-from ds_lgamp.integrations.split.attributes import SetAttributes
-from ds_lgamp.integrations.split.blocks import Blocks
-from ds_lgamp.integrations.split.buffers import Buffers
+from ds_lgamp.integrations.split.attributes import SetAttributes, kept_in_training
 from ds_lgamp.integrations.split.call import Arguments, BlockArguments, run_uncompiled
-from ds_lgamp.integrations.split.dataclass_outputs import register_dataclasses
+from ds_lgamp.integrations.split.dependence import walk
 from ds_lgamp.integrations.split.imagined import Shape
-from ds_lgamp.integrations.split.kept import kept_in_training
-from ds_lgamp.integrations.split.loss_graph import walk
+from ds_lgamp.integrations.split.outputs import register_dataclasses
 from ds_lgamp.integrations.split.parts import (
     Attribute,
+    Blocks,
     Result,
     Returned,
     parameters_of,
@@ -32,6 +30,7 @@ from ds_lgamp.integrations.split.parts import (
     restored_modes,
 )
 from ds_lgamp.integrations.split.stand_ins import Passed, Touched, Visited, replacing
+from ds_lgamp.integrations.split.state import Buffers
 from ds_lgamp.runtime.random_state import RandomSource, undisturbed
 
 

@@ -6,23 +6,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
-from ds_lgamp.integrations.split.ahead import NONE, Results
-from ds_lgamp.integrations.split.alike import is_alike
 from ds_lgamp.integrations.split.call import Call, Needs, Noted
-from ds_lgamp.integrations.split.loss_graph import walk
+from ds_lgamp.integrations.split.dependence import is_alike, one, other, random_like, random_results, reached
 from ds_lgamp.integrations.split.parts import Result
-from ds_lgamp.integrations.split.stand_ins import Passed
+from ds_lgamp.integrations.split.stand_ins import NONE, Passed, Results
 
 EARLIER = (
     "a block of the model gets what a block returned that is not the one right before it; with a "
     f"{BLOCK} block, write the model as a PipelineModule"
 )
+
+
 Fill = Callable[[int, Tensor], Tensor]
 """Makes the hidden states behind a block, by its number, from those that the forward had there."""
+
+
 Notes = Callable[[Call, Mapping[Result, Tensor], Fill], tuple[Noted, Results]]
 """Runs a forward up to the last block, with the results that are given, and fills the hidden states behind every block.
 Returns what it showed, and all results."""
@@ -111,18 +113,6 @@ def uses(noted: Noted, results: Mapping[Result, Tensor]) -> set[Result]:
     return reached(tensors, results) if tensors else set()
 
 
-def reached(values: Any, results: Mapping[Result, Tensor]) -> set[Result]:
-    """Returns the results to which autograd's graph leads from the tensors in ``values``."""
-    nodes = {get_gradient_edge(tensor).node: result for result, tensor in results.items() if tensor.requires_grad}
-    return {nodes[node] for node in walk(values, nodes)[0]}
-
-
-def random_results(like: Mapping[Result, Tensor]) -> Results:
-    """Returns random numbers for results, in the shapes of these, that autograd follows."""
-    # Forwards may change them in place, which is forbidden with leaves.
-    return {result: one(tensor).requires_grad_().clone() for result, tensor in like.items()}
-
-
 def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
 
@@ -138,26 +128,11 @@ def _beside(noted: Noted) -> Iterator[Any]:
                 yield each
 
 
-def one(like: Tensor) -> Tensor:
-    """Returns random numbers of the shape of a tensor, the same every time."""
-    return _random(like, 1)
-
-
-def other(like: Tensor) -> Tensor:
-    """Returns other random numbers than :func:`one`."""
-    # Their mean and their deviation differ, too, which blocks may get instead of them.
-    return 0.5 + 2 * _random(like, 2)
-
-
 def _filled(like: Tensor, index: int, changed: bool) -> Tensor:
     """Returns random numbers for the hidden states behind a block, where its ``index`` and ``changed`` are others,
     others, because a block may get the difference of those behind two blocks."""
-    return other(like) * (1 + index) if changed else _random(like, 3 + index)
+    return other(like) * (1 + index) if changed else random_like(like, 3 + index)
 
 
 def _filled_by_index(index: int, like: Tensor) -> Tensor:
     return _filled(like, index, False)
-
-
-def _random(like: Tensor, seed: int) -> Tensor:
-    return torch.empty_like(like).normal_(generator=torch.Generator(like.device).manual_seed(seed))

@@ -7,21 +7,26 @@ from typing import Any
 from torch import Tensor, nn
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
-from ds_lgamp.integrations.split.blocks import find_blocks
 from ds_lgamp.integrations.split.call import Arguments
 from ds_lgamp.integrations.split.checks import check_parts
-from ds_lgamp.integrations.split.dummy_inputs import given_inputs
 from ds_lgamp.integrations.split.layers import SplitLayers
-from ds_lgamp.integrations.split.parts import model_of
-from ds_lgamp.integrations.split.snapshot import untouched
+from ds_lgamp.integrations.split.parts import find_blocks, model_of
+from ds_lgamp.integrations.split.state import untouched
 from ds_lgamp.integrations.split.survey import evaluating, survey
-from ds_lgamp.integrations.transformers.attention import attending_anywhere
-from ds_lgamp.integrations.transformers.checkpointing import OwnCheckpointing
-from ds_lgamp.integrations.transformers.dummy_inputs import inputs_of
-from ds_lgamp.integrations.transformers.models import planned_names, without_cache
-from ds_lgamp.integrations.transformers.refusals import refuse_arguments, refuse_model
-from ds_lgamp.integrations.transformers.settings import ForwardSettings
-from ds_lgamp.integrations.transformers.sharding import whole_to_layers
+from ds_lgamp.integrations.split.trial_arguments import given_inputs
+from ds_lgamp.integrations.transformers.models import (
+    inputs_of,
+    planned_names,
+    refuse_arguments,
+    refuse_model,
+    without_cache,
+)
+from ds_lgamp.integrations.transformers.settings import (
+    ForwardSettings,
+    OwnCheckpointing,
+    attending_anywhere,
+    whole_to_layers,
+)
 from ds_lgamp.runtime.random_state import RandomSource
 
 

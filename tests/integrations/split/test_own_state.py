@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.split.snapshot import Snapshot, untouched
+from ds_lgamp.integrations.split.state import Snapshot, untouched
 from tests.integrations.split.own_models import VOCABULARY, WIDTH, Attention, cross_entropy
 from tests.integrations.split.test_beside_arguments import batches, in_turn, trained
 from tests.integrations.split.test_own_models import layers_of

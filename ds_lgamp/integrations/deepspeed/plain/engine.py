@@ -30,10 +30,10 @@ from ds_lgamp.integrations.deepspeed.plain.agreement import Next, agree, agree_a
 from ds_lgamp.integrations.deepspeed.plain.direct_calls import guide_direct_calls
 from ds_lgamp.integrations.deepspeed.plain.elsewhere import Elsewhere, release
 from ds_lgamp.integrations.deepspeed.plain.exchange import Exchange
-from ds_lgamp.integrations.deepspeed.plain.kept import Kept
 from ds_lgamp.integrations.deepspeed.plain.layers import Compiled, Layers
 from ds_lgamp.integrations.deepspeed.plain.module import tell_of_model
 from ds_lgamp.integrations.deepspeed.plain.open_batch import OpenBatch
+from ds_lgamp.integrations.deepspeed.plain.unfinished_batch import Kept
 from ds_lgamp.integrations.split.call import Arguments, Call
 from ds_lgamp.partition.agreement import Term
 from ds_lgamp.partition.groups import own_host_group

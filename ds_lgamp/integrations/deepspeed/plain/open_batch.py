@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, ExitStack
 from itertools import islice, takewhile
 
 from ds_lgamp.integrations.split.call import Calls
-from ds_lgamp.integrations.transformers.sharding import whole_to_layers
+from ds_lgamp.integrations.transformers.settings import whole_to_layers
 from ds_lgamp.runtime.batch import BatchState
 from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.schedule.actions import Action, Kind

@@ -23,7 +23,7 @@ from ds_lgamp.integrations.deepspeed.model.module import (
 from ds_lgamp.integrations.deepspeed.plain.agreement import Next, agree
 from ds_lgamp.integrations.deepspeed.plain.elsewhere import Elsewhere
 from ds_lgamp.integrations.deepspeed.plain.methods import replace_method
-from ds_lgamp.integrations.transformers.prompts import prompts_from
+from ds_lgamp.integrations.transformers.models import prompts_from
 from ds_lgamp.partition.agreement import raise_everywhere
 
 

@@ -11,24 +11,29 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
-from ds_lgamp.integrations.split.blocks import Blocks
 from ds_lgamp.integrations.split.call import Arguments, Call, Calls, run_uncompiled
-from ds_lgamp.integrations.split.other_arguments import others
-from ds_lgamp.integrations.split.parts import place_of
-from ds_lgamp.integrations.split.snapshot import Snapshot, untouched
+from ds_lgamp.integrations.split.dependence import one
+from ds_lgamp.integrations.split.parts import Blocks, place_of
 from ds_lgamp.integrations.split.stand_ins import replacing
-from ds_lgamp.integrations.split.travelling import one
+from ds_lgamp.integrations.split.state import Snapshot, untouched
+from ds_lgamp.integrations.split.trial_arguments import others
 from ds_lgamp.runtime.chunk import Chunk, cloned
 from ds_lgamp.runtime.random_state import RandomSource, read_states, undisturbed
 from ds_lgamp.runtime.saved_tensors import SavedTensors
 
 _LARGEST = 250_000_000
 """Parameters of the largest models that are compared. For others it would take seconds, and much memory."""
+
+
 _ROUNDS = 2
 """How often the micro-batches are computed. What a forward counts shows in the second round. There the whole output
 counts, as in evaluation; in the first round the loss."""
+
+
 _ELEMENTS = 64
 """Of a gradient, to be compared."""
+
+
 Layer = Callable[[Any], Any]
 
 
