@@ -13,7 +13,7 @@ from ds_lgamp.integrations.split.state import MISSING, Buffers, Place, Snapshot,
 
 
 class SetAttributes:
-    """Finds the attributes that forwards set, and their values for a micro-batch.
+    """Finds the attributes of blocks that the model's own forward sets, and their values for a micro-batch.
 
     Args:
         blocks: the blocks. None runs while a forward sets attributes.
@@ -22,30 +22,32 @@ class SetAttributes:
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         self._modules = [dict(block.named_modules()) for block in blocks]
         self._unset: list[dict[Attribute, Any]] = [{} for _ in blocks]
-        """By block: its attributes that forwards set, with the values ahead of the first time."""
-        self._looks: list[Snapshot] = []
+        """By block: its attributes that forwards set, with the values before the first time."""
+        self._writes: list[dict[str, Any]] = [{} for _ in blocks]
+        """The same of what forwards wrote to the blocks themselves."""
+        self._snapshots: list[Snapshot] = []
 
     @contextmanager
-    def looking(self) -> Iterator[None]:
-        """Looks for attributes in all modules of all blocks, in the forward that runs inside the block."""
-        self._looks = [Snapshot(modules.values()) for modules in self._modules]
+    def all_watched(self) -> Iterator[None]:
+        """Watches the attributes of all modules of all blocks, in the forward that runs inside the block."""
+        self._snapshots = [Snapshot(modules.values()) for modules in self._modules]
         try:
             yield
         finally:
-            self._looks = []
+            self._snapshots = []
 
-    def of(self, index: int, written: Mapping[str, Any]) -> Mapping[Attribute, Any]:
-        """Returns what the forward has set for block ``index``, which it calls now.
+    def written(self, index: int, name: str) -> None:
+        """Tells that a forward is about to set or delete an attribute of block ``index`` itself."""
+        self._writes[index].setdefault(name, vars(self._modules[index][""]).get(name, MISSING))
 
-        Args:
-            written: the attributes of the block itself that forwards have set, with the values ahead of the first time.
-        """
+    def of(self, index: int) -> Mapping[Attribute, Any]:
+        """Returns what the forward has set for block ``index``, which it calls now."""
         unset, modules = self._unset[index], self._modules[index]
-        for name, before in written.items():
+        for name, before in self._writes[index].items():
             unset.setdefault(Attribute("", name), before)
-        if self._looks:
+        if self._snapshots:
             paths = {id(vars(module)): path for path, module in modules.items()}
-            for holder, name, before in self._looks[index].changed():
+            for holder, name, before in self._snapshots[index].changed():
                 unset.setdefault(Attribute(paths[holder], name), before)
         now = {each: _holder(modules[each.path], each.name).get(each.name, MISSING) for each in unset}
         return {each: copied_containers(value) for each, value in now.items()}
@@ -64,7 +66,8 @@ def _holder(module: nn.Module, name: str) -> dict[str, Any]:
 
 
 class OwnState:
-    """The attributes of the modules whose code runs in every part of the forward.
+    """The attributes of the modules whose code runs in every part of the forward, such as counters. Each part runs the
+    code before the blocks again, so what that sets counts once.
 
     Args:
         modules: those modules.
@@ -72,37 +75,42 @@ class OwnState:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = modules
-        self._behind: set[Place] = set()
-        """What is set behind the blocks, which runs once for every micro-batch."""
-        self._at_end: Snapshot | None = None
+        self._after: set[Place] = set()
+        """What is set after the blocks. That code runs once for every micro-batch."""
+        self._last: Snapshot | None = None
+        self._end_of_blocks: Snapshot | None = None
 
     @contextmanager
     def counted_once(self, call: Call) -> Iterator[None]:
         """Lets the attributes have the values inside the block that they had when the forward first ran for ``call`` on
         this rank. Only what that first run has set stays."""
-        now = Snapshot(self.modules)
+        now = self._last = self._current(self._last)
         if call.own_state is None:
             call.own_state = now
             yield
             return
-        call.own_state.restore(self._behind)
-        self._at_end = None
+        call.own_state.restore(self._after)
+        self._end_of_blocks = None
         try:
             yield
         finally:
-            if self._at_end is not None:
-                self._behind |= {(holder, name) for holder, name, _ in self._at_end.changed()}
-            now.restore(self._behind)
+            if self._end_of_blocks is not None:
+                self._after |= {(holder, name) for holder, name, _ in self._end_of_blocks.changed()}
+            now.restore(self._after)
 
     def reached_end_of_blocks(self) -> None:
-        """Notes that the code behind the blocks follows."""
-        self._at_end = Snapshot(self.modules)
+        """Tells that the code after the blocks follows."""
+        self._end_of_blocks = self._current(self._last)
+
+    def _current(self, earlier: Snapshot | None) -> Snapshot:
+        """Returns a snapshot, which is an ``earlier`` one if nothing has changed since."""
+        return Snapshot(self.modules) if earlier is None or any(earlier.changed()) else earlier
 
 
-def kept_in_training(block: nn.Module, call: Callable[[], Any]) -> list[Attribute]:
-    """Returns the attributes of ``block`` that its ``call`` sets, in training, to tensors that depend on parameters.
-    They have their old values again afterwards."""
-    before, kept = Snapshot(block.modules()), []
+def tensors_set_in_training(block: nn.Module, call: Callable[[], Any]) -> list[Attribute]:
+    """Returns the attributes of ``block`` that its ``call`` sets, in training, to tensors that depend on parameters,
+    such as the balancing loss of experts. They have their old values again afterwards."""
+    before, found = Snapshot(block.modules()), []
     paths = {id(vars(module)): (path, vars(module)) for path, module in block.named_modules()}
     with restored_modes(block), Buffers(block.named_modules()).restored(), suppress(Exception):
         block.train()
@@ -112,6 +120,6 @@ def kept_in_training(block: nn.Module, call: Callable[[], Any]) -> list[Attribut
         path, attributes = paths[holder]
         value = attributes.get(name)
         if isinstance(value, Tensor) and value.requires_grad:
-            kept.append(Attribute(path, name))
+            found.append(Attribute(path, name))
     before.restore()
-    return kept
+    return found

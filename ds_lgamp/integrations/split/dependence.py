@@ -1,15 +1,39 @@
 """On what values depend: autograd's graph leads there, or they are others with other numbers there."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from ds_lgamp.integrations.split.parts import Result
-from ds_lgamp.integrations.split.stand_ins import Passed, Results
+from ds_lgamp.integrations.split.stand_ins import Placeholder, Results
+
+
+class Uses(TorchFunctionMode):
+    """Tells with which tensors functions compute.
+
+    Args:
+        use: called with each of them.
+        also_sizes: whether who asks for a size needs the tensor, too. Dtypes and devices need no values.
+    """
+
+    def __init__(self, use: Callable[[Tensor], None], also_sizes: bool = False) -> None:
+        super().__init__()
+        self._use, self._also_sizes = use, also_sizes
+
+    def __torch_function__(self, function: Any, types: Any, positional: Any = (), named: Any = None) -> Any:
+        named = named or {}
+        result = function(*positional, **named)
+        is_size = self._also_sizes and isinstance(result, torch.Size)
+        if is_size or any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
+            for leaf in tree_leaves((positional, named)):
+                if isinstance(leaf, Tensor):
+                    self._use(leaf)
+        return result
 
 
 def walk(roots: Any, ends: Collection[Any]) -> tuple[set[Any], list[Tensor]]:
@@ -66,7 +90,7 @@ def is_alike(first: Any, second: Any) -> bool:
     tensor of another block."""
     pairs = zip(tree_flatten(first)[0], tree_flatten(second)[0], strict=True)
     return all(
-        _are_close(one, other) for one, other in pairs if isinstance(one, Tensor) and not isinstance(one, Passed)
+        _are_close(one, other) for one, other in pairs if isinstance(one, Tensor) and not isinstance(one, Placeholder)
     )
 
 

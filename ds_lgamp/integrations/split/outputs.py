@@ -12,7 +12,7 @@ from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.call import Call
 from ds_lgamp.integrations.split.dependence import is_alike, other, walk
 from ds_lgamp.integrations.split.parts import Part, Result, parameters_of
-from ds_lgamp.integrations.split.stand_ins import Results
+from ds_lgamp.integrations.split.stand_ins import Leaves, Results
 
 
 class MissingOutput(ConfigError, AttributeError):
@@ -53,9 +53,6 @@ class NotComputed(NotReturned):
             "this output of the model depends on more than its last layer has in a call unlike the dummy inputs; set "
             f"{BLOCK}.dummy_inputs to arguments such as this call's"
         )
-
-
-Leaves = dict[str, list[Tensor]]
 
 
 Run = Callable[[Mapping[Result, Tensor], Leaves | None], tuple[Any, Results]]
@@ -102,31 +99,31 @@ def _lacking(outputs: list[Any], leaves: Leaves, run: Run) -> frozenset[int]:
 
 
 class LossGraph:
-    """Looks at the graph of a loss or of all outputs, once for every signature of a call, because the model may
-    compute more with labels than without them.
+    """Checks the graph of a loss or of all outputs, once for every signature of a call, because the model may compute
+    more with labels than without them.
 
     Args:
         model: the model.
-        held: the parts of the last layer.
+        parts: those of the last layer.
     """
 
-    def __init__(self, model: nn.Module, held: Collection[Part]) -> None:
-        own = {id(parameter) for parameter in parameters_of(held)}
+    def __init__(self, model: nn.Module, parts: Collection[Part]) -> None:
+        own = {id(parameter) for parameter in parameters_of(parts)}
         self._foreign = {id(each): name for name, each in model.named_parameters() if id(each) not in own}
         """The names of the parameters that the last layer lacks, by their ids."""
         self.checked: set[Any] = set()
-        """The signatures of the calls at which it has looked."""
+        """The signatures of the calls whose graph is checked."""
 
-    def check(self, signature: Any, roots: Any, inputs: Collection[Any], zeros: Mapping[str, list[Tensor]]) -> None:
+    def check(self, signature: Any, roots: Any, inputs: Collection[Any], zeros: Leaves) -> None:
         """Raises ConfigError if a tensor in ``roots`` depends on a parameter that the last layer lacks, or on zeros.
 
-        Looks at nodes only: where the forward is recomputed, gradients cannot be computed inside it.
+        Follows nodes only: where the forward is recomputed, gradients cannot be computed inside it.
 
         Args:
             signature: that of the call.
             roots: the loss, or all outputs.
             inputs: the nodes that made what the last layer got, or take its gradients.
-            zeros: on what the results of each stand-in depend, by the name of its part.
+            zeros: on which the results of each stand-in depend.
         """
         if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(roots)):
             return
@@ -134,12 +131,12 @@ class LossGraph:
         for leaf in walk(roots, inputs)[1]:
             if (name := self._foreign.get(id(leaf))) is not None:
                 raise ConfigError(
-                    f"behind the blocks the model's output depends on parameter '{name}', which the last layer lacks; "
+                    f"after the blocks the model's output depends on parameter '{name}', which the last layer lacks; "
                     f"{_FIX}"
                 )
             if (path := makers.get(id(leaf))) is not None:
                 raise ConfigError(
-                    f"behind the blocks the model's output depends on what '{path}' returned ahead of them; {_FIX}"
+                    f"after the blocks the model's output depends on what '{path}' returned before them; {_FIX}"
                 )
         self.checked.add(signature)
 

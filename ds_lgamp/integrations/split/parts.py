@@ -1,14 +1,15 @@
 """The parts of a model: its blocks, the list of modules that its forward calls one after another, and what belongs to
 no block."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from ds_lgamp.config import BLOCK, ConfigError
+from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
+from ds_lgamp.runtime.random_state import RandomSource, undisturbed
 
 
 class Blocks(NamedTuple):
@@ -103,6 +104,46 @@ def _elements(module: nn.Module) -> int:
     return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in module.parameters())
 
 
+class Original(NamedTuple):
+    """A model that becomes layers."""
+
+    model: nn.Module
+    blocks: Blocks
+    random_sources: Sequence[RandomSource]
+    """Generators that the model may draw from."""
+    settings: LgampConfig
+    """The block."""
+
+    @property
+    def only_loss(self) -> bool:
+        """Whether a training step needs no other output than the loss."""
+        return self.settings.outputs == "loss"
+
+    @property
+    def on_several_ranks(self) -> bool:
+        """Whether layers may be on several ranks."""
+        return (self.settings.pipeline_ranks or 1) > 1
+
+    def undisturbed(self) -> AbstractContextManager[None]:
+        """Returns a context after which the generators are as before it."""
+        return undisturbed(self.random_sources)
+
+    def seed(self, number: int) -> None:
+        """Seeds all generators."""
+        for source in self.random_sources:
+            source.seed(number)
+
+    @contextmanager
+    def evaluating(self, training: Iterable[nn.Module] = ()) -> Iterator[None]:
+        """Switches the model to evaluation inside the block, so that it drops nothing at random, but for some modules
+        in ``training``, and for those that contain the blocks: their forward may compute a loss in training only."""
+        with restored_modes(self.model):
+            self.model.eval()
+            for module in [*training, *(self.model.get_submodule(path) for path in self.blocks.chain)]:
+                module.training = True
+            yield
+
+
 Part = nn.Module | nn.Parameter
 
 
@@ -116,8 +157,8 @@ class Result(NamedTuple):
     """Counts the tensors of one call."""
 
 
-Returned = Mapping[tuple[str, int], Any]
-"""What calls of parts ahead of the blocks return, with shapes for tensors, by the names of the parts and the numbers of
+ShapesOfCalls = Mapping[tuple[str, int], Any]
+"""What calls of parts before the blocks return, with shapes for tensors, by the names of the parts and the numbers of
 the calls of each in one forward."""
 
 
@@ -132,25 +173,31 @@ class Attribute(NamedTuple):
 class Sides(NamedTuple):
     """The parts of a model, by their names in it."""
 
-    ahead: Mapping[str, Part]
-    """Those that are used ahead of the blocks."""
-    behind: Mapping[str, Part]
+    before: Mapping[str, Part]
+    """Those that run before the blocks."""
+    after: Mapping[str, Part]
     """All others."""
-    is_shared: bool
-    """Whether what follows the blocks computes with parameters of parts ahead of them, too."""
+    are_shared: bool
+    """Whether what follows the blocks computes with parameters of parts before them, too."""
+
+    @classmethod
+    def of(cls, model: nn.Module, before: Iterable[str], after: Iterable[str], are_shared: bool) -> "Sides":
+        """Returns the parts with these names. They are shared also where both sides hold the same parameter."""
+        first, last = ({path: part_of(model, path) for path in paths} for paths in (before, after))
+        parameters = {id(each) for each in parameters_of(first.values())}
+        return cls(first, last, are_shared or not parameters.isdisjoint(map(id, parameters_of(last.values()))))
 
     @property
-    def held_behind(self) -> Mapping[str, Part]:
+    def of_last_layer(self) -> Mapping[str, Part]:
         """The parts that the last layer holds."""
-        return {**self.ahead, **self.behind} if self.is_shared else self.behind
+        return {**self.before, **self.after} if self.are_shared else self.after
 
-
-def own_modules(model: nn.Module, blocks: Blocks, sides: Sides) -> list[nn.Module]:
-    """Returns the modules that belong neither to a block nor to another part: those that contain the blocks, and those
-    without parameters, whose code runs wherever the model's own forward does."""
-    parts = [part for part in (*sides.ahead.values(), *sides.behind.values()) if isinstance(part, nn.Module)]
-    others = {id(module) for part in (*parts, *blocks.named.values()) for module in part.modules()}
-    return [module for module in model.modules() if id(module) not in others]
+    def own_modules(self, original: Original) -> list[nn.Module]:
+        """Returns the modules of the model that belong neither to a block nor to another part: those that contain the
+        blocks, and those without parameters, whose code runs wherever the model's own forward does."""
+        parts = [part for part in (*self.before.values(), *self.after.values()) if isinstance(part, nn.Module)]
+        others = {id(module) for part in (*parts, *original.blocks.named.values()) for module in part.modules()}
+        return [module for module in original.model.modules() if id(module) not in others]
 
 
 def model_of(model: Any) -> Any:

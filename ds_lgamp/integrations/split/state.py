@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ds_lgamp.config import BLOCK, ConfigError
-from ds_lgamp.integrations.split.parts import Blocks
 from ds_lgamp.partition.rows import write
 
 
@@ -246,7 +245,7 @@ class Buffers:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Gives the modules their buffers back after the block, with the values from ahead of it."""
+        """Gives the modules their buffers back after the block, with the values from before it."""
         own = [(module, name, buffer) for _, module, name, buffer in self._all()]
         values = [buffer.clone() for *_, buffer in own]
         try:
@@ -279,22 +278,3 @@ def unchanged_tensors(arguments: Any) -> Iterator[None]:
             f"the forward of the model changes in place a tensor that it gets, but with a {BLOCK} block it runs in "
             "parts, several times for every micro-batch; compute a new tensor there"
         )
-
-
-class ContainingBuffers:
-    """The buffers of the modules of ``model`` that contain its ``blocks``, whose code runs several times for every
-    micro-batch."""
-
-    def __init__(self, model: nn.Module, blocks: Blocks) -> None:
-        self._buffers = Buffers((path, model.get_submodule(path)) for path in blocks.chain)
-
-    @contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """Raises ConfigError if one is changed inside the block, which runs a part of the forward."""
-        self._buffers.look()
-        yield
-        if (name := self._buffers.changed()) is not None:
-            raise ConfigError(
-                f"the forward of the model changes its buffer '{name}', but with a {BLOCK} block it runs in parts, "
-                "several times for every micro-batch; change the buffer in the script, or in a module beside the blocks"
-            )

@@ -139,3 +139,11 @@ def _other(tensor: Tensor, largest: int) -> Tensor:
         return masked
     rolled = tensor.flatten().roll(1).view(tensor.shape)
     return rolled if not torch.equal(rolled, tensor) else tensor.flip(-1)
+
+
+def in_words(arguments: Arguments) -> str:
+    """Returns arguments in words, without the values of tensors."""
+    positional, named = arguments
+    values = {**{str(place): value for place, value in enumerate(positional)}, **named}
+    shapes = tree_map_only(Tensor, lambda tensor: list(tensor.shape), values)
+    return ", ".join(f"{name} {value!r}" for name, value in shapes.items())

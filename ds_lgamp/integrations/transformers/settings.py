@@ -15,11 +15,10 @@ Setting = str | int | float | bool | None
 
 
 class ForwardSettings:
-    """The plain values of a configuration that a forward sets. Only ranks that run the code behind the blocks see it do
-    so.
+    """The plain values of a configuration that a forward sets. Only ranks that run the code after the blocks see that.
 
     Args:
-        config: the configuration, ahead of any forward.
+        config: the configuration, before any forward.
     """
 
     def __init__(self, config: Any) -> None:

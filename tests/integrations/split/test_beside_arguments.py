@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Computes a factor ahead of its blocks, and hands it to them by ``way``."""
+    """Computes a factor before its blocks, and hands it to them by ``way``."""
 
     def __init__(self, factor, way, blocks=4):
         super().__init__()

@@ -120,7 +120,7 @@ def layers_of(model: nn.Module, random_sources: Sequence[RandomSource], settings
     except Exception as error:
         raise ConfigError(
             f"{type(model).__name__} cannot be split, because its forward fails with {type(error).__name__} where its "
-            f"blocks do not compute: {error}; let what precedes the blocks take any numbers, in modules beside the "
+            f"blocks do not compute: {error}; let what precedes the blocks take any numbers, in modules outside the "
             f"blocks, set {BLOCK}.dummy_inputs to arguments such as the script's, or remove the {BLOCK} block"
         ) from error
 

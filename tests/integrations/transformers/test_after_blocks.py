@@ -1,4 +1,4 @@
-"""What a forward computes behind the blocks only when it gets labels: it is the model's, or refused."""
+"""What a forward computes after the blocks only when it gets labels: it is the model's, or refused."""
 
 from functools import wraps
 from types import SimpleNamespace
@@ -80,7 +80,7 @@ REFUSED = {
     "a penalty of a block": (penalising("layers.1.mlp.up"), "depends on parameter 'model.layers.1.mlp.up_proj.weight'"),
     "the embedding of labels": (embedding_the_labels, "calls 'model.embed_tokens' again after its blocks"),
     "the same without gradients": (embedding_the_labels_without_gradients, "calls 'model.embed_tokens' again"),
-    "what the embedding returned": (using_the_embedding_again, "depends on what 'model.embed_tokens' returned ahead"),
+    "what the embedding returned": (using_the_embedding_again, "depends on what 'model.embed_tokens' returned before"),
     "a second pass": (passing_the_blocks_twice, "calls block 0 again after its blocks"),
 }
 
