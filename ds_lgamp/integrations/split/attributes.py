@@ -1,19 +1,19 @@
-"""Attributes of blocks that the model's own forward sets, such as the height and width of an image. Every micro-batch
-has its own, as if they were arguments."""
+"""Attributes that forwards set: the model's own forward sets those of blocks and of its own modules, blocks set their
+own."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from ds_lgamp.integrations.split.call import copied_containers
-from ds_lgamp.integrations.split.parts import Attribute
-from ds_lgamp.integrations.split.snapshot import MISSING, Snapshot, set_or_delete
+from ds_lgamp.integrations.split.call import Call, copied_containers
+from ds_lgamp.integrations.split.parts import Attribute, restored_modes
+from ds_lgamp.integrations.split.state import MISSING, Buffers, Place, Snapshot, set_or_delete
 
 
 class SetAttributes:
-    """Finds the attributes that forwards set, and their values for a micro-batch.
+    """Finds the attributes of blocks that the model's own forward sets, and their values for a micro-batch.
 
     Args:
         blocks: the blocks. None runs while a forward sets attributes.
@@ -22,30 +22,32 @@ class SetAttributes:
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         self._modules = [dict(block.named_modules()) for block in blocks]
         self._unset: list[dict[Attribute, Any]] = [{} for _ in blocks]
-        """By block: its attributes that forwards set, with the values ahead of the first time."""
-        self._looks: list[Snapshot] = []
+        """By block: its attributes that forwards set, with the values before the first time."""
+        self._writes: list[dict[str, Any]] = [{} for _ in blocks]
+        """The same of what forwards wrote to the blocks themselves."""
+        self._snapshots: list[Snapshot] = []
 
     @contextmanager
-    def looking(self) -> Iterator[None]:
-        """Looks for attributes in all modules of all blocks, in the forward that runs inside the block."""
-        self._looks = [Snapshot(modules.values()) for modules in self._modules]
+    def all_watched(self) -> Iterator[None]:
+        """Watches the attributes of all modules of all blocks, in the forward that runs inside the block."""
+        self._snapshots = [Snapshot(modules.values()) for modules in self._modules]
         try:
             yield
         finally:
-            self._looks = []
+            self._snapshots = []
 
-    def of(self, index: int, written: Mapping[str, Any]) -> Mapping[Attribute, Any]:
-        """Returns what the forward has set for block ``index``, which it calls now.
+    def written(self, index: int, name: str) -> None:
+        """Tells that a forward is about to set or delete an attribute of block ``index`` itself."""
+        self._writes[index].setdefault(name, vars(self._modules[index][""]).get(name, MISSING))
 
-        Args:
-            written: the attributes of the block itself that forwards have set, with the values ahead of the first time.
-        """
+    def of(self, index: int) -> Mapping[Attribute, Any]:
+        """Returns what the forward has set for block ``index``, which it calls now."""
         unset, modules = self._unset[index], self._modules[index]
-        for name, before in written.items():
+        for name, before in self._writes[index].items():
             unset.setdefault(Attribute("", name), before)
-        if self._looks:
+        if self._snapshots:
             paths = {id(vars(module)): path for path, module in modules.items()}
-            for holder, name, before in self._looks[index].changed():
+            for holder, name, before in self._snapshots[index].changed():
                 unset.setdefault(Attribute(paths[holder], name), before)
         now = {each: _holder(modules[each.path], each.name).get(each.name, MISSING) for each in unset}
         return {each: copied_containers(value) for each, value in now.items()}
@@ -61,3 +63,63 @@ class SetAttributes:
 def _holder(module: nn.Module, name: str) -> dict[str, Any]:
     """Returns the dictionary in which a module has an attribute, which may be a buffer."""
     return module._buffers if name in module._buffers else vars(module)
+
+
+class OwnState:
+    """The attributes of the modules whose code runs in every part of the forward, such as counters. Each part runs the
+    code before the blocks again, so what that sets counts once.
+
+    Args:
+        modules: those modules.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.modules = modules
+        self._after: set[Place] = set()
+        """What is set after the blocks. That code runs once for every micro-batch."""
+        self._last: Snapshot | None = None
+        self._end_of_blocks: Snapshot | None = None
+
+    @contextmanager
+    def counted_once(self, call: Call) -> Iterator[None]:
+        """Lets the attributes have the values inside the block that they had when the forward first ran for ``call`` on
+        this rank. Only what that first run has set stays."""
+        now = self._last = self._current(self._last)
+        if call.own_state is None:
+            call.own_state = now
+            yield
+            return
+        call.own_state.restore(self._after)
+        self._end_of_blocks = None
+        try:
+            yield
+        finally:
+            if self._end_of_blocks is not None:
+                self._after |= {(holder, name) for holder, name, _ in self._end_of_blocks.changed()}
+            now.restore(self._after)
+
+    def reached_end_of_blocks(self) -> None:
+        """Tells that the code after the blocks follows."""
+        self._end_of_blocks = self._current(self._last)
+
+    def _current(self, earlier: Snapshot | None) -> Snapshot:
+        """Returns a snapshot, which is an ``earlier`` one if nothing has changed since."""
+        return Snapshot(self.modules) if earlier is None or any(earlier.changed()) else earlier
+
+
+def tensors_set_in_training(block: nn.Module, call: Callable[[], Any]) -> list[Attribute]:
+    """Returns the attributes of ``block`` that its ``call`` sets, in training, to tensors that depend on parameters,
+    such as the balancing loss of experts. They have their old values again afterwards."""
+    before, found = Snapshot(block.modules()), []
+    paths = {id(vars(module)): (path, vars(module)) for path, module in block.named_modules()}
+    with restored_modes(block), Buffers(block.named_modules()).restored(), suppress(Exception):
+        block.train()
+        # Training may need more than the dummy inputs have, such as several rows for BatchNorm.
+        call()
+    for holder, name, _ in before.changed():
+        path, attributes = paths[holder]
+        value = attributes.get(name)
+        if isinstance(value, Tensor) and value.requires_grad:
+            found.append(Attribute(path, name))
+    before.restore()
+    return found

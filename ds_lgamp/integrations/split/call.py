@@ -1,8 +1,9 @@
-"""A micro-batch that a script gave to the engine: the arguments of one call of the model."""
+"""A micro-batch that a script gave to the engine: the arguments of one call of the model, and what a call shows."""
 
 import operator
 from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import fields, is_dataclass
 from functools import cached_property
@@ -10,30 +11,50 @@ from itertools import chain
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ds_lgamp.integrations.split.autocast import Autocast
-from ds_lgamp.integrations.split.parts import Attribute, Part, Result, Returned
-from ds_lgamp.integrations.split.snapshot import Snapshot
+from ds_lgamp.integrations.split.parts import Attribute, Result, ShapesOfCalls
+from ds_lgamp.integrations.split.state import Snapshot
+
+
+class Autocast(NamedTuple):
+    """Whether autocast is on for a type of device, and to which dtype it casts."""
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def on(cls, device_type: str) -> "Autocast":
+        """Returns what holds here."""
+        return cls(device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
+
+    def entered(self) -> AbstractContextManager[None]:
+        """Returns a context in which it holds."""
+        if self == self.on(self.device_type):
+            return nullcontext()
+        return torch.autocast(self.device_type, self.dtype, self.enabled)
+
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """The positional and named arguments of a call of the model."""
 
 
 class BlockArguments(NamedTuple):
-    """What the model's forward passes to one block beside the hidden states."""
+    """What the model's forward passes to one block besides the hidden states."""
 
     positional: tuple[Any, ...]
     named: Mapping[str, Any]
     autocast: Autocast | None = None
-    """In which it calls the block; None while nobody has looked."""
+    """In which it calls the block; None until a dry run finds it."""
     attributes: Mapping[Attribute, Any] = MappingProxyType({})
     """The attributes of the block that it has set."""
 
     @property
     def values(self) -> Iterator[Any]:
-        """All that the block gets beside hidden states."""
+        """All that the block gets besides hidden states."""
         return chain(self.positional, self.named.values(), self.attributes.values())
 
 
@@ -47,28 +68,55 @@ def apart(positional: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, B
     return named.get(name) if name is not None else None, BlockArguments((), others)
 
 
-class Noted(NamedTuple):
+class Survey(NamedTuple):
+    """What the forward of a model showed."""
+
+    before: list[str]
+    """The parts that ran before the blocks, and unused ones that the model has before them, by name."""
+    after: list[str]
+    """All other parts, by name."""
+    other_outputs: tuple[bool, ...] | None
+    """Which of what a block returns besides hidden states are tensors; None if it returns no tuple."""
+    tensor_attributes: list[Attribute]
+    """The attributes of blocks that they set to tensors which depend on parameters."""
+    travels_to_blocks: frozenset[Result]
+    """Results of parts before the blocks on which depends what blocks get besides hidden states."""
+    travels_to_loss: frozenset[Result]
+    """Those on which the loss depends other than through hidden states."""
+    travels_to_output: frozenset[Result]
+    """Those on which any output does."""
+    reads_after: bool
+    """Whether the forward reads, after the blocks, parameters of modules that ran before them."""
+    arguments: Arguments
+    """With which the forward was called."""
+    output: Any
+    """What it returned."""
+    shapes_before: ShapesOfCalls
+    """What parts before the blocks returned."""
+
+
+class DryRun(NamedTuple):
     """What a forward shows in which no block computes."""
 
     hidden: Tensor
     """The hidden states that enter the first block."""
     blocks: list[BlockArguments]
-    """What every block gets beside hidden states."""
-    entered: dict[int, Tensor]
-    """The hidden states that enter a block, where they are others than those behind the block before it."""
-    passes: tuple[tuple[int, ...], ...]
-    """For every block, the places of the tensors that it gets of the block before it beside hidden states."""
+    """What every block gets besides hidden states."""
+    entries: dict[int, Tensor]
+    """The hidden states that enter a block, where they are others than the block before it returned."""
+    places: tuple[tuple[int, ...], ...]
+    """For every block, the places of the tensors that it gets from the block before it besides hidden states."""
 
 
 class Needs(NamedTuple):
-    """What layers compute with beside hidden states."""
+    """What layers compute with besides hidden states."""
 
     travels: tuple[Result, ...]
-    """The results of parts ahead of the blocks that travel with hidden states, in their order."""
+    """The results of parts before the blocks that travel with hidden states, in their order."""
     between: frozenset[int]
-    """The blocks ahead of which the forward computes with what the block before them returned."""
-    passes: tuple[tuple[int, ...], ...]
-    """As :class:`Noted`'s."""
+    """The blocks before which the forward computes with what the block before them returned."""
+    places: tuple[tuple[int, ...], ...]
+    """As :class:`DryRun`'s."""
 
 
 class Call:
@@ -76,7 +124,7 @@ class Call:
 
     Args:
         positional, named: the arguments.
-        returned: what parts ahead of the blocks return, if they have run on this rank.
+        shapes: what parts before the blocks return, if they have run on this rank.
         is_whole: whether the script gets the whole output, as in evaluation, and not the loss only.
     """
 
@@ -84,19 +132,19 @@ class Call:
         self,
         positional: tuple[Any, ...],
         named: Mapping[str, Any],
-        returned: Returned | None = None,
+        shapes: ShapesOfCalls | None = None,
         is_whole: bool = False,
     ) -> None:
         self.positional, self.named, self.is_whole = positional, named, is_whole
-        self.returned: Returned = returned or {}
+        self.shapes: ShapesOfCalls = shapes or {}
         self.needs: Needs | None = None
-        """None while nobody has looked."""
+        """None until a dry run finds them."""
         self.blocks: list[BlockArguments] | None = None
-        """What every block gets, if nothing travels. Kept for recomputations, too: rotary tables of type "dynamic" have
+        """What every block gets, if nothing travels. Recomputations need it, too: rotary tables of type "dynamic" have
         grown with the lengths since."""
         self.own_state: Snapshot | None = None
         """What the model's own modules held when its forward first ran for this call; None before that."""
-        self._looks: bool | None = None
+        self._checks_graph: bool | None = None
 
     @cached_property
     def signature(self) -> Any:
@@ -104,15 +152,15 @@ class Call:
         leaves = tree_leaves([*self.positional, *self.named.values()])
         return len(self.positional), tuple(self.named), *map(_kind, leaves)
 
-    def looks_at_uses(self, asked: bool) -> bool:
-        """Returns what was ``asked`` first. A forward that is recomputed must save the same tensors."""
-        if self._looks is None:
-            self._looks = asked
-        return self._looks
+    def checks_graph(self, wanted: bool) -> bool:
+        """Returns what was ``wanted`` first. A forward that is recomputed must save the same tensors."""
+        if self._checks_graph is None:
+            self._checks_graph = wanted
+        return self._checks_graph
 
     def with_arguments(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> "Call":
         """Returns a call with other arguments that counts as this one."""
-        other = Call(positional, named, self.returned, self.is_whole)
+        other = Call(positional, named, self.shapes, self.is_whole)
         other.own_state = self.own_state
         return other
 
@@ -168,21 +216,6 @@ class Calls:
         if known is None or any(one is not other for one, other in zip(known[0], travels)):
             self._in_chunk = known = travels, compute()
         return known[1]
-
-
-class Tree(nn.Module):
-    """Holds parts of a model under their dotted names in it, so that their parameters keep their names."""
-
-    def __init__(self, parts: Mapping[str, Part]) -> None:
-        super().__init__()
-        for path, part in parts.items():
-            *parents, name = path.split(".")
-            holder: nn.Module = self
-            for parent in parents:
-                if parent not in holder._modules:
-                    holder.add_module(parent, nn.Module())
-                holder = holder._modules[parent]  # type: ignore[assignment]
-            setattr(holder, name, part)
 
 
 def run_uncompiled(model: nn.Module, *positional: Any, **named: Any) -> Any:

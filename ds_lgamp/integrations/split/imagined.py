@@ -21,8 +21,8 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
-from ds_lgamp.integrations.split.autocast import Autocast
-from ds_lgamp.integrations.split.snapshot import restored
+from ds_lgamp.integrations.split.call import Autocast
+from ds_lgamp.integrations.split.state import restored
 
 _torchs_logger = logging.getLogger(fake_tensor.__name__)
 _KEPT = 64

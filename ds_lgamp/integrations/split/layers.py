@@ -6,18 +6,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ds_lgamp.config import BLOCK, LgampConfig
-from ds_lgamp.integrations.split.beside import Comparison
-from ds_lgamp.integrations.split.blocks import Blocks
-from ds_lgamp.integrations.split.call import Call, Calls, Tree
-from ds_lgamp.integrations.split.checks import check_imagined, check_travels, results_behind
-from ds_lgamp.integrations.split.foreign import check_foreign
+from ds_lgamp.config import BLOCK
+from ds_lgamp.integrations.split.call import Call, Calls, Survey
+from ds_lgamp.integrations.split.checks import check_foreign, check_imagined, check_parts, check_travels, results_after
+from ds_lgamp.integrations.split.comparison import Comparison
 from ds_lgamp.integrations.split.forward import SplitForward
-from ds_lgamp.integrations.split.parts import Part, Sides, parameters_of, part_of
-from ds_lgamp.integrations.split.snapshot import Snapshot
-from ds_lgamp.integrations.split.survey import Survey, evaluating
+from ds_lgamp.integrations.split.parts import Original, Part, Tree
+from ds_lgamp.integrations.split.state import Snapshot
 from ds_lgamp.runtime.chunk import Tensors, as_tuple
-from ds_lgamp.runtime.random_state import RandomSource
 
 logger = logging.getLogger(__name__)
 
@@ -69,85 +65,76 @@ class SplitLayers:
     """The layers of a model that calls its blocks one after another.
 
     Args:
-        model: the model.
-        blocks: its blocks.
+        original: the model.
         shown: what a small call of it showed.
-        random_sources: generators that the model may draw from.
         loss_in: returns the loss in an output, if nothing else there has gradients.
-        settings: the block.
+        before: what the model held before all forwards.
+        training: modules that train in checks, because they change nothing.
 
-    Raises ConfigError if a layer would need what other ranks lack.
+    Raises ConfigError if a layer would need what other ranks lack, or if the layers compute something else than the
+    model. See :mod:`ds_lgamp.integrations.split.checks` and :class:`Comparison`.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        blocks: Blocks,
+        original: Original,
         shown: Survey,
-        random_sources: Sequence[RandomSource],
         loss_in: Callable[[Any], Any] | None,
-        settings: LgampConfig,
+        before: Snapshot,
+        training: Sequence[nn.Module] = (),
     ) -> None:
-        ahead, behind = ({path: part_of(model, path) for path in paths} for paths in (shown.ahead, shown.behind))
+        blocks = original.blocks
         self.calls, self.partition_method = Calls(), f"type:^{Block.__name__}$"
-        self._blocks = list(blocks.named.values())
-        sides = Sides(ahead, behind, shown.read_behind or _share(ahead, behind))
-        self._split = split = SplitForward(model, blocks, sides, shown, random_sources, loss_in)
-        with evaluating(model, blocks):
-            if (settings.pipeline_ranks or 1) > 1:
+        self._split = split = SplitForward(original, shown, loss_in)
+        with original.evaluating():
+            if original.on_several_ranks:
                 check_imagined(split, shown)
-            split.travelling.add(*results_behind(split, shown, random_sources, loss_in is not None))
+            split.travelling.add(*results_after(split, shown))
             if shown.travels_to_blocks or shown.travels_to_output:
-                check_travels(split, shown, random_sources)
+                check_travels(split, shown)
         own_blocks = [
             Block(f"{blocks.path}.{name}", block, index, split, self.calls)
             for index, (name, block) in enumerate(blocks.named.items())
         ]
-        if sides.is_shared:
-            ends = Ends(sides.held_behind, split, self.calls)
+        sides = split.sides
+        if sides.are_shared:
+            ends = Ends(sides.of_last_layer, split, self.calls)
             self.modules: list[nn.Module] = [ends, *own_blocks, ends]
         else:
-            self.modules = [Beginning(ahead, split), *own_blocks, End(sides.held_behind, split, self.calls)]
+            self.modules = [Beginning(sides.before, split), *own_blocks, End(sides.after, split, self.calls)]
+        with original.evaluating(training):
+            check_parts(split, shown)
+        try:
+            with original.evaluating():
+                check_foreign(split, shown)
+                self._compare(shown)
+        finally:
+            self.calls.forget()
+        self._warn_of_attributes(before)
+
+    def _compare(self, shown: Survey) -> None:
+        first = self.modules[0]
+        layers = [first.begin if isinstance(first, Ends) else first, *self.modules[1:]]
+        Comparison(self._split, layers, self.calls).check(shown.arguments)
+
+    def _warn_of_attributes(self, before: Snapshot) -> None:
+        """Warns of attributes that the model's own forward sets, if a script that reads them finds those of other
+        micro-batches."""
+        holders = {id(vars(module)) for module in self._split.own_state.modules}
+        changed = {name for holder, name, _ in before.changed() if holder in holders}
+        sets = sorted(name for name in changed if not name.startswith("_"))
+        original = self._split.original
+        if sets and (original.on_several_ranks or original.only_loss):
+            logger.warning(
+                f"the forward of {type(original.model).__name__} sets {', '.join(map(repr, sets))}; a script that "
+                f"reads that finds values of other micro-batches if {BLOCK} computes several together, so let the "
+                f"model return it, and set {BLOCK}.outputs to 'all'"
+            )
 
     def compile(self, **options: Any) -> None:
         """Compiles the blocks with torch.compile's ``options``."""
-        for block in self._blocks:
+        for block in self._split.blocks:
             block.compile(**options)
-
-    def compare(
-        self,
-        model: nn.Module,
-        blocks: Blocks,
-        shown: Survey,
-        random_sources: Sequence[RandomSource],
-        settings: LgampConfig,
-        before: Snapshot,
-    ) -> None:
-        """Raises ConfigError if something passes by the arguments of blocks, or if the layers compute something else
-        than the model. See :func:`check_foreign` and :class:`Comparison`.
-
-        Args:
-            before: what the model held ahead of all forwards.
-        """
-        first, apart = self.modules[0], (settings.pipeline_ranks or 1) > 1
-        layers = [first.begin if isinstance(first, Ends) else first, *self.modules[1:]]
-        try:
-            own = self._split.own_state.modules
-            comparison = Comparison(model, blocks, layers, self.calls, own, random_sources, self._split.loss_in)
-            with evaluating(model, blocks):
-                check_foreign(self._split, self._blocks, shown, random_sources)
-                comparison.check(shown.arguments, apart, settings.recompute != "none")
-            holders = {id(vars(module)) for module in own}
-            changed = {name for holder, name, _ in before.changed() if holder in holders}
-            sets = sorted(name for name in changed if not name.startswith("_"))
-            if sets and (apart or self._split.loss_in is not None):
-                logger.warning(
-                    f"the forward of {type(model).__name__} sets {', '.join(map(repr, sets))}; a script that reads "
-                    f"that finds values of other micro-batches if {BLOCK} computes several together, so let the model "
-                    f"return it, and set {BLOCK}.outputs to 'all'"
-                )
-        finally:
-            self.calls.forget()
 
     @staticmethod
     def first_input(call: Call) -> Call:
@@ -157,9 +144,3 @@ class SplitLayers:
 def together(hidden: Tensor, others: Sequence[Tensor]) -> Tensors:
     """Returns what a layer passes to the next one."""
     return (hidden, *others) if others else hidden
-
-
-def _share(ahead: Mapping[str, Part], behind: Mapping[str, Part]) -> bool:
-    """Returns whether parts ahead of the blocks share a parameter with parts behind them."""
-    first, second = ({id(each) for each in parameters_of(parts.values())} for parts in (ahead, behind))
-    return not first.isdisjoint(second)

@@ -10,16 +10,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
-from ds_lgamp.integrations.split.blocks import find_blocks
-from ds_lgamp.integrations.split.call import Arguments, Call
-from ds_lgamp.integrations.split.checks import check_parts
-from ds_lgamp.integrations.split.dummy_inputs import given_inputs, inputs_of
+from ds_lgamp.integrations.split.call import Arguments, Call, Survey
 from ds_lgamp.integrations.split.layers import SplitLayers
-from ds_lgamp.integrations.split.output import NotReturned
-from ds_lgamp.integrations.split.parts import model_of
-from ds_lgamp.integrations.split.snapshot import untouched
-from ds_lgamp.integrations.split.survey import Survey, evaluating, survey
-from ds_lgamp.runtime.random_state import RandomSource, undisturbed
+from ds_lgamp.integrations.split.outputs import NotReturned
+from ds_lgamp.integrations.split.parts import Original, find_blocks, model_of
+from ds_lgamp.integrations.split.state import untouched
+from ds_lgamp.integrations.split.survey import survey
+from ds_lgamp.integrations.split.trial_arguments import given_inputs, inputs_of
+from ds_lgamp.runtime.random_state import RandomSource
 
 
 class OwnModelLayers(SplitLayers):
@@ -38,46 +36,46 @@ class OwnModelLayers(SplitLayers):
     def __init__(self, model: nn.Module, random_sources: Sequence[RandomSource], settings: LgampConfig) -> None:
         given = settings.dummy_inputs
         dummy = inputs_of(model) if given is None else ((), given_inputs(given))
-        blocks, only_loss = find_blocks(model, settings.blocks), settings.outputs == "loss"
+        original = Original(model, find_blocks(model, settings.blocks), random_sources, settings)
+        only_loss = original.only_loss
         with untouched(model) as before:
-            shown = survey(model, blocks, dummy, random_sources, only_loss)
+            shown = survey(original, dummy)
             leaves, self._structure = tree_flatten(shown.output)
             self._place = _place_of_loss(type(model).__name__, leaves) if only_loss else None
             self._shape = torch.Size() if self._place is None else leaves[self._place].shape
             self._others = [NotReturned() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             """What the model returns beside its loss, where only that comes back."""
-            super().__init__(model, blocks, shown, random_sources, self._loss_in if only_loss else None, settings)
             # They may draw random numbers, but change nothing.
             without_state = [module for module in model.modules() if not [*module.parameters(), *module.buffers()]]
-            self._model, self._names = model, list(signature(model_of(model).forward).parameters)
-            with evaluating(model, blocks, without_state):
-                check_parts(self._split, shown, random_sources, (settings.pipeline_ranks or 1) > 1)
-                self._for_loss = self._needed_for_loss(shown, random_sources) if only_loss else []
+            super().__init__(original, shown, self._loss_in if only_loss else None, before, without_state)
+            self._names = list(signature(model_of(model).forward).parameters)
+            with original.evaluating(without_state):
+                self._for_loss = self._needed_for_loss(shown) if only_loss else []
                 """The arguments without which the model returns no loss."""
-            self.compare(model, blocks, shown, random_sources, settings, before)
 
     def arguments(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Arguments:
         """Returns the arguments as they are. Raises ConfigError in training if the model returns no loss for them."""
-        if self._for_loss and self._model.training and torch.is_grad_enabled():
+        model = self._split.original.model
+        if self._for_loss and model.training and torch.is_grad_enabled():
             given = {**dict(zip(self._names, positional)), **named}
             for name in self._for_loss:
                 if given.get(name) is None:
                     raise ConfigError(
-                        f"engine(...) got no '{name}', without which the forward of {type(self._model).__name__} "
+                        f"engine(...) got no '{name}', without which the forward of {type(model).__name__} "
                         f"returns no loss; pass it, or set {BLOCK}.outputs to 'all' if the script computes the loss"
                     )
         return positional, dict(named)
 
-    def _needed_for_loss(self, shown: Survey, random_sources: Sequence[RandomSource]) -> list[str]:
+    def _needed_for_loss(self, shown: Survey) -> list[str]:
         """Returns the arguments among those of a small call without which the forward runs, but returns no loss."""
         positional, named = shown.arguments
 
         def returns_loss(*left_out: str) -> bool:
             given = {name: value for name, value in named.items() if name not in left_out}
-            call = Call(positional, given, shown.returned_ahead)
-            hidden = self._split.note_absent(call)[0].hidden.detach().requires_grad_()
-            with torch.enable_grad(), undisturbed(random_sources), self._split.ahead.absent(call.returned):
-                return self._loss_in(self._split.output(call, hidden.clone)) is not None
+            split, call = self._split, Call(positional, given, shown.shapes_before)
+            hidden = split.dry_run_without_parts(call)[0].hidden.detach().requires_grad_()
+            with torch.enable_grad(), split.original.undisturbed(), split.parts_before.absent(call.shapes):
+                return self._loss_in(split.output(call, hidden.clone)) is not None
 
         def only_lacks_loss(name: str) -> bool:
             # A forward that needs the argument says so itself.
@@ -85,7 +83,7 @@ class OwnModelLayers(SplitLayers):
                 return not returns_loss(name)
             return False
 
-        # Others come in an order that a wrapper's forward does not tell.
+        # The forward of a wrapper does not tell the order of others.
         known = [name for name in self._names if name in named]
         return [*filter(only_lacks_loss, known)] if returns_loss() else []
 

@@ -1,13 +1,148 @@
-"""The parts of a model that belong to no block: modules, and parameters of the modules that contain the blocks."""
+"""The parts of a model: its blocks, the list of modules that its forward calls one after another, and what belongs to
+no block."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from ds_lgamp.integrations.split.blocks import Blocks
+from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
+from ds_lgamp.runtime.random_state import RandomSource, undisturbed
+
+
+class Blocks(NamedTuple):
+    """The blocks, where they are in the model."""
+
+    path: str
+    """The name of the list in the model, such as ``model.layers``."""
+    container: nn.Module
+    """The list."""
+
+    @property
+    def named(self) -> dict[str, nn.Module]:
+        """The blocks by their names in the list, such as ``0``, or ``0.1`` if it is one of lists."""
+        return dict(_modules_in(self.container))
+
+    @property
+    def kinds(self) -> list[nn.Module]:
+        """The first block of every kind. Those of one kind have modules of the same classes under the same names."""
+        kinds: dict[Any, nn.Module] = {}
+        for block in self.named.values():
+            kinds.setdefault(tuple((path, type(module)) for path, module in block.named_modules()), block)
+        return [*kinds.values()]
+
+    @property
+    def chain(self) -> list[str]:
+        """Returns the names of the modules that contain the list, outermost first. The first one is the model, ""."""
+        parts = self.path.split(".")
+        return [".".join(parts[:depth]) for depth in range(len(parts))]
+
+
+def find_blocks(model: nn.Module, chosen: str | None, planned: Collection[str] = ()) -> Blocks:
+    """Returns the blocks of ``model``: the list with the ``chosen`` name; by default one with a ``planned`` name, or
+    else that with most parameters. A list is an nn.ModuleList that is in no other one, or an nn.ModuleDict or
+    nn.Sequential of modules of one class.
+
+    Raises ConfigError if there is no list, or not the chosen one.
+    """
+    if hasattr(model, "_orig_mod"):
+        raise ConfigError(
+            f"deepspeed.initialize got a model that torch.compile has wrapped, which hides its layers from a {BLOCK} "
+            "block; pass the model itself, and call engine.compile(), or set torch_compile=True in TrainingArguments"
+        )
+    lists = [each for each in _lists(model) if each.named]
+    if not any(_elements(each.container) for each in lists):
+        raise ConfigError(
+            f"{type(model).__name__} has no list of blocks, so a {BLOCK} block cannot split it; write it as a "
+            "PipelineModule or an nn.Sequential, or remove the block"
+        )
+    if chosen is not None:
+        named = {each.path: each for each in lists}
+        if chosen not in named:
+            raise ConfigError(
+                f"{BLOCK}.blocks is '{chosen}', but the lists of {type(model).__name__} are {', '.join(named)}; name "
+                "the one whose modules the forward calls one after another"
+            )
+        return named[chosen]
+    for each in lists:
+        if each.path.rpartition(".")[2] in planned:
+            return each
+    return max(lists, key=lambda each: _elements(each.container))
+
+
+def _modules_in(container: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the modules in ``container`` by their names there, and those in lists in it, which nobody can call."""
+    for name, module in container._modules.items():
+        if module is None:
+            continue
+        if type(module) in (nn.ModuleList, nn.ModuleDict):
+            yield from ((f"{name}.{inner}", each) for inner, each in _modules_in(module))
+        else:
+            yield name, module
+
+
+def _lists(model: nn.Module) -> Iterator[Blocks]:
+    seen: list[str] = []
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not any(path.startswith(f"{outer}.") for outer in seen):
+            seen.append(path)
+            yield Blocks(path, module)
+        elif isinstance(module, nn.ModuleDict | nn.Sequential) and path and _is_alike(module):
+            yield Blocks(path, module)
+
+
+def _is_alike(module: nn.Module) -> bool:
+    """Whether a module contains several others, all of one class."""
+    children = list(module.children())
+    return len(children) > 1 and len({type(child) for child in children}) == 1
+
+
+def _elements(module: nn.Module) -> int:
+    # zero.Init leaves parameters without elements, and their number in ds_numel.
+    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in module.parameters())
+
+
+class Original(NamedTuple):
+    """A model that becomes layers."""
+
+    model: nn.Module
+    blocks: Blocks
+    random_sources: Sequence[RandomSource]
+    """Generators that the model may draw from."""
+    settings: LgampConfig
+    """The block."""
+
+    @property
+    def only_loss(self) -> bool:
+        """Whether a training step needs no other output than the loss."""
+        return self.settings.outputs == "loss"
+
+    @property
+    def on_several_ranks(self) -> bool:
+        """Whether layers may be on several ranks."""
+        return (self.settings.pipeline_ranks or 1) > 1
+
+    def undisturbed(self) -> AbstractContextManager[None]:
+        """Returns a context after which the generators are as before it."""
+        return undisturbed(self.random_sources)
+
+    def seed(self, number: int) -> None:
+        """Seeds all generators."""
+        for source in self.random_sources:
+            source.seed(number)
+
+    @contextmanager
+    def evaluating(self, training: Iterable[nn.Module] = ()) -> Iterator[None]:
+        """Switches the model to evaluation inside the block, so that it drops nothing at random, but for some modules
+        in ``training``, and for those that contain the blocks: their forward may compute a loss in training only."""
+        with restored_modes(self.model):
+            self.model.eval()
+            for module in [*training, *(self.model.get_submodule(path) for path in self.blocks.chain)]:
+                module.training = True
+            yield
+
 
 Part = nn.Module | nn.Parameter
 
@@ -22,8 +157,8 @@ class Result(NamedTuple):
     """Counts the tensors of one call."""
 
 
-Returned = Mapping[tuple[str, int], Any]
-"""What calls of parts ahead of the blocks return, with shapes for tensors, by the names of the parts and the numbers of
+ShapesOfCalls = Mapping[tuple[str, int], Any]
+"""What calls of parts before the blocks return, with shapes for tensors, by the names of the parts and the numbers of
 the calls of each in one forward."""
 
 
@@ -38,25 +173,31 @@ class Attribute(NamedTuple):
 class Sides(NamedTuple):
     """The parts of a model, by their names in it."""
 
-    ahead: Mapping[str, Part]
-    """Those that are used ahead of the blocks."""
-    behind: Mapping[str, Part]
+    before: Mapping[str, Part]
+    """Those that run before the blocks."""
+    after: Mapping[str, Part]
     """All others."""
-    is_shared: bool
-    """Whether what follows the blocks computes with parameters of parts ahead of them, too."""
+    are_shared: bool
+    """Whether what follows the blocks computes with parameters of parts before them, too."""
+
+    @classmethod
+    def of(cls, model: nn.Module, before: Iterable[str], after: Iterable[str], are_shared: bool) -> "Sides":
+        """Returns the parts with these names. They are shared also where both sides hold the same parameter."""
+        first, last = ({path: part_of(model, path) for path in paths} for paths in (before, after))
+        parameters = {id(each) for each in parameters_of(first.values())}
+        return cls(first, last, are_shared or not parameters.isdisjoint(map(id, parameters_of(last.values()))))
 
     @property
-    def held_behind(self) -> Mapping[str, Part]:
+    def of_last_layer(self) -> Mapping[str, Part]:
         """The parts that the last layer holds."""
-        return {**self.ahead, **self.behind} if self.is_shared else self.behind
+        return {**self.before, **self.after} if self.are_shared else self.after
 
-
-def own_modules(model: nn.Module, blocks: Blocks, sides: Sides) -> list[nn.Module]:
-    """Returns the modules that belong neither to a block nor to another part: those that contain the blocks, and those
-    without parameters, whose code runs wherever the model's own forward does."""
-    parts = [part for part in (*sides.ahead.values(), *sides.behind.values()) if isinstance(part, nn.Module)]
-    others = {id(module) for part in (*parts, *blocks.named.values()) for module in part.modules()}
-    return [module for module in model.modules() if id(module) not in others]
+    def own_modules(self, original: Original) -> list[nn.Module]:
+        """Returns the modules of the model that belong neither to a block nor to another part: those that contain the
+        blocks, and those without parameters, whose code runs wherever the model's own forward does."""
+        parts = [part for part in (*self.before.values(), *self.after.values()) if isinstance(part, nn.Module)]
+        others = {id(module) for part in (*parts, *original.blocks.named.values()) for module in part.modules()}
+        return [module for module in original.model.modules() if id(module) not in others]
 
 
 def model_of(model: Any) -> Any:
@@ -117,3 +258,18 @@ def restored_modes(module: nn.Module) -> Iterator[None]:
     finally:
         for each, mode in before:
             each.training = mode
+
+
+class Tree(nn.Module):
+    """Holds parts of a model under their dotted names in it, so that their parameters keep their names."""
+
+    def __init__(self, parts: Mapping[str, Part]) -> None:
+        super().__init__()
+        for path, part in parts.items():
+            *parents, name = path.split(".")
+            holder: nn.Module = self
+            for parent in parents:
+                if parent not in holder._modules:
+                    holder.add_module(parent, nn.Module())
+                holder = holder._modules[parent]  # type: ignore[assignment]
+            setattr(holder, name, part)

@@ -4,18 +4,23 @@ A stand-in has the parameters, buffers and modules of the module whose place it 
 of the model finds the model's own.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import count
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.attributes import SetAttributes
 from ds_lgamp.integrations.split.call import BlockArguments, apart
-from ds_lgamp.integrations.split.snapshot import MISSING
+from ds_lgamp.integrations.split.imagined import Imagined, Shape, UnknownShape, full_shape
+from ds_lgamp.integrations.split.parts import Part, Result, ShapesOfCalls, place_of
+from ds_lgamp.integrations.split.state import version_of
 
 
 class StandIn(nn.Module):
@@ -46,55 +51,42 @@ class StandIn(nn.Module):
         return len(self.__dict__["_own"])
 
 
-class Visited(StandIn):
+Visit = Callable[[int, Tensor, BlockArguments], Any]
+"""Called in place of a block, with its number, the hidden states, and what else the block gets but attributes. Returns
+what the forward gets for a result."""
+
+
+class BlockStandIn(StandIn):
     """The stand-in for a block. The block itself gets the attributes that are set.
 
     Args:
         block: the block.
         index: its number.
         attributes: those of all blocks that forwards set.
-        visit: called with the number, the hidden states and all else that the block gets. Returns what the forward gets
-            for a result.
+        visit: called in place of the block.
     """
 
-    written: dict[str, Any]
-    """The attributes that were set, with the values that the block had before."""
-
-    def __init__(
-        self,
-        block: nn.Module,
-        index: int,
-        attributes: SetAttributes,
-        visit: Callable[[int, Tensor, BlockArguments], Any],
-    ) -> None:
+    def __init__(self, block: nn.Module, index: int, attributes: SetAttributes, visit: Visit) -> None:
         super().__init__(block)
         self._index, self._attributes, self._visit = index, attributes, visit
-        self.__dict__["written"] = {}
+        self.__dict__["_is_made"] = True
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if self._is_of_the_block(name):
+        if "_is_made" in self.__dict__:
+            self._attributes.written(self._index, name)
             setattr(self._own, name, value)
         else:
             super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        if self._is_of_the_block(name):
+        if "_is_made" in self.__dict__:
+            self._attributes.written(self._index, name)
             delattr(self._own, name)
         else:
             super().__delattr__(name)
 
-    def _is_of_the_block(self, name: str) -> bool:
-        """Notes that an attribute is set or deleted. Returns whether it is the block's, and not one of the stand-in
-        that is being made."""
-        if "written" not in self.__dict__:
-            return False
-        self.written.setdefault(name, vars(self._own).get(name, MISSING))
-        return True
-
     def forward(self, *positional: Any, **named: Any) -> Any:
-        hidden, arguments = apart(positional, named)
-        attributes = self._attributes.of(self._index, self.written)
-        return self._visit(self._index, hidden, arguments._replace(attributes=attributes))
+        return self._visit(self._index, *apart(positional, named))
 
     def __iter__(self) -> NoReturn:
         self._refuse_parts()
@@ -109,7 +101,7 @@ class Visited(StandIn):
         )
 
 
-class Absent(StandIn):
+class AbsentModule(StandIn):
     """The stand-in for a module that may be on another rank. A call of it is refused."""
 
     def __init__(self, module: nn.Module, refuse: Callable[[], NoReturn]) -> None:
@@ -138,27 +130,27 @@ class AbsentTensor(Tensor):
                 leaf.refuse()
 
 
-class Touched(Exception):
-    """A forward computes with what a block returned beside hidden states."""
+class PlaceholderUsed(Exception):
+    """A forward computes with what a block returned besides hidden states."""
 
 
-class Passed(Tensor):
-    """Stands in for a tensor that a block returns beside hidden states, such as attention weights. A forward may
-    collect it and pass it on, but not compute with it."""
+class Placeholder(Tensor):
+    """Stands in for a tensor that a block returns besides hidden states, such as attention weights. A forward may
+    collect it and give it to the next block, but not compute with it."""
 
     block: int
     place: int
 
     @classmethod
-    def of(cls, block: int, place: int) -> "Passed":
-        """Returns that for the tensor at a place behind the hidden states."""
+    def of(cls, block: int, place: int) -> "Placeholder":
+        """Returns that for the tensor at a place after the hidden states."""
         stand_in = torch.empty(0).as_subclass(cls)
         stand_in.block, stand_in.place = block, place
         return stand_in
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, positional: Any = (), named: Any = None) -> Any:
-        raise Touched
+        raise PlaceholderUsed
 
 
 @contextmanager
@@ -190,3 +182,164 @@ def with_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[Non
         del module.forward
         if own is not None:
             module.forward = own  # type: ignore[method-assign]
+
+
+_UNKNOWN = (
+    "what module '{}' before the blocks returns cannot be known on pipeline ranks that lack it ({}); with a "
+    f"{BLOCK} block, let it look at the values of no tensors but integers among the arguments, or set pipeline_ranks "
+    "to 1"
+)
+Results = dict[Result, Tensor]
+NONE: Mapping[Result, Tensor] = {}
+Leaves = dict[str, list[Tensor]]
+"""Leaves of autograd's graph, by the name of the part whose results depend on them."""
+
+
+class PartsBefore:
+    """The parts before the blocks.
+
+    Args:
+        model: the model.
+        parts: they may be on another rank, by their names in the model.
+        starts: called with the name of a part before every call of its stand-in.
+    """
+
+    def __init__(self, model: nn.Module, parts: Mapping[str, Part], starts: Callable[[str], None]) -> None:
+        self._model, self._parts, self._starts = model, parts, starts
+        self._stand_ins = {path: _Imitation(part) for path, part in parts.items() if isinstance(part, nn.Module)}
+        parameters = {path: part for path, part in parts.items() if isinstance(part, nn.Parameter)}
+        self._parameters = {path: (part, full_shape(part)) for path, part in parameters.items()}
+
+    @contextmanager
+    def present(self) -> Iterator["PartResults"]:
+        """Yields what the parts return inside the block."""
+        results = PartResults()
+        with ExitStack() as stack:
+            for path, part in self._parts.items():
+                if isinstance(part, nn.Parameter):
+                    results.add(path, part)
+                else:
+                    before = part.register_forward_pre_hook(lambda *_, path=path: results.starts(path))
+                    after = part.register_forward_hook(lambda *call, path=path: results.add(path, call[-1]))
+                    stack.callback(before.remove)
+                    stack.callback(after.remove)
+            yield results
+
+    def no_leaves(self) -> Leaves:
+        """Returns empty lists for all parts."""
+        return {path: [] for path in self._parts}
+
+    @contextmanager
+    def absent(
+        self, known: ShapesOfCalls, given: Mapping[Result, Tensor] = NONE, leaves: Leaves | None = None
+    ) -> Iterator[Results]:
+        """Runs stand-ins for the parts inside the block, and yields what they return.
+
+        Args:
+            known: what the parts have returned where they are. All else is imagined.
+            given: the results that have numbers. All others are zeros.
+            leaves: if given, zeros of a part depend on leaves that are entered under its name.
+
+        Raises ConfigError inside the block if it cannot be imagined what a part returns.
+        """
+        results: Results = {}
+        calls: Counter[str] = Counter()
+
+        def returned(path: str, shapes: Any) -> Any:
+            numbers, call = count(), calls[path]
+            calls[path] += 1
+
+            def tensor(shape: Shape) -> Tensor:
+                if not shape.dtype.is_floating_point:
+                    return zeros_like(shape, None)
+                result = Result(path, call, next(numbers))
+                known = given.get(result)
+                results[result] = (
+                    zeros_like(shape, None if leaves is None else leaves[path]) if known is None else known
+                )
+                return results[result]
+
+            return tree_map_only(Shape, tensor, shapes)
+
+        def called(path: str, imagine: Callable[[], Any]) -> Any:
+            self._starts(path)
+            call = path, calls[path]
+            try:
+                return returned(path, known[call] if call in known else imagine())
+            except UnknownShape as error:
+                raise ConfigError(_UNKNOWN.format(path, error)) from error
+
+        for path, stand_in in self._stand_ins.items():
+            stand_in.returned = partial(called, path)
+        # Parameters may have another dtype by now.
+        parameters = {path: returned(path, Shape(*each)) for path, each in self._parameters.items()}
+        stand_ins = [(*place_of(self._model, path), each) for path, each in {**self._stand_ins, **parameters}.items()]
+        try:
+            with replacing(stand_ins):
+                yield results
+        finally:
+            # They must not keep what was given alive.
+            for stand_in in self._stand_ins.values():
+                del stand_in.returned
+
+
+class PartResults:
+    """What parts have returned in a forward."""
+
+    def __init__(self) -> None:
+        self.tensors: Results = {}
+        self.shapes: dict[tuple[str, int], Any] = {}
+        self._versions: dict[Result, int] = {}
+        self._calls: Counter[str] = Counter()
+        self._running: str | None = None
+        """The part that the forward has called."""
+
+    def starts(self, path: str) -> None:
+        self._running = self._running or path
+
+    def add(self, path: str, returned: Any) -> None:
+        if self._running not in (None, path):
+            # Another part has called it, which is absent elsewhere.
+            return
+        self._running = None
+        self.shapes[path, self._calls[path]] = tree_map_only(Tensor, Shape, returned)
+        tensors = (leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor) and leaf.is_floating_point())
+        for number, tensor in enumerate(tensors):
+            result = Result(path, self._calls[path], number)
+            self.tensors[result], self._versions[result] = tensor, version_of(tensor)
+        self._calls[path] += 1
+
+    def take(self, result: Result) -> Tensor:
+        """Returns a result. Raises ConfigError if the forward has changed it since."""
+        tensor = self.tensors[result]
+        if version_of(tensor) != self._versions[result]:
+            raise ConfigError(
+                f"the forward of the model changes in place what '{result.path}' returned, and uses it beside hidden "
+                f"states; with a {BLOCK} block, compute a new tensor there"
+            )
+        return tensor
+
+
+class _Imitation(StandIn):
+    """The stand-in for a module of which the results are known, at least in shape."""
+
+    returned: Callable[[Callable[[], Any]], Any]
+    """Returns the results. It may call its argument, which returns what the module would return, or raises
+    UnknownShape."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self._imagined = Imagined(module)
+
+    def forward(self, *positional: Any, **named: Any) -> Any:
+        return self.returned(partial(self._imagined, positional, named))
+
+
+def zeros_like(like: Tensor | Shape, leaves: list[Tensor] | None) -> Tensor:
+    """Returns zeros of a shape. With a list, they depend on a leaf that is entered there."""
+    zeros = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+    if leaves is None:
+        return zeros
+    leaves.append(zeros.requires_grad_())
+    # Forwards may change it in place, which is forbidden with a leaf.
+    return zeros.clone()

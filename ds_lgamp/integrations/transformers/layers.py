@@ -7,21 +7,25 @@ from typing import Any
 from torch import Tensor, nn
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
-from ds_lgamp.integrations.split.blocks import find_blocks
 from ds_lgamp.integrations.split.call import Arguments
-from ds_lgamp.integrations.split.checks import check_parts
-from ds_lgamp.integrations.split.dummy_inputs import given_inputs
 from ds_lgamp.integrations.split.layers import SplitLayers
-from ds_lgamp.integrations.split.parts import model_of
-from ds_lgamp.integrations.split.snapshot import untouched
-from ds_lgamp.integrations.split.survey import evaluating, survey
-from ds_lgamp.integrations.transformers.attention import attending_anywhere
-from ds_lgamp.integrations.transformers.checkpointing import OwnCheckpointing
-from ds_lgamp.integrations.transformers.dummy_inputs import inputs_of
-from ds_lgamp.integrations.transformers.models import planned_names, without_cache
-from ds_lgamp.integrations.transformers.refusals import refuse_arguments, refuse_model
-from ds_lgamp.integrations.transformers.settings import ForwardSettings
-from ds_lgamp.integrations.transformers.sharding import whole_to_layers
+from ds_lgamp.integrations.split.parts import Original, find_blocks, model_of
+from ds_lgamp.integrations.split.state import untouched
+from ds_lgamp.integrations.split.survey import survey
+from ds_lgamp.integrations.split.trial_arguments import given_inputs
+from ds_lgamp.integrations.transformers.models import (
+    inputs_of,
+    planned_names,
+    refuse_arguments,
+    refuse_model,
+    without_cache,
+)
+from ds_lgamp.integrations.transformers.settings import (
+    ForwardSettings,
+    OwnCheckpointing,
+    attending_anywhere,
+    whole_to_layers,
+)
 from ds_lgamp.runtime.random_state import RandomSource
 
 
@@ -45,13 +49,11 @@ class ModelLayers(SplitLayers):
         self._names = list(signature(model.forward).parameters)
         given = settings.dummy_inputs
         dummy = inputs_of(model_of(model)) if given is None else given_inputs(given)
-        blocks, only_loss = find_blocks(model, settings.blocks, planned_names(model)), settings.outputs == "loss"
+        blocks = find_blocks(model, settings.blocks, planned_names(model))
+        original = Original(model, blocks, random_sources, settings)
         with untouched(model) as before, attending_anywhere(model_of(model)), whole_to_layers():
-            shown = survey(model, blocks, ((), {**dummy, **self._without_cache}), random_sources, only_loss)
-            super().__init__(model, blocks, shown, random_sources, _loss_in if only_loss else None, settings)
-            with evaluating(model, blocks):
-                check_parts(self._split, shown, random_sources, (settings.pipeline_ranks or 1) > 1)
-            self.compare(model, blocks, shown, random_sources, settings, before)
+            shown = survey(original, ((), {**dummy, **self._without_cache}))
+            super().__init__(original, shown, _loss_in if original.only_loss else None, before)
 
     def arguments(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Arguments:
         """Returns the arguments for a call of the model without a cache of keys and values. Raises ConfigError for

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 from transformers.utils import ModelOutput
 
-from ds_lgamp.integrations.split.output import NotInTraining
+from ds_lgamp.integrations.split.outputs import NotInTraining
 
 
 @dataclass

@@ -52,7 +52,7 @@ class TiedGpt(nn.Module):
 
 
 class PositionsGpt(nn.Module):
-    """Has a parameter of its own ahead of the blocks and one behind them, and returns its loss."""
+    """Has a parameter of its own before the blocks and one after them, and returns its loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Mixing(Attention):
 
 
 class MixingGpt(nn.Module):
-    """Every block, and the head, get what was computed ahead of the blocks, beside hidden states."""
+    """Every block, and the head, get what was computed before the blocks, besides hidden states."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ def make(name: str) -> Any:
 
 
 def micro_batch(name: str, *numbers: int) -> tuple[Tensor, ...]:
-    """Returns the positional arguments of a call, and for a classifier its labels behind them."""
+    """Returns the positional arguments of a call, and for a classifier its labels after them."""
     draw = torch.Generator().manual_seed(hash(numbers) % 2**31)
     tokens = torch.randint(VOCABULARY, (2, LENGTH), generator=draw)
     if name == "a classifier":

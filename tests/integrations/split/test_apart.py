@@ -149,8 +149,8 @@ def test_blocks_get_the_dtype_of_their_own_call():
     call = Call(*layers.arguments(BATCH, {}))
     for enabled, dtype in ((True, torch.bfloat16), (False, torch.float32)):
         with torch.autocast("cpu", torch.bfloat16, enabled):
-            noted, _ = layers.modules[1]._split.note_absent(call)
-        assert noted.blocks[0].positional[0].dtype is dtype
+            run, _ = layers.modules[1]._split.dry_run_without_parts(call)
+        assert run.blocks[0].positional[0].dtype is dtype
 
 
 class SharingModule(Gpt):
@@ -182,7 +182,7 @@ class Chunking(nn.Module):
 
 
 class Modulating(Gpt):
-    """Scales and shifts behind its blocks."""
+    """Scales and shifts after its blocks."""
 
     def __init__(self, modulate):
         super().__init__()
@@ -228,10 +228,10 @@ class AddingBehind(Gpt):
         return cross_entropy(self.head(hidden + first if asked else hidden), labels)
 
 
-def test_every_kind_of_call_is_looked_at_behind_the_blocks():
+def test_every_kind_of_call_is_looked_at_after_the_blocks():
     layers = layers_of(AddingBehind(), dummy_inputs={**DUMMY, "asked": False})
     in_layers(layers, *BATCH, False)
-    with pytest.raises(ConfigError, match="output depends on what 'embedding' returned ahead of them"):
+    with pytest.raises(ConfigError, match="output depends on what 'embedding' returned before them"):
         in_layers(layers, *BATCH, True)
 
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.split import beside
+from ds_lgamp.integrations.split import comparison
 from ds_lgamp.integrations.split.call import Call
-from ds_lgamp.integrations.split.snapshot import Snapshot
+from ds_lgamp.integrations.split.state import Snapshot
 from tests.integrations.split.own_models import LENGTH, VOCABULARY, WIDTH, cross_entropy
 from tests.integrations.split.test_own_models import layers_of
 
@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Computes a factor ahead of its blocks, and hands it to them by ``way``."""
+    """Computes a factor before its blocks, and hands it to them by ``way``."""
 
     def __init__(self, factor, way, blocks=4):
         super().__init__()
@@ -173,7 +173,7 @@ def test_every_micro_batch_has_its_own_state_or_the_model_is_refused(way, factor
 @pytest.mark.parametrize("way", BESIDE)
 @pytest.mark.parametrize("largest", [0, 10**6], ids=["too large to compare", "compared"])
 def test_a_tensor_that_passes_by_arguments_is_refused_at_any_size(way, largest, monkeypatch):
-    monkeypatch.setattr(beside, "_LARGEST", largest)
+    monkeypatch.setattr(comparison, "_LARGEST", largest)
     with pytest.raises(ConfigError, match="with a tensor of shape .1, 4, 1. that the forward of the model made"):
         layers_of(Model(FACTORS["a tensor"], BESIDE[way]))
 

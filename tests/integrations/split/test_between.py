@@ -11,7 +11,7 @@ from tests.integrations.split.test_travelling import NAME, assert_same
 
 
 class Between(nn.Module):
-    """Calls ``between(model, number, hidden, first)`` behind every block but the last."""
+    """Calls ``between(model, number, hidden, first)`` after every block but the last."""
 
     def __init__(self, between):
         super().__init__()
@@ -88,7 +88,7 @@ def test_what_travels_only_with_some_shapes_is_refused():
 
 
 class Summing(PositionsGpt):
-    """Its blocks get, beside hidden states, a number from them."""
+    """Its blocks get, besides hidden states, a number from them."""
 
     def forward(self, tokens, labels):
         hidden = self.embedding(tokens) + self.positions[:, : tokens.shape[1]]
@@ -116,7 +116,7 @@ def test_random_numbers_between_blocks_are_those_of_a_layer():
 
 
 class DroppingAlike(Between):
-    """Drops the same elements behind every block."""
+    """Drops the same elements after every block."""
 
     def forward(self, tokens, labels):
         kept = nn.functional.dropout(torch.ones(WIDTH), 0.5, self.training)
@@ -128,7 +128,7 @@ class DroppingAlike(Between):
 
 def test_random_numbers_for_the_code_between_several_blocks_are_refused():
     """Each layer would draw its own."""
-    with pytest.raises(ConfigError, match="what blocks get depends on random numbers .* ahead of the blocks"):
+    with pytest.raises(ConfigError, match="what blocks get depends on random numbers .* before the blocks"):
         layers_of(DroppingAlike(None))
 
 
@@ -157,7 +157,7 @@ def remembering(model, number, hidden, first):
 REFUSED = {
     in_place: "its forward changes hidden states in place between blocks",
     norming: "its module 'norm' runs between blocks",
-    embedding_again: "its module 'embedding' runs ahead of the blocks and again between them",
+    embedding_again: "its module 'embedding' runs before the blocks and again between them",
     scaling_by_a_block: "its forward computes between blocks with parameters, or with what an earlier block returned",
     remembering: "its forward computes between blocks with parameters, or with what an earlier block returned",
 }

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.split.dummy_inputs import given_inputs, inputs_of
+from ds_lgamp.integrations.split.trial_arguments import given_inputs, inputs_of
 from tests.integrations.split.own_models import LENGTH, VOCABULARY, WIDTH, Attention, cross_entropy, micro_batch
 from tests.integrations.split.test_own_models import gradients_of, in_layers, in_layers_apart, layers_of
 

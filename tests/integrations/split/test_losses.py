@@ -106,11 +106,11 @@ class Balancing(Attention):
 
 
 @pytest.mark.parametrize("of", ["both", "input", "parameters"])
-@pytest.mark.parametrize("clears", ["ahead of the blocks", "behind them"])
+@pytest.mark.parametrize("clears", ["before the blocks", "after them"])
 def test_terms_of_the_loss_that_blocks_put_into_a_list_beside_the_model_are_refused_for_that(of, clears):
     class Balanced(TiedGpt):
         def forward(self, idx, targets=None):
-            if clears == "ahead of the blocks":
+            if clears == "before the blocks":
                 TERMS.clear()
             loss = super().forward(idx, targets)[1] + sum(TERMS)
             TERMS.clear()

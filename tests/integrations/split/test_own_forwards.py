@@ -91,7 +91,7 @@ class InPlace(PositionsGpt):
         return cross_entropy(self.head(hidden), labels)
 
 
-def test_the_forward_may_change_results_in_place_ahead_of_the_blocks_and_behind_them():
+def test_the_forward_may_change_results_in_place_before_the_blocks_and_after_them():
     torch.manual_seed(0)
     model, batch = InPlace(), micro_batch("a GPT with positions", 0)
     layers = layers_of(model, dummy_inputs={name: [[0] * LENGTH] for name in ("tokens", "labels")})
@@ -132,7 +132,7 @@ class Centered(TiedGpt):
 
 
 @pytest.mark.parametrize("scale", [True, False])
-def test_modules_change_their_buffers_once_per_micro_batch_ahead_of_the_blocks_and_behind_them(scale):
+def test_modules_change_their_buffers_once_per_micro_batch_before_the_blocks_and_after_them(scale):
     torch.manual_seed(0)
     model = Centered(Centering(scale), Centering(scale))
     split = copy.deepcopy(model)
@@ -140,8 +140,8 @@ def test_modules_change_their_buffers_once_per_micro_batch_ahead_of_the_blocks_a
     for number in range(3):
         batch = micro_batch("a tied GPT", number)
         assert torch.equal(in_layers(layers, *batch)[1], model(*batch)[1])
-        # As a rank without what is ahead of the blocks does.
-        layers.modules[1]._split.note_absent(layers.calls.all[0])
+        # As a rank without what is before the blocks does.
+        layers.modules[1]._split.dry_run_without_parts(layers.calls.all[0])
     for name, buffer in model.named_buffers():
         assert torch.equal(split.get_buffer(name), buffer)
 
@@ -224,7 +224,7 @@ class Codebooks(nn.Module):
         return logits, None if targets is None else cross_entropy(logits, targets)
 
 
-def test_modules_and_parameters_ahead_of_the_blocks_and_behind_them_may_lie_in_lists():
+def test_modules_and_parameters_before_the_blocks_and_after_them_may_lie_in_lists():
     torch.manual_seed(0)
     model, batch = Codebooks(), micro_batch("a tied GPT", 0)
     layers = layers_of(model)

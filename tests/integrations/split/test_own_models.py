@@ -12,7 +12,7 @@ from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources
 from ds_lgamp.integrations.deepspeed.plain.layers import layers_of as plain_layers_of
 from ds_lgamp.integrations.split.call import Call
 from ds_lgamp.integrations.split.layers import Ends
-from ds_lgamp.integrations.split.output import NotInTraining
+from ds_lgamp.integrations.split.outputs import NotInTraining
 from ds_lgamp.integrations.split.own_model import OwnModelLayers
 from tests.integrations.split.own_models import (
     BLOCKS,
@@ -95,7 +95,7 @@ def test_every_parameter_is_in_a_layer_under_its_own_name(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_blocks_get_what_they_do_where_nothing_ahead_of_them_is(name):
+def test_blocks_get_what_they_do_where_nothing_before_them_is(name):
     """As on a rank that has only blocks."""
     model = make(name)
     layers = split(name, model)
@@ -104,8 +104,8 @@ def test_blocks_get_what_they_do_where_nothing_ahead_of_them_is(name):
     for parameter in first.parameters():
         parameter.data = torch.empty(0, dtype=parameter.dtype)
     block._split.needs_of(call)
-    told = call.blocks or block._split.note_absent(call)[0].blocks
-    assert len(told) == 3 and all(each.positional == () for each in told)
+    blocks = call.blocks or block._split.dry_run_without_parts(call)[0].blocks
+    assert len(blocks) == 3 and all(each.positional == () for each in blocks)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -135,7 +135,7 @@ def test_in_training_the_loss_is_the_only_tensor_of_the_output():
 
 
 class Twice(TiedGpt):
-    """Reads what it computed ahead of the blocks behind them, too."""
+    """Reads what it computed before the blocks after them, too."""
 
     def forward(self, idx, targets=None):
         logits, loss = super().forward(idx, targets)
@@ -143,7 +143,7 @@ class Twice(TiedGpt):
 
 
 class ReadsTwice(nn.Module):
-    """Scales ahead of its blocks and behind them, by one parameter."""
+    """Scales before its blocks and after them, by one parameter."""
 
     def __init__(self):
         super().__init__()
@@ -212,16 +212,16 @@ def test_what_cannot_be_split_is_refused(name):
 
 
 class Scaled(PositionsGpt):
-    """Asked for it, it uses ahead of the blocks a parameter that it otherwise uses behind them."""
+    """Asked for it, it uses before the blocks a parameter that it otherwise uses after them."""
 
     def forward(self, tokens, labels, early=False):
         hidden = self.embedding(tokens) * (self.temperature if early else 1)
         return cross_entropy(self.head(self.blocks(hidden)) * (1 if early else self.temperature), labels)
 
 
-def test_a_parameter_that_other_arguments_use_ahead_of_the_blocks_is_refused():
+def test_a_parameter_that_other_arguments_use_before_the_blocks_is_refused():
     model, batch = Scaled(), micro_batch("a GPT with positions", 0)
-    sentence = "'temperature' is used ahead of the model's blocks, .*; set ds_lgamp.dummy_inputs to arguments such as"
+    sentence = "'temperature' is used before the model's blocks, .*; set ds_lgamp.dummy_inputs to arguments such as"
     with pytest.raises(ConfigError, match=sentence):
         in_layers(layers_of(model), *batch, True)
     tokens = torch.zeros(1, 4, dtype=torch.int64).tolist()
@@ -264,7 +264,7 @@ def test_what_the_dummy_inputs_do_not_need_belongs_to_the_end_at_which_the_model
 
 
 class Denoising(PositionsGpt):
-    """Learns to tell the noise that it adds ahead of the blocks."""
+    """Learns to tell the noise that it adds before the blocks."""
 
     def forward(self, tokens, labels):
         hidden = self.embedding(tokens)
@@ -291,7 +291,7 @@ class Reweighted(PositionsGpt):
 
 
 class Dropping(RotaryGpt):
-    """Drops, at random, from what its blocks get beside hidden states."""
+    """Drops, at random, from what its blocks get besides hidden states."""
 
     def __init__(self):
         super().__init__()
@@ -305,14 +305,14 @@ class Dropping(RotaryGpt):
 
 
 @pytest.mark.parametrize("make", [Denoising, DenoisingInTraining, Reweighted])
-def test_an_output_that_depends_on_random_numbers_or_values_from_ahead_of_the_blocks_is_refused(make):
+def test_an_output_that_depends_on_random_numbers_or_values_from_before_the_blocks_is_refused(make):
     with pytest.raises(
         ConfigError, match="what the model returns depends on random numbers .*; give the engine random"
     ):
         layers_of(make())
 
 
-def test_blocks_that_get_random_numbers_from_ahead_of_them_need_one_pipeline_rank():
+def test_blocks_that_get_random_numbers_from_before_them_need_one_pipeline_rank():
     torch.manual_seed(0)
     model, batch = Dropping(), micro_batch("a GPT with rotations", 0)
     layers = layers_of(model)
@@ -320,7 +320,7 @@ def test_blocks_that_get_random_numbers_from_ahead_of_them_need_one_pipeline_ran
     expected = model(*batch)
     torch.manual_seed(1)
     assert torch.equal(in_layers(layers, *batch), expected)
-    with pytest.raises(ConfigError, match="what blocks get beside hidden states depends on random numbers"):
+    with pytest.raises(ConfigError, match="what blocks get besides hidden states depends on random numbers"):
         layers_of(Dropping(), pipeline_ranks=2)
 
 
@@ -332,7 +332,7 @@ def test_a_model_without_values_is_refused():
 
 
 class ManyTables(nn.Module):
-    """Has a list ahead of its blocks with more parameters than they have."""
+    """Has a list before its blocks with more parameters than they have."""
 
     def __init__(self):
         super().__init__()
@@ -398,7 +398,7 @@ def test_blocks_may_keep_tensors_in_attributes(initial):
 
 def test_a_term_that_blocks_keep_in_attributes_is_refused_in_the_loss():
     """On several pipeline ranks it would be an old one."""
-    with pytest.raises(ConfigError, match="behind the blocks the model reads 'router.balance' of a block"):
+    with pytest.raises(ConfigError, match="after the blocks the model reads 'router.balance' of a block"):
         layers_of(Experts(True))
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.split.snapshot import Snapshot, untouched
+from ds_lgamp.integrations.split.state import Snapshot, untouched
 from tests.integrations.split.own_models import VOCABULARY, WIDTH, Attention, cross_entropy
 from tests.integrations.split.test_beside_arguments import batches, in_turn, trained
 from tests.integrations.split.test_own_models import layers_of
@@ -58,7 +58,7 @@ class Counting(nn.Module):
         loss = cross_entropy(self.head(hidden), labels)
         if "losses" in self.counts:
             self.losses.append(loss.item())
-        # Also behind the blocks, where the code ahead of them has run again.
+        # Also after the blocks, where the code before them has run again.
         return loss * (1 + self.calls / 10) if "calls" in self.counts else loss
 
     @property
@@ -86,8 +86,8 @@ def test_what_a_forward_counts_it_counts_once(counts, ranks):
         assert model.state == (*twin.state[:2], pytest.approx(twin.state[2]), *twin.state[3:])
 
 
-def test_what_counts_behind_the_blocks_and_matters_ahead_of_them_is_refused():
-    """The last layer runs for all micro-batches behind all others."""
+def test_what_counts_after_the_blocks_and_matters_before_them_is_refused():
+    """The last layer runs for all micro-batches after all others."""
 
     class Adapting(Counting):
         def forward(self, tokens, labels):

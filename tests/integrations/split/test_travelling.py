@@ -1,4 +1,4 @@
-"""What parts ahead of the blocks return travels with hidden states, where blocks or what follows them need it."""
+"""What parts before the blocks return travels with hidden states, where blocks or what follows them need it."""
 
 import pytest
 import torch
@@ -128,11 +128,11 @@ class ConditionedBehind(Conditioned):
         return cross_entropy(self.head(hidden * scale), labels)
 
 
-def test_what_dummy_inputs_do_not_show_behind_the_blocks_is_refused_in_any_call():
+def test_what_dummy_inputs_do_not_show_after_the_blocks_is_refused_in_any_call():
     model, batch, time = ConditionedBehind(), micro_batch(NAME, 0), torch.rand(2, 1)
     layers = layers_of(model)
     assert torch.equal(in_layers(layers, *batch), model(*batch))
-    with pytest.raises(ConfigError, match="depends on what 'condition' returned ahead of them; set ds_lgamp.dummy_inp"):
+    with pytest.raises(ConfigError, match="depends on what 'condition' returned before them; set ds_lgamp.dummy_inp"):
         in_layers(layers, *batch, time)
     tokens = [[0] * 4]
     layers = layers_of(model, dummy_inputs={"tokens": tokens, "labels": tokens, "time": [[0.5]]})
@@ -154,7 +154,7 @@ def test_layers_that_begin_with_zeros_hide_nothing_that_travels():
     assert_same(BeginningWithZeros(), *micro_batch(NAME, 0), torch.rand(2, 1), dummy_inputs=dummy)
 
 
-def test_a_parameter_may_be_read_ahead_of_the_blocks_and_behind_them():
+def test_a_parameter_may_be_read_before_the_blocks_and_after_them():
     assert_same(ReadsTwice(), torch.rand(3, 4), dummy_inputs={"x": {"shape": [1, 4]}})
 
 
@@ -169,7 +169,7 @@ class Masked(RotaryGpt):
         return cross_entropy(self.head(hidden), labels)
 
 
-def test_blocks_may_get_a_mask_of_values_ahead_of_them():
+def test_blocks_may_get_a_mask_of_values_before_them():
     assert_same(Masked(), *micro_batch(NAME, 0), pipeline_ranks=2)
 
 
@@ -243,7 +243,7 @@ def test_what_frozen_parts_return_travels_too():
 
 
 class ReturningFirst(PositionsGpt):
-    """Returns what it computed ahead of the blocks, also from a frozen parameter."""
+    """Returns what it computed before the blocks, also from a frozen parameter."""
 
     def __init__(self):
         super().__init__()
@@ -255,7 +255,7 @@ class ReturningFirst(PositionsGpt):
         return loss, first.square().mean(), self.positions.mean(0)
 
 
-def test_outputs_may_be_what_parts_ahead_of_the_blocks_returned():
+def test_outputs_may_be_what_parts_before_the_blocks_returned():
     model, batch = ReturningFirst(), micro_batch(NAME, 0)
     layers = layers_of(model, outputs="all")
     expected, output = model(*batch), in_layers(layers, *batch)
@@ -296,7 +296,7 @@ class Skipping(nn.Module):
 
 def test_what_blocks_return_does_not_travel():
     model, batch = Skipping(), micro_batch(NAME, 0)
-    with pytest.raises(ConfigError, match="blocks get another tensor that depends on parameters, beside hidden states"):
+    with pytest.raises(ConfigError, match="blocks get another tensor that depends on parameters, besides hidden"):
         layers_of(model)
     tokens = [[0] * 4]
     layers = layers_of(model, dummy_inputs={"tokens": tokens, "labels": tokens, "skips": False})
@@ -320,7 +320,7 @@ class DeeplySupervised(PositionsGpt):
 
 def test_a_loss_of_what_an_earlier_block_returned_is_refused():
     model, batch, tokens = DeeplySupervised(), micro_batch(NAME, 0), [[0] * 4]
-    with pytest.raises(ConfigError, match="behind the blocks its forward computes with what an earlier one than the l"):
+    with pytest.raises(ConfigError, match="after the blocks its forward computes with what an earlier one than the l"):
         layers_of(model)
     layers = layers_of(model, dummy_inputs={"tokens": tokens, "labels": tokens, "deep": False})
     with pytest.raises(ConfigError, match="output depends on what 'block 0' returned"):

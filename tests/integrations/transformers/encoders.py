@@ -1,4 +1,4 @@
-"""Small models that do not begin with token ids alone: those with an encoder ahead of their blocks, and of images."""
+"""Small models that do not begin with token ids alone: those with an encoder before their blocks, and of images."""
 
 from typing import Any
 

@@ -79,7 +79,7 @@ MODELS = {
         window_size=16,
         fullatt_block_indexes=[1],
     ),
-    # It adds features of images to the hidden states behind several blocks.
+    # It adds features of images to the hidden states after several blocks.
     "Qwen3-VL": lambda: _qwen(
         "Qwen3VL",
         depth=2,

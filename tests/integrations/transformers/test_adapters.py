@@ -38,7 +38,7 @@ BLOCK_LISTS = {"GPT-2": "transformer.h", "MPT": "transformer.blocks"}
 @pytest.mark.parametrize("name", BLOCK_LISTS)
 def test_the_models_own_checkpointing_is_switched_off_and_that_is_said_once(name, caplog):
     model, batch = make(name).train(), micro_batch(0, 0, 0)
-    # The name ahead of transformers 5 is the second one.
+    # The name before transformers 5 is the second one.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     expected = whole(model, batch)
     enable()

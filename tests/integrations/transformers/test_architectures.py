@@ -100,11 +100,11 @@ def test_a_module_that_runs_on_both_sides_of_the_blocks_is_refused():
     model.lm_head.register_forward_hook(
         lambda _, __, logits: logits + model.model.embed_tokens(torch.zeros(1).long()).sum()
     )
-    with pytest.raises(ConfigError, match="'model.embed_tokens' runs ahead of the blocks and again behind them"):
+    with pytest.raises(ConfigError, match="'model.embed_tokens' runs before the blocks and again after them"):
         layers_of(model)
 
 
-def test_a_parameter_that_is_read_behind_the_blocks_alone_makes_both_ends_one_module():
+def test_a_parameter_that_is_read_after_the_blocks_alone_makes_both_ends_one_module():
     model, batch = make("Llama with a functional head"), micro_batch(0, 0, 0)
     first, *_, last = layers_of(model).modules
     assert first is last
@@ -125,19 +125,19 @@ def test_a_data_type_that_is_asked_of_a_parameter_makes_no_ends_one_module():
     assert first is not last
 
 
-def test_a_parameter_that_is_read_ahead_of_the_blocks_without_its_module_is_refused():
+def test_a_parameter_that_is_read_before_the_blocks_without_its_module_is_refused():
     model = make("Llama")
     model.model.embed_tokens.register_forward_hook(lambda _, __, hidden: hidden + model.lm_head.weight.sum())
-    with pytest.raises(ConfigError, match="reads a parameter of 'lm_head' ahead of the blocks without calling it"):
+    with pytest.raises(ConfigError, match="reads a parameter of 'lm_head' before the blocks without calling it"):
         layers_of(model)
 
 
-def test_what_a_hook_ahead_of_the_blocks_keeps_for_one_behind_them_is_refused():
+def test_what_a_hook_before_the_blocks_keeps_for_one_after_them_is_refused():
     model, seen = make("Llama"), {}
     model.model.embed_tokens.register_forward_hook(lambda _, __, embedded: seen.update(embedded=embedded))
     model.model.norm.register_forward_hook(lambda _, __, hidden: hidden + seen["embedded"])
     with pytest.raises(
-        ConfigError, match="uses what 'model.embed_tokens' returned beside hidden states, but gets it from a hook"
+        ConfigError, match="uses what 'model.embed_tokens' returned besides hidden states, but gets it from a hook"
     ):
         layers_of(model)
 
@@ -150,7 +150,7 @@ def passing_to_the_last(model, hidden, arguments):
 
 
 def touching_more(model, hidden, arguments):
-    """Computes with what a block returns beside hidden states."""
+    """Computes with what a block returns besides hidden states."""
     for layer in model.layers:
         hidden, extra = layer(hidden, **arguments)
     return hidden + extra.mean()
@@ -164,7 +164,7 @@ def skipping_one(model, hidden, arguments):
 
 ODD = {
     passing_to_the_last: (True, "a block gets what another one returned than the one right before it"),
-    touching_more: (True, "its forward computes with what a block returned beside hidden states"),
+    touching_more: (True, "its forward computes with what a block returned besides hidden states"),
     skipping_one: (False, "its forward called 3 of 4 blocks"),
 }
 
@@ -195,7 +195,7 @@ def passing_the_embedding(model, hidden, arguments):
 
 
 def passing_more_on(model, hidden, arguments):
-    """Passes what a block returns beside hidden states to the next one."""
+    """Passes what a block returns besides hidden states to the next one."""
     extra = None
     for layer in model.layers:
         hidden, extra = layer(hidden, extra=extra, **arguments)
@@ -204,7 +204,7 @@ def passing_more_on(model, hidden, arguments):
 
 @pytest.mark.parametrize(("walk", "returns_more"), [(passing_the_embedding, False), (passing_more_on, True)])
 def test_blocks_may_get_more_than_hidden_states(walk, returns_more):
-    """What is computed ahead of them, and what the block right before returns."""
+    """What is computed before them, and what the block right before returns."""
     model, batch = with_walk(walk, returns_more), {"input_ids": micro_batch(0, 0, 0)["input_ids"]}
     assert_same(whole(model, batch), in_layers(model, batch))
 

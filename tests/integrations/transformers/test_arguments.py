@@ -137,7 +137,7 @@ def test_what_blocks_get_is_computed_without_drawing_random_numbers():
 
 
 def test_the_rank_of_the_first_layer_calls_the_forward_once_for_hidden_states_and_what_blocks_get():
-    """Once it has found, in the first call, that nothing travels beside hidden states."""
+    """Once it has found, in the first call, that nothing travels besides hidden states."""
     model = make("Llama")
     model.forward = forward = MagicMock(wraps=model.forward)
     forward.__signature__ = signature(forward._mock_wraps)

@@ -1,4 +1,4 @@
-"""Models with an encoder ahead of their blocks, and models of images, layer by layer."""
+"""Models with an encoder before their blocks, and models of images, layer by layer."""
 
 import pytest
 

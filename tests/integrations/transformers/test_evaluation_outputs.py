@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from ds_lgamp.integrations.split.output import MissingOutput
+from ds_lgamp.integrations.split.outputs import MissingOutput
 from ds_lgamp.integrations.transformers.models import without_cache
 from tests.integrations.transformers import images
 from tests.integrations.transformers.by_hand import assert_equal, evaluated, layers_of

@@ -30,8 +30,8 @@ MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_st
 FUNNEL = {"block_sizes": [2, 2], "d_head": 8, "n_head": 4, "d_inner": 48}
 STAGES = {"hidden_sizes": [8, 16], "depths": [2, 2]}
 OTHER_SHAPE = "its blocks return something else than tensors of the shape that they get"
-ANOTHER_TENSOR = "its blocks get another tensor that depends on parameters, beside hidden states"
-READ = "its forward reads a parameter of '.*' ahead of the blocks without calling it"
+ANOTHER_TENSOR = "its blocks get another tensor that depends on parameters, besides hidden states"
+READ = "its forward reads a parameter of '.*' before the blocks without calling it"
 
 
 class Case(NamedTuple):
@@ -46,13 +46,13 @@ class Case(NamedTuple):
     """What is said where layers are on several ranks; None if it is the same."""
 
 
-VALUES = "what module '.*' ahead of the blocks returns cannot be known on pipeline ranks that lack it"
+VALUES = "what module '.*' before the blocks returns cannot be known on pipeline ranks that lack it"
 CASES = {
     "BigBird": Case("BigBirdForMaskedLM", {"attention_type": "original_full"}),
     "I-BERT": Case("IBertForMaskedLM"),
     "I-BERT in integers": Case("IBertForMaskedLM", {"quant_mode": True}, apart=VALUES),
     "RecurrentGemma": Case("RecurrentGemmaForCausalLM", {"lru_width": 32, "attention_window_size": 8}),
-    "Funnel": Case("FunnelForMaskedLM", FUNNEL, "behind the blocks its forward computes with what an earlier one"),
+    "Funnel": Case("FunnelForMaskedLM", FUNNEL, "after the blocks its forward computes with what an earlier one"),
     "Funnel without a decoder": Case("FunnelForSequenceClassification", FUNNEL),
     "CLIP's texts": Case("CLIPTextModel", config="CLIPTextConfig"),
     "CLIP's pictures": Case("CLIPVisionModel", VISION, block=PICTURE, config="CLIPVisionConfig"),

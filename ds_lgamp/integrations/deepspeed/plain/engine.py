@@ -21,12 +21,12 @@ from ds_lgamp.integrations.deepspeed.plain import state
 from ds_lgamp.integrations.deepspeed.plain.agreement import Next, agree, agree_at_the_end
 from ds_lgamp.integrations.deepspeed.plain.direct_calls import guide_direct_calls
 from ds_lgamp.integrations.deepspeed.plain.exchange import Exchange
-from ds_lgamp.integrations.deepspeed.plain.kept import Kept
 from ds_lgamp.integrations.deepspeed.plain.layers import Compiled, Layers
 from ds_lgamp.integrations.deepspeed.plain.module import tell_of_model
 from ds_lgamp.integrations.deepspeed.plain.state import Elsewhere, release
+from ds_lgamp.integrations.deepspeed.plain.unfinished_batch import Kept
 from ds_lgamp.integrations.split.call import Arguments, Call, Calls
-from ds_lgamp.integrations.transformers.sharding import whole_to_layers
+from ds_lgamp.integrations.transformers.settings import whole_to_layers
 from ds_lgamp.partition.agreement import Term
 from ds_lgamp.partition.groups import own_host_group
 from ds_lgamp.runtime.batch import BatchState

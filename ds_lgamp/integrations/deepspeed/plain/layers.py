@@ -6,9 +6,9 @@ from typing import Any, Protocol, TypeGuard
 from torch import Tensor, nn
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
-from ds_lgamp.integrations.split.blocks import find_blocks
 from ds_lgamp.integrations.split.call import Arguments, Call, Calls
 from ds_lgamp.integrations.split.own_model import OwnModelLayers
+from ds_lgamp.integrations.split.parts import find_blocks
 from ds_lgamp.integrations.transformers.layers import ModelLayers
 from ds_lgamp.integrations.transformers.models import is_model, planned_names
 from ds_lgamp.integrations.transformers.settings import ForwardSettings
@@ -120,7 +120,7 @@ def layers_of(model: nn.Module, random_sources: Sequence[RandomSource], settings
     except Exception as error:
         raise ConfigError(
             f"{type(model).__name__} cannot be split, because its forward fails with {type(error).__name__} where its "
-            f"blocks do not compute: {error}; let what precedes the blocks take any numbers, in modules beside the "
+            f"blocks do not compute: {error}; let what precedes the blocks take any numbers, in modules outside the "
             f"blocks, set {BLOCK}.dummy_inputs to arguments such as the script's, or remove the {BLOCK} block"
         ) from error
 

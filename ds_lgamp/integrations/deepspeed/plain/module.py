@@ -10,8 +10,8 @@ from torch import nn
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.integrations.deepspeed.model.module import BESIDE, NAMES_OF_MODEL, PlacedModule
 from ds_lgamp.integrations.deepspeed.plain.layers import Layers
-from ds_lgamp.integrations.split.call import Tree
 from ds_lgamp.integrations.split.layers import Ends
+from ds_lgamp.integrations.split.parts import Tree
 
 _ENDS = "ends"
 """The key of the tied module that holds what precedes and follows the blocks."""

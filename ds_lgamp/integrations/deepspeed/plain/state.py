@@ -19,7 +19,7 @@ from ds_lgamp.integrations.deepspeed.model.layer_moves import transfer
 from ds_lgamp.integrations.deepspeed.model.module import built_layers, over_pipeline, prefix_of, tensors_of
 from ds_lgamp.integrations.deepspeed.plain.agreement import Next, agree
 from ds_lgamp.integrations.deepspeed.plain.direct_calls import replace_method
-from ds_lgamp.integrations.transformers.prompts import prompts_from
+from ds_lgamp.integrations.transformers.models import prompts_from
 from ds_lgamp.partition.agreement import raise_everywhere
 from ds_lgamp.partition.guard import Guards, NotGatheredError
 

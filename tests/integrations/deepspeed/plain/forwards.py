@@ -10,7 +10,7 @@ from tests.integrations.deepspeed.plain.calls import prepared, train
 from tests.integrations.deepspeed.plain.mistakes import note_failure
 from tests.integrations.deepspeed.plain.training import MICRO_BATCHES, configuration, initialize
 from tests.integrations.transformers.models import make, micro_batch
-from tests.integrations.transformers.test_behind_blocks import penalising
+from tests.integrations.transformers.test_after_blocks import penalising
 from tests.integrations.transformers.test_hooks import shift_tokens, triple_loss
 
 CLASSIFYING = "AutoModelForSequenceClassification"

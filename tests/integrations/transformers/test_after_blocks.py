@@ -1,4 +1,4 @@
-"""What a forward computes behind the blocks only when it gets labels: it is the model's, or refused."""
+"""What a forward computes after the blocks only when it gets labels: it is the model's, or refused."""
 
 from functools import wraps
 from types import SimpleNamespace
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.split import loss_graph
+from ds_lgamp.integrations.split import outputs
 from ds_lgamp.integrations.split.call import Call
 from ds_lgamp.integrations.transformers.settings import ForwardSettings
 from tests.integrations.transformers.by_hand import assert_same, in_layers, layers_of, whole
@@ -80,7 +80,7 @@ REFUSED = {
     "a penalty of a block": (penalising("layers.1.mlp.up"), "depends on parameter 'model.layers.1.mlp.up_proj.weight'"),
     "the embedding of labels": (embedding_the_labels, "calls 'model.embed_tokens' again after its blocks"),
     "the same without gradients": (embedding_the_labels_without_gradients, "calls 'model.embed_tokens' again"),
-    "what the embedding returned": (using_the_embedding_again, "depends on what 'model.embed_tokens' returned ahead"),
+    "what the embedding returned": (using_the_embedding_again, "depends on what 'model.embed_tokens' returned before"),
     "a second pass": (passing_the_blocks_twice, "calls block 0 again after its blocks"),
 }
 
@@ -115,8 +115,8 @@ def test_a_penalty_of_frozen_parameters_is_the_models():
 
 
 def test_the_graph_of_the_loss_is_looked_at_once(monkeypatch):
-    looks, stock = [], loss_graph.walk
-    monkeypatch.setattr(loss_graph, "walk", lambda *given: looks.append(torch.is_grad_enabled()) or stock(*given))
+    looks, stock = [], outputs.walk
+    monkeypatch.setattr(outputs, "walk", lambda *given: looks.append(torch.is_grad_enabled()) or stock(*given))
     layers = layers_of(make("Llama"))
     layers.calls.all = [Call(*layers.arguments((), micro_batch(0, 0, number))) for number in range(3)]
     for number, grad in enumerate((False, True, True)):

@@ -1,25 +1,88 @@
-"""Remembers what modules hold in plain attributes, and gives it back."""
+"""Remembers what modules hold beside parameters, in attributes, buffers, classes and globals, and gives it back."""
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from inspect import unwrap
 from operator import is_
-from types import FunctionType, MethodType, ModuleType
-from typing import Any
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from ds_lgamp.integrations.split.named import Named, named_globals
+from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.partition.rows import write
 
+
+class Named(NamedTuple):
+    """Some of the values in a dictionary."""
+
+    holder: Any
+    names: Sequence[str]
+
+
+def named_globals(model: nn.Module) -> list[Named]:
+    """Returns the globals, but functions, classes and modules, that forwards name. Those of torch name none that
+    count."""
+    found: dict[int, Named] = {}
+    for kind in _classes(model):
+        forward = unwrap(kind.forward)
+        if isinstance(forward, FunctionType):
+            held = forward.__globals__
+            names = [name for name in dict.fromkeys(_names(forward.__code__)) if _is_state(held.get(name, _names))]
+            known = found.get(id(held), Named(held, []))
+            found[id(held)] = known._replace(names=[*dict.fromkeys([*known.names, *names])])
+    return [each for each in found.values() if each.names]
+
+
+def class_attributes(model: nn.Module) -> list[Named]:
+    """Returns what classes of modules hold, but methods."""
+    kinds = {each: None for kind in _classes(model) for each in kind.__mro__ if not _is_torchs(each)}
+    named = (Named(vars(kind), [name for name, value in vars(kind).items() if _counts(name, value)]) for kind in kinds)
+    return [each for each in named if each.names]
+
+
+def _classes(model: nn.Module) -> Iterator[type[nn.Module]]:
+    return (kind for kind in dict.fromkeys(map(type, model.modules())) if not _is_torchs(kind))
+
+
+def _is_torchs(kind: type) -> bool:
+    return kind is object or kind.__module__.partition(".")[0] == "torch"
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Yields the names in code and in functions inside it."""
+    yield from code.co_names
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _names(each)
+
+
+def _is_state(value: Any) -> bool:
+    return not callable(value) and not isinstance(value, ModuleType)
+
+
+def _counts(name: str, value: Any) -> bool:
+    descriptors = (property, classmethod, staticmethod)
+    return not name.startswith("__") and _is_state(value) and not isinstance(value, descriptors)
+
+
 CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
+
+
 _TORCHS = frozenset(vars(nn.Module()))
 """The attributes that every module has, such as those for its parameters and hooks."""
+
+
 _LARGE = 1000
 """Containers with more elements are remembered, but not searched for others."""
+
+
 _DEPTH = 3
 """How far a trial's snapshot searches attributes and elements for containers and other objects."""
+
 
 Place = tuple[int, str]
 """An attribute: the id of the dictionary that holds it, and its name."""
@@ -150,3 +213,68 @@ def untouched(model: nn.Module) -> Iterator[Snapshot]:
             with torch.no_grad():
                 for buffer, value in values:
                     write(buffer, value)
+
+
+def version_of(tensor: Tensor) -> int:
+    """Returns how often a tensor was changed in place; 0 for those of torch.inference_mode, which do not count it."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class Buffers:
+    """Notices changes of the buffers of some modules.
+
+    Args:
+        owners: the modules, without those in them, by the names that their buffers shall have.
+    """
+
+    def __init__(self, owners: Iterable[tuple[str, nn.Module]]) -> None:
+        self._owners = list(owners)
+        self._before: dict[str, tuple[Tensor, int]] = {}
+
+    def look(self) -> None:
+        """Begins to notice changes."""
+        self._before = {name: (buffer, version_of(buffer)) for name, buffer in self._named()}
+
+    def changed(self) -> str | None:
+        """Returns the name of a buffer that has changed since the last look; None if there is none."""
+        for name, buffer in self._named():
+            own, version = self._before.get(name, (buffer, version_of(buffer)))
+            if buffer is not own or version_of(buffer) != version:
+                return name
+        return None
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Gives the modules their buffers back after the block, with the values from before it."""
+        own = [(module, name, buffer) for _, module, name, buffer in self._all()]
+        values = [buffer.clone() for *_, buffer in own]
+        try:
+            yield
+        finally:
+            for (module, name, buffer), value in zip(own, values):
+                write(buffer, value)
+                module._buffers[name] = buffer
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        for path, _, name, buffer in self._all():
+            yield f"{path}.{name}".lstrip("."), buffer
+
+    def _all(self) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+        for path, module in self._owners:
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    yield path, module, name, buffer
+
+
+@contextmanager
+def unchanged_tensors(arguments: Any) -> Iterator[None]:
+    """Raises ConfigError if a tensor among the ``arguments`` of a call is changed in place inside the block, which runs
+    a part of the forward."""
+    tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+    versions = [*map(version_of, tensors)]
+    yield
+    if versions != [*map(version_of, tensors)]:
+        raise ConfigError(
+            f"the forward of the model changes in place a tensor that it gets, but with a {BLOCK} block it runs in "
+            "parts, several times for every micro-batch; compute a new tensor there"
+        )

@@ -1,4 +1,4 @@
-"""Modules ahead of the blocks may look at values of tensors. Where they are, their results are known; other pipeline
+"""Modules before the blocks may look at values of tensors. Where they are, their results are known; other pipeline
 ranks have to imagine them."""
 
 import pytest
@@ -116,7 +116,7 @@ def assert_same(model: nn.Module, run, **block: object) -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.sampled_from([*ANYWHERE, *HERE, masks]), min_size=1, max_size=3))
-def test_one_rank_knows_what_modules_ahead_of_its_blocks_return(looks):
+def test_one_rank_knows_what_modules_before_its_blocks_return(looks):
     assert_same(Gpt(*looks), in_layers)
 
 
@@ -128,7 +128,7 @@ def test_ranks_imagine_what_other_answers_do_not_change(looks):
 
 @pytest.mark.parametrize("look", HERE)
 def test_what_other_ranks_cannot_imagine_is_refused_by_name(look):
-    with pytest.raises(ConfigError, match="module 'ahead' ahead of the blocks returns cannot be known on"):
+    with pytest.raises(ConfigError, match="module 'ahead' before the blocks returns cannot be known on"):
         layers_of(Gpt(look), pipeline_ranks=2)
 
 

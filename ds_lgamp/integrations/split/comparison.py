@@ -11,24 +11,30 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
-from ds_lgamp.integrations.split.blocks import Blocks
 from ds_lgamp.integrations.split.call import Arguments, Call, Calls, run_uncompiled
-from ds_lgamp.integrations.split.other_arguments import others
+from ds_lgamp.integrations.split.dependence import one
+from ds_lgamp.integrations.split.forward import SplitForward
 from ds_lgamp.integrations.split.parts import place_of
-from ds_lgamp.integrations.split.snapshot import Snapshot, untouched
 from ds_lgamp.integrations.split.stand_ins import replacing
-from ds_lgamp.integrations.split.travelling import one
+from ds_lgamp.integrations.split.state import Snapshot, untouched
+from ds_lgamp.integrations.split.trial_arguments import others
 from ds_lgamp.runtime.chunk import Chunk, cloned
-from ds_lgamp.runtime.random_state import RandomSource, read_states, undisturbed
+from ds_lgamp.runtime.random_state import read_states
 from ds_lgamp.runtime.saved_tensors import SavedTensors
 
 _LARGEST = 250_000_000
 """Parameters of the largest models that are compared. For others it would take seconds, and much memory."""
+
+
 _ROUNDS = 2
 """How often the micro-batches are computed. What a forward counts shows in the second round. There the whole output
 counts, as in evaluation; in the first round the loss."""
+
+
 _ELEMENTS = 64
 """Of a gradient, to be compared."""
+
+
 Layer = Callable[[Any], Any]
 
 
@@ -36,53 +42,38 @@ class Computed(NamedTuple):
     """What a model computes for a micro-batch."""
 
     hidden: list[Tensor]
-    """The hidden states behind every block."""
+    """The hidden states after every block."""
     output: list[Any]
     """The tensors in its output that count."""
     gradients: Sequence[Tensor]
-    """By parameter, told by a few numbers."""
+    """A few numbers of each, by parameter."""
     again: Sequence[Tensor] = ()
-    """The hidden states behind every block, computed once more."""
+    """The hidden states after every block, computed once more."""
 
 
 class Comparison:
     """Compares a model with its layers.
 
     Args:
-        model: the whole model.
-        blocks: its blocks.
-        layers: what computes in its place: one for all that is ahead of the blocks, one for each block, one for the
-            rest.
+        split: the model, split.
+        layers: what computes in its place: one for all that is before the blocks, one for each block, one for the rest.
         calls: where the layers find their micro-batch.
-        own_modules: the modules of the model that belong to no layer.
-        random_sources: generators that the model may draw from.
-        loss_in: returns the loss in an output, if nothing else there has gradients.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        blocks: Blocks,
-        layers: Sequence[Layer],
-        calls: Calls,
-        own_modules: Sequence[nn.Module],
-        random_sources: Sequence[RandomSource],
-        loss_in: Callable[[Any], Any] | None,
-    ) -> None:
-        self._model, self._blocks, self._calls = model, blocks, calls
+    def __init__(self, split: SplitForward, layers: Sequence[Layer], calls: Calls) -> None:
+        self._original, self._model, self._calls = split.original, split.original.model, calls
         self._chunks = [Chunk([layer], number, calls.before_layer) for number, layer in enumerate(layers)]
-        self._own_modules, self._random_sources, self._loss_in = own_modules, random_sources, loss_in
-        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._comparable = len(blocks.named)
+        self._own_modules, self._loss_in = split.own_state.modules, split.loss_in
+        self._random_sources = split.original.random_sources
+        self._trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        self._comparable = len(split.blocks)
         """How many blocks precede code that draws random numbers between two: the layer of a block draws others."""
 
-    def check(self, arguments: Arguments, apart: bool, recomputes: bool) -> None:
+    def check(self, arguments: Arguments) -> None:
         """Raises ConfigError if the layers compute something else than the model, or fail where it does not.
 
         Args:
             arguments: with which the model can be called.
-            apart: whether layers may be on several ranks. Then each has the next one on another rank.
-            recomputes: whether the backward pass computes layers once more.
         """
         if not _is_whole(self._model):
             return
@@ -95,25 +86,22 @@ class Comparison:
             for other in ways:
                 # Neither the model nor its layers need take what nobody has given.
                 with suppress(Exception):
-                    found.append(self._both([arguments, other], rounds, apart, recomputes))
+                    found.append(self._both([arguments, other], rounds))
                     break
-        for whole, layers in found or [self._both([arguments, arguments], _ROUNDS, apart, recomputes)]:
+        for whole, layers in found or [self._both([arguments, arguments], _ROUNDS)]:
             for pair in zip(whole, layers, strict=True):
                 self._compare(*pair, draws)
 
-    def _both(
-        self, micro_batches: Sequence[Arguments], rounds: int, apart: bool, recomputes: bool
-    ) -> tuple[list[Computed], list[Computed]]:
+    def _both(self, micro_batches: Sequence[Arguments], rounds: int) -> tuple[list[Computed], list[Computed]]:
         """Returns what the model computes in all rounds, and what its layers do."""
-        ranks = 2 if apart else 1
         return (
             self._rounds(rounds, lambda is_whole: [self._whole(each, is_whole) for each in micro_batches]),
-            self._rounds(rounds, lambda is_whole: self._in_layers(micro_batches, ranks, recomputes, is_whole)),
+            self._rounds(rounds, lambda is_whole: self._in_layers(micro_batches, is_whole)),
         )
 
     def _rounds(self, rounds: int, compute: Callable[[bool], list[Computed]]) -> list[Computed]:
         """Returns what is computed in all rounds. The model is the same afterwards."""
-        with undisturbed(self._random_sources), untouched(self._model), torch.enable_grad():
+        with self._original.undisturbed(), untouched(self._model), torch.enable_grad():
             return [each for number in range(rounds) for each in compute(number > 0)]
 
     def _largest_token(self) -> int:
@@ -126,35 +114,38 @@ class Comparison:
 
     def _whole(self, arguments: Arguments, is_whole: bool) -> Computed:
         hidden: list[Tensor] = []
-        behind: list[Any] = []
+        states: list[Any] = []
+        """Of the generators, after every block."""
 
         def enters(index: int) -> None:
-            if behind and not self._is_same(behind[-1], read_states(self._random_sources)):
+            if states and not self._is_same(states[-1], read_states(self._random_sources)):
                 self._comparable = min(self._comparable, index - 1)
-            self._seed(index)
+            self._original.seed(index)
 
         def leaves(result: Any) -> None:
             hidden.append(_first(result).detach().clone())
-            behind.append(read_states(self._random_sources))
+            states.append(read_states(self._random_sources))
 
+        blocks = self._original.blocks
         with ExitStack() as stack:
-            for index, (name, block) in enumerate(self._blocks.named.items(), 1):
+            for index, (name, block) in enumerate(blocks.named.items(), 1):
                 if isinstance(block, torch.jit.ScriptModule):
                     # It takes no hooks.
                     block = nn.Sequential(block)
-                    stack.enter_context(replacing([(*place_of(self._blocks.container, name), block)]))
+                    stack.enter_context(replacing([(*place_of(blocks.container, name), block)]))
                 before = block.register_forward_pre_hook(lambda *_, index=index: enters(index))
-                after = block.register_forward_hook(lambda *seen: leaves(seen[-1]))
+                after = block.register_forward_hook(lambda *call: leaves(call[-1]))
                 stack.callback(before.remove)
                 stack.callback(after.remove)
-            self._seed(0)
+            self._original.seed(0)
             output = run_uncompiled(self._model, *arguments[0], **arguments[1])
         return self._computed(is_whole, hidden, output)
 
-    def _in_layers(
-        self, micro_batches: Sequence[Arguments], ranks: int, recomputes: bool, is_whole: bool
-    ) -> list[Computed]:
-        """Computes the micro-batches in turn, layer by layer. Each rank has calls and a model of its own."""
+    def _in_layers(self, micro_batches: Sequence[Arguments], is_whole: bool) -> list[Computed]:
+        """Computes the micro-batches in turn, layer by layer, with the next layer of each on another rank if there are
+        several. Each rank has calls and a model of its own."""
+        ranks = 2 if self._original.on_several_ranks else 1
+        recomputes = self._original.settings.recompute != "none"
         calls = [
             [Call(positional, named, is_whole=is_whole) for positional, named in micro_batches] for _ in range(ranks)
         ]
@@ -185,14 +176,14 @@ class Comparison:
         return [self._computed(is_whole, *each) for each in zip(hidden, values, again)]
 
     def _recomputed(self, saved: SavedTensors, chunk: Chunk, value: Any, micro_batch: int) -> Tensor:
-        """Restores what a block has ``saved``, from its input. Returns the hidden states behind it."""
+        """Restores what a block has ``saved``, from its input. Returns the hidden states after it."""
         hidden: list[Tensor] = []
         saved.restore(lambda: hidden.append(_first(self._run(chunk, value, micro_batch)).detach()), completely=True)
         return hidden[0]
 
     def _run(self, chunk: Chunk, value: Any, micro_batch: int) -> Any:
         """Returns what a layer makes of a micro-batch."""
-        self._seed(chunk.first_layer)
+        self._original.seed(chunk.first_layer)
         return chunk(cloned(value), micro_batch)
 
     def _computed(self, is_whole: bool, hidden: list[Tensor], output: Any, again: Sequence[Tensor] = ()) -> Computed:
@@ -202,13 +193,13 @@ class Comparison:
         gradients: list[Tensor] = []
         if summed:
             found = torch.autograd.grad(torch.stack(summed).sum(), self._trained, allow_unused=True)
-            gradients = [_told(parameter, gradient) for parameter, gradient in zip(self._trained, found)]
+            gradients = [_sample(parameter, gradient) for parameter, gradient in zip(self._trained, found)]
         counted = tree_leaves(output if is_whole else trained)
         return Computed(hidden, tree_map_only(Tensor, Tensor.detach, counted), gradients, again)
 
     def _draws(self, arguments: Arguments) -> bool:
         """Whether the forward draws random numbers."""
-        with undisturbed(self._random_sources), untouched(self._model), torch.no_grad():
+        with self._original.undisturbed(), untouched(self._model), torch.no_grad():
             before = read_states(self._random_sources)
             run_uncompiled(self._model, *arguments[0], **arguments[1])
             after = read_states(self._random_sources)
@@ -239,15 +230,11 @@ class Comparison:
                 name = next(name for name, each in self._model.named_parameters() if each is parameter)
                 raise self._refusal(f"the gradient of '{name}' {_OTHERWISE}")
 
-    def _seed(self, number: int) -> None:
-        for source in self._random_sources:
-            source.seed(number)
-
     def _refusal(self, reason: str) -> ConfigError:
         return ConfigError(
-            f"{type(self._model).__name__} cannot be split at its blocks '{self._blocks.path}': {reason}; pass blocks "
-            "all that they need as arguments, and return all that follows from them, or write the model as a "
-            f"PipelineModule, or remove the {BLOCK} block"
+            f"{type(self._model).__name__} cannot be split at its blocks '{self._original.blocks.path}': {reason}; "
+            "pass blocks all that they need as arguments, and return all that follows from them, or write the model as "
+            f"a PipelineModule, or remove the {BLOCK} block"
         )
 
 
@@ -271,7 +258,7 @@ def _is_whole(model: nn.Module) -> bool:
     return is_here and sum(map(Tensor.numel, parameters)) <= _LARGEST
 
 
-def _told(parameter: Tensor, gradient: Tensor | None) -> Tensor:
+def _sample(parameter: Tensor, gradient: Tensor | None) -> Tensor:
     """Returns the norm of the gradient of a ``parameter``, its sum, and some of its elements."""
     flat = (torch.zeros_like(parameter) if gradient is None else gradient).detach().flatten().float()
     some = flat[:: max(1, len(flat) // _ELEMENTS)]

@@ -1,0 +1,171 @@
+"""Which outputs of the model there are on the rank of the last layer, and which the script gets."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_unflatten
+
+from ds_lgamp.config import BLOCK, ConfigError
+from ds_lgamp.integrations.split.call import Call
+from ds_lgamp.integrations.split.dependence import is_alike, other, walk
+from ds_lgamp.integrations.split.parts import Part, Result, parameters_of
+from ds_lgamp.integrations.split.stand_ins import Leaves, Results
+
+
+class MissingOutput(ConfigError, AttributeError):
+    """An output that the script does not get. An AttributeError too, so that ``hasattr`` says no."""
+
+
+class NotInTraining(MissingOutput):
+    """An output that stays on the rank that computed it."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"with {BLOCK}.outputs 'loss' the output of a training step has only {what}, which "
+            "label_smoothing_factor, compute_loss_func, trl's trainers and similar losses need; set it to 'all'"
+        )
+
+
+class NotReturned:
+    """Stands in for a tensor that stays on the rank that computed it. Whatever uses it raises MissingOutput."""
+
+    @staticmethod
+    def _refusal() -> MissingOutput:
+        return NotInTraining("the loss, not its other tensors")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise self._refusal()
+
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> NoReturn:
+        raise cls._refusal()
+
+
+class NotComputed(NotReturned):
+    """Stands in for a tensor that the last layer could not compute."""
+
+    @staticmethod
+    def _refusal() -> MissingOutput:
+        return MissingOutput(
+            "this output of the model depends on more than its last layer has in a call unlike the dummy inputs; set "
+            f"{BLOCK}.dummy_inputs to arguments such as this call's"
+        )
+
+
+Run = Callable[[Mapping[Result, Tensor], Leaves | None], tuple[Any, Results]]
+"""Computes the output once more, with the results that are given. With lists for leaves, what the last layer lacks
+depends on them. Returns all results, too."""
+
+
+class LackingOutputs:
+    """Knows which outputs the last layer cannot compute, for every kind of call."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, frozenset[int]] = {}
+
+    def left_out(self, call: Call, output: Any, leaves: Leaves, run: Run) -> Any:
+        """Returns the ``output`` of a call with :class:`NotComputed` in place of tensors that the last layer cannot
+        compute.
+
+        Args:
+            leaves: a list for every part that the last layer lacks.
+            run: computes the output once more. It is called for the first call of a kind.
+        """
+        kind = call.signature, call.needs
+        if kind not in self._known:
+            self._known[kind] = _lacking(tree_leaves(output), leaves, run)
+        if not (lacking := self._known[kind]):
+            return output
+        values, structure = tree_flatten(output)
+        return tree_unflatten(
+            [NotComputed() if place in lacking else each for place, each in enumerate(values)], structure
+        )
+
+
+def _lacking(outputs: list[Any], leaves: Leaves, run: Run) -> frozenset[int]:
+    """Returns the places in ``outputs`` of tensors that the last layer cannot compute: autograd's graph leads from them
+    to ``leaves``, or they are others with other numbers there. Graphs do not show what is detached, nor numbers what
+    the model multiplies with zeros that are trained later."""
+    with torch.enable_grad():
+        connected, zeros = run({}, leaves)
+        made = {id(leaf) for each in leaves.values() for leaf in each}
+        of_graph = [any(id(leaf) in made for leaf in walk(each, ())[1]) for each in tree_leaves(connected)]
+    changed, _ = run({result: other(tensor.detach()) for result, tensor in zeros.items()}, None)
+    others = [not is_alike(*pair) for pair in zip(outputs, tree_leaves(changed), strict=True)]
+    return frozenset(place for place, found in enumerate(zip(of_graph, others, strict=True)) if any(found))
+
+
+class LossGraph:
+    """Checks the graph of a loss or of all outputs, once for every signature of a call, because the model may compute
+    more with labels than without them.
+
+    Args:
+        model: the model.
+        parts: those of the last layer.
+    """
+
+    def __init__(self, model: nn.Module, parts: Collection[Part]) -> None:
+        own = {id(parameter) for parameter in parameters_of(parts)}
+        self._foreign = {id(each): name for name, each in model.named_parameters() if id(each) not in own}
+        """The names of the parameters that the last layer lacks, by their ids."""
+        self.checked: set[Any] = set()
+        """The signatures of the calls whose graph is checked."""
+
+    def check(self, signature: Any, roots: Any, inputs: Collection[Any], zeros: Leaves) -> None:
+        """Raises ConfigError if a tensor in ``roots`` depends on a parameter that the last layer lacks, or on zeros.
+
+        Follows nodes only: where the forward is recomputed, gradients cannot be computed inside it.
+
+        Args:
+            signature: that of the call.
+            roots: the loss, or all outputs.
+            inputs: the nodes that made what the last layer got, or take its gradients.
+            zeros: on which the results of each stand-in depend.
+        """
+        if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(roots)):
+            return
+        makers = {id(leaf): path for path, leaves in zeros.items() for leaf in leaves}
+        for leaf in walk(roots, inputs)[1]:
+            if (name := self._foreign.get(id(leaf))) is not None:
+                raise ConfigError(
+                    f"after the blocks the model's output depends on parameter '{name}', which the last layer lacks; "
+                    f"{_FIX}"
+                )
+            if (path := makers.get(id(leaf))) is not None:
+                raise ConfigError(
+                    f"after the blocks the model's output depends on what '{path}' returned before them; {_FIX}"
+                )
+        self.checked.add(signature)
+
+
+_FIX = (
+    f"set {BLOCK}.dummy_inputs to arguments such as the script's, else leave that term out of the forward, or write "
+    "the model as a PipelineModule"
+)
+
+
+def register_dataclasses(output: Any) -> None:
+    """Lets torch's trees find what dataclasses in ``output`` hold, in all objects of these classes."""
+    for leaf in tree_leaves(output):
+        if is_dataclass(leaf) and not isinstance(leaf, type):
+            _register(type(leaf))
+            register_dataclasses(leaf)
+
+
+def _register(cls: Any) -> None:
+    names = [field.name for field in fields(cls)]
+
+    def flatten(value: Any) -> tuple[list[Any], None]:
+        return [getattr(value, name) for name in names], None
+
+    def unflatten(values: Any, _: None) -> Any:
+        # Not by its __init__, which may compute.
+        made = object.__new__(cls)
+        for name, value in zip(names, values):
+            object.__setattr__(made, name, value)
+        return made
+
+    register_pytree_node(cls, flatten, unflatten)

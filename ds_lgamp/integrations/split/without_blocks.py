@@ -1,0 +1,143 @@
+"""Runs a model's own forward with something else in place of its blocks."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from ds_lgamp.config import BLOCK, ConfigError
+from ds_lgamp.integrations.split.attributes import OwnState, SetAttributes
+from ds_lgamp.integrations.split.call import BlockArguments, Call, run_uncompiled
+from ds_lgamp.integrations.split.parts import Original, Sides, place_of
+from ds_lgamp.integrations.split.stand_ins import (
+    BlockStandIn,
+    Placeholder,
+    PlaceholderUsed,
+    Visit,
+    replacing,
+    with_forward,
+)
+from ds_lgamp.integrations.split.state import Buffers, unchanged_tensors
+
+SKIPPED = (
+    "the forward of the model skipped blocks, or called them in another order than that of their list; let it call "
+    "every block in its turn, and set layerdrop to 0 in the model's config"
+)
+
+
+class Stop(Exception):
+    """The forward has come as far as it should."""
+
+
+class ForwardWithoutBlocks:
+    """The forward of a model, where blocks do not compute.
+
+    Args:
+        original: the model.
+        sides: its other parts.
+        other_outputs: which of what a block returns besides hidden states are tensors; None if it returns no tuple.
+    """
+
+    def __init__(self, original: Original, sides: Sides, other_outputs: tuple[bool, ...] | None) -> None:
+        model, blocks = original.model, original.blocks
+        self._model, self._forward, self._other_outputs = model, model.forward, other_outputs
+        self.attributes = SetAttributes([*blocks.named.values()])
+        self.own_state = OwnState(sides.own_modules(original))
+        self._of_layers = {id(module) for module in model.modules()} - {id(each) for each in self.own_state.modules}
+        self._stand_ins = [
+            (*place_of(blocks.container, name), BlockStandIn(block, index, self.attributes, self._visit_block))
+            for index, (name, block) in enumerate(blocks.named.items())
+        ]
+        self._placeholders = [
+            [Placeholder.of(index, place) if is_tensor else None for place, is_tensor in enumerate(other_outputs or ())]
+            for index in range(len(self._stand_ins))
+        ]
+        """What stands in for tensors that blocks return besides hidden states, up to the last block."""
+        # Their code runs several times for every micro-batch.
+        self._buffers = Buffers((path, model.get_submodule(path)) for path in blocks.chain)
+        self._visit: Callable[[int, Tensor, BlockArguments], Any] = _not_running
+        self._returns_placeholders = False
+        self.visits = 0
+        """How many calls of blocks the forward that runs has made."""
+
+    def run(self, call: Call, visit: Visit, returns_placeholders: bool = False) -> Any:
+        """Runs the forward for a call. Returns the model's output.
+
+        Args:
+            visit: called in place of every block.
+            returns_placeholders: whether the forward gets placeholders where blocks return tensors beside hidden
+                states.
+
+        Raises ConfigError if the forward does what it may not do several times for a micro-batch.
+        """
+        with self.own_state.counted_once(call), self._visiting(visit, returns_placeholders):
+            return run_uncompiled(self._model, *call.positional, **call.named)
+
+    def run_until_stop(self, call: Call, visit: Visit) -> None:
+        """Runs the forward until ``visit`` raises :class:`Stop`."""
+        with unchanged_tensors((call.positional, call.named)):
+            try:
+                self.run(call, visit, returns_placeholders=True)
+            except Stop:
+                return
+            except PlaceholderUsed:
+                raise ConfigError(_USES_PLACEHOLDER) from None
+        raise ConfigError(SKIPPED)
+
+    @contextmanager
+    def _visiting(self, visit: Visit, returns_placeholders: bool) -> Iterator[None]:
+        """Runs the stand-ins of blocks inside the block, where the model has its own forward: that of its engine calls
+        the engine."""
+        self._visit, self.visits, self._returns_placeholders = visit, 0, returns_placeholders
+        # It sees all modules, also those that a forward makes.
+        registration = register_module_module_registration_hook(self._refuse_module)
+        try:
+            with replacing(self._stand_ins), with_forward(self._model, self._forward), self._unchanged_buffers():
+                yield
+        finally:
+            registration.remove()
+            self._visit = _not_running
+
+    def _visit_block(self, index: int, hidden: Tensor, arguments: BlockArguments) -> Any:
+        """Returns what the forward gets in place of the result of block ``index``."""
+        if self.visits < len(self._stand_ins) and index != self.visits:
+            raise ConfigError(SKIPPED)
+        self.visits += 1
+        hidden = self._visit(index, hidden, arguments)
+        if self._other_outputs is None:
+            return hidden
+        others = self._placeholders[index] if self._returns_placeholders else [None] * len(self._other_outputs)
+        return (hidden, *others)
+
+    @contextmanager
+    def _unchanged_buffers(self) -> Iterator[None]:
+        """Raises ConfigError if the code around the blocks changes a buffer inside the block."""
+        self._buffers.look()
+        yield
+        if (name := self._buffers.changed()) is not None:
+            raise ConfigError(
+                f"the forward of the model changes its buffer '{name}', but with a {BLOCK} block it runs in parts, "
+                "several times for every micro-batch; change the buffer in the script, or in a module outside the "
+                "blocks"
+            )
+
+    def _refuse_module(self, module: nn.Module, name: str, _: Any) -> None:
+        """Raises ConfigError if the forward gives a module of a layer another one."""
+        if id(module) in self._of_layers:
+            raise ConfigError(
+                f"the forward of the model puts another module into the place of '{name}' of a "
+                f"{type(module).__name__}, for good; with a {BLOCK} block, call it with arguments with which it does "
+                "not, such as longer sequences for BigBird"
+            )
+
+
+_USES_PLACEHOLDER = (
+    "with these arguments the forward of the model computes with what a block returned besides hidden states; with a "
+    f"{BLOCK} block, leave that out, or write the model as a PipelineModule"
+)
+
+
+def _not_running(index: int, hidden: Tensor, arguments: BlockArguments) -> Tensor:
+    raise RuntimeError("the stand-in for a block is called outside of a forward")
