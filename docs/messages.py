@@ -29,7 +29,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "models": ("integrations/transformers/", "integrations/deepspeed/plain/"),
     "megatron": ("integrations/megatron/",),
     "checkpoints": ("checkpoint/", "integrations/deepspeed/checkpoint/"),
-    "training": ("runtime/", "partition/", "optimizers/"),
+    "training": ("runtime/", "watch/", "partition/", "optimizers/"),
     "commands": ("cli/", "planner/", "cost/", "view/"),
     "programs": ("schedule/",),
 }

@@ -22,8 +22,8 @@ from ds_lgamp.checkpoint.errors import CheckpointError, everywhere, sentence_of
 from ds_lgamp.checkpoint.shard import FlatShard, Ranges, staged
 from ds_lgamp.checkpoint.storage import ChecksummedWriter, ShardLoadPlanner, ShardSavePlanner, VerifyingReader
 from ds_lgamp.partition.agreement import everyone
-from ds_lgamp.runtime import lifeline
-from ds_lgamp.runtime.whereabouts import here
+from ds_lgamp.watch import this_rank
+from ds_lgamp.watch.whereabouts import here
 
 logger = logging.getLogger(__name__)
 THREADS = "ds_lgamp checkpoint"
@@ -186,7 +186,7 @@ class Saver:
         """Rests after ``seconds`` of work, to leave cores and memory bandwidth to training. Returns early if training
         waits, here or on a rank that fails."""
         end = time.monotonic() + seconds * REST
-        while (left := end - time.monotonic()) > 0 and not lifeline.a_rank_fails():
+        while (left := end - time.monotonic()) > 0 and not this_rank.a_rank_fails():
             if self._awaited.wait(min(left, _LOOK)):
                 return
 

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from ds_lgamp.runtime.batch import BatchState, Graph
 from ds_lgamp.runtime.chunk import Chunk, Tensors, as_leaves, as_tuple, cloned, detached, differentiable
+from ds_lgamp.runtime.clocks import Stopwatch, Timing
 from ds_lgamp.runtime.graph import (
     backpropagate,
     begin_graph,
@@ -27,13 +28,12 @@ from ds_lgamp.runtime.links import Links
 from ds_lgamp.runtime.partition import Partition
 from ds_lgamp.runtime.random_state import Draws, RandomSource
 from ds_lgamp.runtime.saved_tensors import SavedTensors
-from ds_lgamp.runtime.stopwatch import Stopwatch, Timing
 from ds_lgamp.runtime.stored_inputs import StoredInputs
 from ds_lgamp.runtime.trace import Trace
-from ds_lgamp.runtime.whereabouts import Place, here
 from ds_lgamp.schedule.actions import COMPUTE, Action, Kind
 from ds_lgamp.schedule.placement import Placement
-from ds_lgamp.schedule.standing import Neighbours
+from ds_lgamp.watch.standing import Neighbours
+from ds_lgamp.watch.whereabouts import Place, here
 
 
 class ActionError(RuntimeError):
@@ -102,7 +102,7 @@ class Executor:
         """The action that runs; None between actions."""
         self.program: Sequence[Action] = ()
         """The actions of the current batch. Another thread reads this and the next attributes
-        (:mod:`ds_lgamp.runtime.whereabouts`)."""
+        (:mod:`ds_lgamp.watch.whereabouts`)."""
         self.row = -1
         """The index of the last action that began; the length of the program once only sends are left."""
         self.doing = ""

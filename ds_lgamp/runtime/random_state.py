@@ -1,11 +1,21 @@
-"""Random states for recomputation, so that dropout draws the same mask again."""
+"""Seeds that depend on what is computed, not on where or when; and random states for recomputation, so that dropout
+draws the same mask again."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from hashlib import blake2b
 from operator import eq
 from typing import Any, NamedTuple
 
 import torch
+
+
+def hashed_seed(*words: int | str) -> int:
+    """Returns a seed of 64 bits. Different lists of words share a seed only by chance.
+
+    torch's generator of the CPU takes the lower 32 bits.
+    """
+    return int.from_bytes(blake2b(repr(words).encode(), digest_size=8).digest(), "little")
 
 
 class RandomSource(NamedTuple):

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ds_lgamp.partition import launches
-from ds_lgamp.runtime.clocks import DeviceClock, HostClock, Mark
-from ds_lgamp.runtime.stopwatch import COMPUTE, Timing
+from ds_lgamp.runtime.clocks import COMPUTE, DeviceClock, HostClock, Mark, Timing
 from ds_lgamp.schedule.actions import AWAITED, COLLECTIVES, Action, awaited_by
 from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.version import __version__

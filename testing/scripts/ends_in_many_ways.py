@@ -16,7 +16,7 @@ import ds_lgamp
 from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.engine.ending import first_at_the_end
-from ds_lgamp.runtime import exit_handlers
+from ds_lgamp.watch import last_words
 
 folder, *ways = sys.argv[1:]
 way = None
@@ -60,7 +60,7 @@ if way is not None:
     log = open(Path(folder, f"{way}.log"), "w")
     log.write("the last line")
     if way == "handler waits":
-        exit_handlers.SECONDS = 1.0
+        last_words.SECONDS = 1.0
         atexit.register(wait_for_ever)
     if way == "own hook":
         sys.excepthook = own_hook

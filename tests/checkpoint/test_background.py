@@ -21,12 +21,12 @@ from ds_lgamp.checkpoint.saver import Saver, wait_for_all
 from ds_lgamp.checkpoint.shard import FlatShard, ShardGroup
 from ds_lgamp.checkpoint.storage import ChecksummedWriter
 from ds_lgamp.integrations.ending import failures_end_the_process
-from ds_lgamp.runtime.whereabouts import FIRST_BATCH, here
+from ds_lgamp.watch.whereabouts import FIRST_BATCH, here
 from testing import SCRIPTS
 from testing.ranks import run_on_ranks, started_ranks
 from tests.checkpoint.saving import number_of, numbered_state, numbered_tensors
-from tests.runtime.ends import HOST, Idle, assert_ended, begin, wait_for_ever
 from tests.slow import slow_except
+from tests.watch.ends import HOST, Idle, assert_ended, begin, wait_for_ever
 
 SCRIPT = SCRIPTS / "saves_and_ends.py"
 SLOW = 0.5

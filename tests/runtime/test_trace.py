@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ds_lgamp.partition import launches
-from ds_lgamp.runtime.stopwatch import Stopwatch
+from ds_lgamp.runtime.clocks import Stopwatch
 from ds_lgamp.runtime.trace import Trace
 from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.spec import ProgramSpec

@@ -9,9 +9,9 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.model.module import over_data
 from ds_lgamp.integrations.shard_keys import HPZ, MICS, active
+from ds_lgamp.integrations.transports import current
 from ds_lgamp.partition.agreement import raise_everywhere
-from ds_lgamp.runtime.before_init import node_name
-from ds_lgamp.runtime.transport import current
+from ds_lgamp.runtime.node import node_name
 from ds_lgamp.schedule.hierarchy import Hierarchy
 
 

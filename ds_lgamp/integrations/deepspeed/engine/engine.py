@@ -53,9 +53,9 @@ from ds_lgamp.integrations.deepspeed.model.selective import offers_selective, re
 from ds_lgamp.integrations.deepspeed.model.shared_buffers import SharedBuffers
 from ds_lgamp.integrations.tracing import trace_if_asked
 from ds_lgamp.runtime.batch import BatchState, LoadMicroBatch
-from ds_lgamp.runtime.stopwatch import Stopwatch
-from ds_lgamp.runtime.whereabouts import here
+from ds_lgamp.runtime.clocks import Stopwatch
 from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.watch.whereabouts import here
 
 
 class LgampEngine(PipelineEngine):

@@ -15,11 +15,11 @@ from ds_lgamp.partition.bus import Bus
 from ds_lgamp.partition.disk import Disk
 from ds_lgamp.partition.zero_partition import ZeroPartition
 from ds_lgamp.runtime.chunk import Chunk
+from ds_lgamp.runtime.clocks import Stopwatch
 from ds_lgamp.runtime.executor import Executor
+from ds_lgamp.runtime.messages import laid_out
 from ds_lgamp.runtime.random_state import RandomSource
-from ds_lgamp.runtime.reproducible import laid_out
 from ds_lgamp.runtime.ring import ring_links
-from ds_lgamp.runtime.stopwatch import Stopwatch
 from ds_lgamp.runtime.stored_inputs import StoredInputs
 
 _SHAPES_ADVICE = (

@@ -10,7 +10,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import Tensor
 
-from ds_lgamp.runtime.reproducible import laid_out
+from ds_lgamp.runtime.messages import laid_out
 
 Losses = Mapping[str, Tensor]
 """By name."""

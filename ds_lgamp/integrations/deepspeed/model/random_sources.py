@@ -7,8 +7,7 @@ from typing import Any
 import numpy
 import torch
 
-from ds_lgamp.runtime.random_state import RandomSource, default_sources
-from ds_lgamp.runtime.reproducible import hashed_seed
+from ds_lgamp.runtime.random_state import RandomSource, default_sources, hashed_seed
 
 
 def layer_sources(device: torch.device) -> list[RandomSource]:

@@ -38,7 +38,7 @@ from ds_lgamp.integrations.split.call import Arguments, Call
 from ds_lgamp.partition.agreement import Term
 from ds_lgamp.partition.groups import own_host_group
 from ds_lgamp.runtime.batch import BatchState, LoadMicroBatch
-from ds_lgamp.runtime.first_seen import INPUTS
+from ds_lgamp.runtime.nonfinite import INPUTS
 from ds_lgamp.schedule.spec import ProgramSpec
 
 

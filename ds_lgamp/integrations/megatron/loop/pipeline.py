@@ -13,14 +13,14 @@ from ds_lgamp.integrations.megatron.loop.sharded.data_parallel import ShardedDat
 from ds_lgamp.integrations.megatron.loop.sharded.model import partition_of
 from ds_lgamp.integrations.megatron.loop.timing import MegatronTiming
 from ds_lgamp.partition.agreement import everyone, host_group
-from ds_lgamp.runtime import lifeline
 from ds_lgamp.runtime.batch import BatchState
 from ds_lgamp.runtime.executor import ActionError, Executor
 from ds_lgamp.runtime.ring import ring_links
 from ds_lgamp.runtime.trace import Trace
-from ds_lgamp.runtime.whereabouts import here
 from ds_lgamp.schedule.actions import Action, Kind
 from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.watch import this_rank
+from ds_lgamp.watch.whereabouts import here
 
 Data = DistributedData | ShardedData
 _ADVICE = "pass seq_length and micro_batch_size as they are in the batch, or set variable_seq_lengths"
@@ -40,7 +40,7 @@ class Pipeline:
     """
 
     def __init__(self, first: Batch, shapes: Any, patience: float, trace: Trace | None) -> None:
-        lifeline.start()
+        this_rank.start()
         alone = first.pipeline_ranks == 1
         pipelines = [[dist.get_rank()]] if alone else _all_pipelines(first.groups.pp)
         hosts = None if alone else host_group()

@@ -16,8 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ds_lgamp.integrations.megatron.loop.batch import Batch
 from ds_lgamp.integrations.megatron.loop.data_parallel import DistributedData
 from ds_lgamp.runtime.executor import ActionError, Executor
-from ds_lgamp.runtime.whereabouts import here
 from ds_lgamp.schedule.spec import SENDS_IN_FLIGHT
+from ds_lgamp.watch.whereabouts import here
 from testing.ranks import run_on_ranks
 from tests.integrations.megatron.core_models import SEQUENCE
 from tests.integrations.megatron.training_loop import SEQUENCES, Place, Training, prepare_process

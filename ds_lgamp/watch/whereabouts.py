@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 
-from ds_lgamp.runtime import errors
 from ds_lgamp.schedule.actions import Action
-from ds_lgamp.schedule.standing import Neighbours, Standing, Wait, done_before, listed, waits_in
+from ds_lgamp.watch import last_words
+from ds_lgamp.watch.standing import Neighbours, Standing, Wait, done_before, listed, waits_in
 
 FIRST_BATCH, _LONGEST_FIRST_BATCH = 10, 1200.0
 """How many times as long an engine may take in its first training batch and its first evaluation, which may compile;
@@ -167,7 +167,7 @@ class Observer:
         """Returns the error that the script handles where it has stood for 5 seconds, outside of a batch."""
         if standing.inside or standing.seconds < _ASKED_AFTER:
             return None
-        return errors.in_flight_of(self._here.thread or 0)
+        return last_words.in_flight_of(self._here.thread or 0)
 
     def _call_of_script(self) -> tuple[int, int] | None:
         """Returns what changes as long as a script does something."""

@@ -1,6 +1,6 @@
 """Ends a rank when another one dies, whatever it waits for.
 
-A process has one lifeline: the connections and the thread of :mod:`ds_lgamp.runtime.connections`.
+A process has one lifeline: the connections and the thread of :mod:`ds_lgamp.watch.lifeline`.
 """
 
 import json
@@ -14,11 +14,10 @@ from multiprocessing.util import Finalize
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from ds_lgamp.runtime import errors, exit_handlers
-from ds_lgamp.runtime.before_init import attempt
-from ds_lgamp.runtime.connections import Lifeline
-from ds_lgamp.runtime.launcher import Launcher, end_alone_without
-from ds_lgamp.runtime.neighbours import Member, listen, own_address
+from ds_lgamp.watch import last_words
+from ds_lgamp.watch.connections import Member, listen, own_address
+from ds_lgamp.watch.launcher import Launcher, attempt, end_alone_without
+from ds_lgamp.watch.lifeline import Lifeline
 
 logger = logging.getLogger(__name__)
 _current: Lifeline | None = None
@@ -73,7 +72,7 @@ def start() -> None:
 def leave() -> None:
     """Says goodbye to the other ranks, if this rank is among them and ends well. A rank that handles an error may end
     because of it: it says goodbye when it is done with the error, at the end of the process at the latest."""
-    if errors.in_flight() is None and not exit_handlers.failing():
+    if last_words.in_flight() is None and not last_words.failing():
         _leave()
 
 
@@ -105,9 +104,9 @@ def a_rank_fails() -> bool:
 
 def _end() -> None:
     """Says goodbye at the end of the process, or what it ends with."""
-    error = errors.unhandled()
+    error = last_words.unhandled()
     if error is not None:
-        fail(errors.cause(error))
+        fail(last_words.cause(error))
     else:
         leave()
 

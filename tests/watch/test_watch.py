@@ -13,14 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_lgamp.runtime import last_resort, lifeline
-from ds_lgamp.runtime.last_resort import LastResort, dump_flight_recorder
-from ds_lgamp.runtime.watch import ANSWER, Asking, AwakeClock, Rounds, stalls
-from ds_lgamp.runtime.whereabouts import FIRST_BATCH, Observer, Place, Whereabouts, here
 from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.spec import ProgramSpec
-from ds_lgamp.schedule.standing import Neighbours, Standing, Wait
+from ds_lgamp.watch import guard, last_words, this_rank
+from ds_lgamp.watch.guard import Guard
+from ds_lgamp.watch.last_words import dump_flight_recorder
+from ds_lgamp.watch.stalls import ANSWER, Asking, AwakeClock, Rounds, stalls
+from ds_lgamp.watch.standing import Neighbours, Standing, Wait
+from ds_lgamp.watch.whereabouts import FIRST_BATCH, Observer, Place, Whereabouts, here
 from testing.processes import is_alive, wait
 from testing.ranks import run_on_ranks, started_ranks
 
@@ -246,7 +247,7 @@ BUDGET = 20e-6
 
 def looks_at_itself():
     """Returns the processor time of a look at a rank that gets on, in seconds."""
-    lifeline.start()
+    this_rank.start()
     executor = running("F1.0", "forward")
     with here.in_batch(executor, "step 5", True, LIMIT):
         here.place = Place.BATCH
@@ -254,7 +255,7 @@ def looks_at_itself():
         # In a row: alone, a look takes as long as a core needs to wake up, which is the machine's affair.
         for number in range(LOOKS):
             executor.row = number % len(executor.program)
-            lifeline._current.stalls.look({}, None)
+            this_rank._current.stalls.look({}, None)
         return (time.thread_time() - begin) / LOOKS
 
 
@@ -281,14 +282,14 @@ def test_the_record_of_nccl_is_written_to_the_file_that_torch_is_told(tmp_path):
 
 def test_the_guard_hears_every_new_limit_and_of_the_same_one_now_and_then(monkeypatch):
     heard = []
-    monkeypatch.setattr(last_resort.os, "write", lambda file, line: heard.append(float(line)))
-    own = LastResort("rank 0")
+    monkeypatch.setattr(guard.os, "write", lambda file, line: heard.append(float(line)))
+    own = Guard("rank 0")
     own.arm(LIMIT, 0.0)
     assert not heard
     own.begin()
     for now, limit in ((0.0, LIMIT), (1.0, LIMIT), (2.0, math.inf), (3.0, LIMIT), (4.0, LIMIT), (8.0, LIMIT)):
         own.arm(limit, now)
-    process = own._guard
+    process = own._process
     own.disarm()
     own.disarm()
     assert heard == [LIMIT + 10, math.inf, LIMIT + 10, LIMIT + 10, math.inf] and process.returncode == 0
@@ -303,8 +304,8 @@ def test_the_clock_stands_still_while_the_process_is_suspended():
 def waits_in_a_batch_until_told(folder):
     """Rank 1 reads its data for a while, and rank 0 waits for it."""
     os.dup2(os.open(folder / f"{dist.get_rank()} says", os.O_CREAT | os.O_WRONLY), 2)
-    last_resort._LATER = 1.0
-    lifeline.start()
+    guard._LATER = 1.0
+    this_rank.start()
     dist.barrier()
     executor = running("F1.0", "activation")
     executor.begun.add(True)
@@ -340,8 +341,8 @@ def test_ranks_that_were_suspended_for_longer_than_the_limit_go_on(tmp_path):
 
 def keeps_the_interpreter():
     """Does so from the first batch on, before any thread could look at it. Returns if nothing ends it."""
-    last_resort._LATER = 1.0
-    lifeline.start()
+    guard._LATER = 1.0
+    this_rank.start()
     dist.barrier()
     with here.in_batch(running("F1.0", ""), "step 1", True, 1 / FIRST_BATCH):
         ctypes.PyDLL(None).sleep(20)
@@ -356,9 +357,9 @@ def test_a_rank_that_keeps_the_interpreter_from_its_first_batch_on_ends():
 
 def forks(folder):
     """Leaves a forked process behind that knows nothing of the guard, and ends."""
-    lifeline.start()
+    this_rank.start()
     dist.barrier()
-    (folder / f"{dist.get_rank()} is guarded").write_text(str(lifeline._current.stalls._last_resort._guard.pid))
+    (folder / f"{dist.get_rank()} is guarded").write_text(str(this_rank._current.stalls._guard._process.pid))
     child = os.fork()
     if child == 0:
         time.sleep(1000)
@@ -382,5 +383,5 @@ def test_last_words_are_said_even_where_no_thread_starts_any_more(monkeypatch, c
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    last_resort.say("last words")
+    last_words.say("last words")
     assert capfd.readouterr().err == "last words"

@@ -4,12 +4,12 @@ gloo notices a dead rank, because its connections end. Kernels of NCCL wait for 
 Therefore every rank holds a connection to rank 0, the hub, and a thread waits for connections to end. Where one ends
 without a goodbye, its rank is dead. The hub tells all others which rank it was, so they end after two hops, in a job of
 any size. When the hub itself dies, all see it. A hub that leaves well hands its connections over to the lowest rank
-that is left. Every second, the thread also looks whether its rank stands still (:mod:`ds_lgamp.runtime.stalls`), and
+that is left. Every second, the thread also looks whether its rank stands still (:mod:`ds_lgamp.watch.stalls`), and
 otherwise it sleeps until something happens.
 
 The thread needs the interpreter. Waits of torch, gloo and NCCL give it away. Where the main thread keeps it for ever, a
-guard ends the process (:mod:`ds_lgamp.runtime.last_resort`). A rank that gets SIGTERM first says so
-(:mod:`ds_lgamp.runtime.termination`).
+guard ends the process (:mod:`ds_lgamp.watch.guard`). A rank that gets SIGTERM first says so
+(:mod:`ds_lgamp.watch.launcher`).
 """
 
 import json
@@ -24,13 +24,12 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
-from ds_lgamp.runtime import errors, exit_handlers
-from ds_lgamp.runtime.last_resort import end, say
-from ds_lgamp.runtime.launcher import Launcher
-from ds_lgamp.runtime.neighbours import PATIENCE, WELCOME, Connection, Member, admitted, join
-from ds_lgamp.runtime.stalls import TICK, StallTalk
-from ds_lgamp.runtime.termination import NEWS, Termination
-from ds_lgamp.runtime.whereabouts import here
+from ds_lgamp.watch import last_words
+from ds_lgamp.watch.connections import PATIENCE, WELCOME, Connection, Member, admitted, join
+from ds_lgamp.watch.last_words import end, say
+from ds_lgamp.watch.launcher import NEWS, Launcher, Termination
+from ds_lgamp.watch.stalls import TICK, StallTalk
+from ds_lgamp.watch.whereabouts import here
 
 logger = logging.getLogger(__name__)
 _GRACE = 3.0
@@ -207,7 +206,7 @@ class Lifeline:
         """Shows and announces the ``error`` that the script handles where it stands still, as in a ``finally`` that
         waits for other ranks. It may never come to the place that shows it. Takes that back if the script goes on."""
         identity = None if error is None else id(error)
-        if identity == self._shown or exit_handlers.failing():
+        if identity == self._shown or last_words.failing():
             return
         if error is None:
             self._note_failing("")
@@ -215,7 +214,7 @@ class Lifeline:
             reason = self._last_words() if self._blamed.is_set() else ""
             trace = "".join(traceback.format_exception(error))
             say(f"{reason}{trace}ds_lgamp: {self._own.name} handles this error, and stands still there\n")
-            self.announce(errors.cause(error), " and stands still while it handles that")
+            self.announce(last_words.cause(error), " and stands still while it handles that")
         # Of the error itself, this thread would keep all that its calls hold.
         self._shown = identity
 
