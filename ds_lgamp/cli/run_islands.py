@@ -23,6 +23,7 @@ from ds_lgamp.planner.presence import Presence, places_of
 from ds_lgamp.runtime.node import interfaces, node_name
 from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.watch.launcher import Launch, launcher_hosts_store, node_number
+from ds_lgamp.watch.this_rank import this_rank
 
 if TYPE_CHECKING:
     # DeepSpeed, which this imports, is imported late: it may be missing, and takes seconds.
@@ -36,7 +37,7 @@ _DRY_RUN = timedelta(hours=1)
 def place_ranks(path: str, demand_of: Callable[[Launch], Demand]) -> None:
     """Gives this process its rank and its networks, as :func:`assigned` chooses them. An error ends the process."""
     with failures_end_the_process():
-        transports.use(assigned(path, demand_of))
+        this_rank.assignment = assigned(path, demand_of)
         # Never closed: the process keeps its networks until it ends.
         install_transports(ExitStack())
 
@@ -51,7 +52,7 @@ def assigned(path: str, demand_of: Callable[[Launch], Demand]) -> Assignment:
     """
     try:
         cluster = read_islands(path)
-        launch = Launch()
+        launch = this_rank.launch = Launch()
         own = Presence(node_name(), node_number(), launch.gpu, tuple(interfaces()))
         places = places_of(cluster, [Presence(*json.loads(text)) for text in launch.everyone(json.dumps(own))])
         demand = demand_of(launch)

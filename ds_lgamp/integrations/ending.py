@@ -14,7 +14,8 @@ from types import FrameType, TracebackType
 from typing import NoReturn
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.watch import last_words, this_rank
+from ds_lgamp.watch.last_words import cause, flush_files, in_flight, unhandled
+from ds_lgamp.watch.this_rank import this_rank
 
 _FAILED, _REFUSED = 1, 2
 _GLOO_THREAD = "pt_gloo_runloop"
@@ -37,7 +38,7 @@ def end_well(undo: ExitStack, finish: Callable[[], None]) -> None:
     """
 
     def end() -> None:
-        last_words.enter()
+        this_rank.exit.handlers_run = True
         if leaves_because_of_an_error():
             return
         # Python would go on to end with the status of the script, which knows nothing of a last save that failed.
@@ -75,8 +76,8 @@ def failures_end_the_process(stock_refusal: str | None = None, hint: str = "") -
     except SystemExit as error:
         if error.code:
             # Its process ends in order, with this status, but does not wait for ranks that wait for it.
-            this_rank.fail(last_words.cause(error))
-            last_words.begin()
+            this_rank.fail(cause(error))
+            this_rank.exit.failing = True
         raise
     except ConfigError as error:
         _leave(_sentence(error), _REFUSED, error)
@@ -89,13 +90,13 @@ def failures_end_the_process(stock_refusal: str | None = None, hint: str = "") -
 def leaves_because_of_an_error() -> bool:
     """Whether the script is about to end because of an error, and cannot wait for ranks that may wait for it. They
     then know of the error. A checkpoint that is being written is complete."""
-    unhandled = last_words.unhandled()
-    error = unhandled or last_words.in_flight()
-    if unhandled is not None:
-        this_rank.fail(last_words.cause(unhandled))
-    elif error is not None and not last_words.failing():
+    last = unhandled()
+    error = last or in_flight()
+    if last is not None:
+        this_rank.fail(cause(last))
+    elif error is not None and not this_rank.exit.failing:
         _announce("".join(traceback.format_exception(error)), error)
-    return error is not None or last_words.failing()
+    return error is not None or this_rank.exit.failing
 
 
 def await_gloo_threads() -> None:
@@ -173,7 +174,7 @@ def _has_peers() -> bool:
     import torch.distributed as dist
 
     # A script may destroy its process group in a ``finally``. Then others still await news of this rank.
-    return this_rank.is_held() or (dist.is_initialized() and dist.get_world_size() > 1)
+    return this_rank.lifeline is not None or (dist.is_initialized() and dist.get_world_size() > 1)
 
 
 def _fail(message: str, error: BaseException) -> NoReturn:
@@ -193,7 +194,7 @@ def _announce(message: str, error: BaseException) -> None:
     from ds_lgamp.checkpoint.saver import is_writing, wait_for_all
 
     writes = is_writing()
-    this_rank.announce(last_words.cause(error), " and completes a checkpoint" if writes else "")
+    this_rank.announce(cause(error), " and completes a checkpoint" if writes else "")
     if writes:
         _print(message)
         with suppress(CheckpointError):
@@ -217,16 +218,16 @@ def _leave(message: str, status: int, error: BaseException | None = None) -> NoR
     ``error`` that ends it."""
     sys.stdout.flush()
     if error is None:
-        last_words.flush_files()
+        flush_files()
         os._exit(status)
-    last_words.begin()
+    this_rank.exit.failing = True
     # A refusal is a sentence already, and other ranks refuse the same.
     shared = status == _REFUSED or _is_of_a_checkpoint(error)
     _print(message if shared else this_rank.news() + message)
-    left = this_rank.fail(last_words.cause(error), shared)
+    left = this_rank.fail(cause(error), shared)
     if not shared:
         _print(left)
-    last_words.run(status)
+    this_rank.exit.run_handlers(status)
     os._exit(status)
 
 

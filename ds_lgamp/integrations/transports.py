@@ -9,28 +9,18 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ds_lgamp.cost.assignment import Assignment, Transport
+from ds_lgamp.cost.assignment import Transport
 from ds_lgamp.integrations.replacing import replace_attribute
+from ds_lgamp.watch.this_rank import this_rank
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 """The variable that tells gloo its network interface. gloo reads it whenever a group is made, and takes no options."""
-_current: list[Assignment] = []
-
-
-def use(assignment: Assignment) -> None:
-    """Sets the assignment of this process."""
-    _current[:] = [assignment]
-
-
-def current() -> Assignment | None:
-    """Returns the assignment of this process; None if there is no cluster file."""
-    return _current[0] if _current else None
 
 
 def transport_of(ranks: Sequence[int] | None) -> Transport | None:
     """Returns how this rank communicates with the others of ``ranks``, all ranks for None; None if it is free to
     choose."""
-    assignment = current()
+    assignment = this_rank.assignment
     if assignment is None:
         return None
     own = int(os.environ["RANK"])

@@ -33,7 +33,8 @@ from ds_lgamp.runtime.trace import Trace
 from ds_lgamp.schedule.actions import COMPUTE, Action, Kind
 from ds_lgamp.schedule.placement import Placement
 from ds_lgamp.watch.standing import Neighbours
-from ds_lgamp.watch.whereabouts import Place, here
+from ds_lgamp.watch.this_rank import this_rank
+from ds_lgamp.watch.whereabouts import Place
 
 
 class ActionError(RuntimeError):
@@ -126,7 +127,7 @@ class Executor:
         self.links.broken = True
         self._batch = batch
         self.current, self.program, self.row = None, batch.program, batch.row
-        here.place = Place.BATCH
+        this_rank.whereabouts.place = Place.BATCH
         # TorchScript saves other tensors once it has optimized a function, in its second call.
         as_written = torch.jit.optimized_execution(False) if batch.training and self.recompute else nullcontext()
         try:
@@ -156,7 +157,7 @@ class Executor:
             action = "the end of the batch" if self.current is None else str(self.current)
             if batch.name is not None and self.current is not None and self.current.kind in COMPUTE:
                 action += f" ({batch.name(self.current.micro_batch)})"
-            label = f" of {here.label}" if here.label else ""
+            label = f" of {this_rank.whereabouts.label}" if this_rank.whereabouts.label else ""
             # contextlib would raise the StopIteration instead of the RuntimeError that it caused, and end a loop of the
             # script.
             cause = None if isinstance(error, StopIteration) else error

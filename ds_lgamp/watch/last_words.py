@@ -22,39 +22,41 @@ SECONDS = 10.0
 _RECORDER = 5.0
 """Seconds to wait for the record of NCCL."""
 _FAILED = 1
-_failing = _running = False
 
 
-def failing() -> bool:
-    """Whether this process is about to end because of a failure, and does not wait for other ranks any more."""
-    return _failing
+class Exit:
+    """The exit of this process."""
 
+    def __init__(self) -> None:
+        self.failing = False
+        """Whether this process is about to end because of a failure, and does not wait for other ranks any more."""
+        self.handlers_run = False
+        """Whether its exit handlers run, or have run."""
 
-def run(status: int) -> None:
-    """Runs the exit handlers of a process that fails, and writes what its files hold. Ends the process with ``status``
-    if that takes too long. Inside an exit handler, it runs none: those called before would run twice."""
-    begin()
-    watchdog = threading.Thread(target=_end_later, args=(status,), daemon=True)
-    with suppress(RuntimeError):
-        # From Python 3.12 on, no thread starts once the interpreter shuts down. Nobody would bound the handlers then.
-        watchdog.start()
-        flush_files()
-        if not _running:
-            enter()
-            atexit._run_exitfuncs()
-        flush_files()
+    def run_handlers(self, status: int) -> None:
+        """Runs the exit handlers of this process, which fails, such as the last upload of a logger; and writes what its
+        files hold. Ends the process with ``status`` if that takes too long. Inside an exit handler, it runs none: those
+        called before would run twice."""
+        self.failing = True
+        watchdog = threading.Thread(target=_end_later, args=(status,), daemon=True)
+        with suppress(RuntimeError):
+            # From Python 3.12 on, no thread starts once the interpreter shuts down. Nobody would bound the handlers
+            # then.
+            watchdog.start()
+            flush_files()
+            if not self.handlers_run:
+                self.handlers_run = True
+                atexit._run_exitfuncs()
+            flush_files()
 
-
-def begin() -> None:
-    """From now on this process fails: what ds_lgamp does at its end does not wait for other ranks."""
-    global _failing
-    _failing = True
-
-
-def enter() -> None:
-    """From now on the exit handlers run."""
-    global _running
-    _running = True
+    def end(self, sentence: str, rank: int) -> NoReturn:
+        """Ends the process, even where the main thread holds the lock of a stream, or nobody reads one any more. Runs
+        what the script has registered for its exit, because it may keep the last lines of a log."""
+        say(sentence)
+        lasts = ((sys.stdout.flush, 1.0), (partial(dump_flight_recorder, rank), _RECORDER))
+        for last, seconds in (*lasts, (partial(self.run_handlers, _FAILED), SECONDS)):
+            _try(last, seconds)
+        os._exit(_FAILED)
 
 
 def flush_files() -> None:
@@ -113,16 +115,6 @@ def dump_flight_recorder(rank: int) -> Path | None:
     file = Path(f"{os.environ.get('TORCH_NCCL_DEBUG_INFO_TEMP_FILE', default)}{rank}")
     file.write_bytes(dump())
     return file
-
-
-def end(sentence: str, rank: int) -> NoReturn:
-    """Ends the process, even where the main thread holds the lock of a stream, or nobody reads one any more. Runs what
-    the script has registered for its exit, because it may keep the last lines of a log."""
-    say(sentence)
-    lasts = ((sys.stdout.flush, 1.0), (partial(dump_flight_recorder, rank), _RECORDER))
-    for last, seconds in (*lasts, (partial(run, _FAILED), SECONDS)):
-        _try(last, seconds)
-    os._exit(_FAILED)
 
 
 def say(text: str) -> None:

@@ -31,14 +31,12 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from ds_lgamp.watch.last_words import end
+from ds_lgamp.watch.last_words import Exit
 
 _NODE_NUMBERS = "GROUP_RANK", "CROSS_RANK", "SLURM_NODEID"
 """Variables with the node's number: of torchrun, of the deepspeed launcher and of Slurm."""
 _PATIENCE = timedelta(minutes=10)
 """How long the processes of a job wait for each other before ``torch.distributed`` is initialised."""
-_stores: list[dist.Store] = []
-"""Stores that this process hosts. The default process group takes them over."""
 _VARIABLES = b"TORCHELASTIC_RUN_ID", b"CROSS_RANK"
 """Variables that launchers set for ranks: torchrun and what is built on it, and deepspeed."""
 _PROCESSES = Path("/proc")
@@ -90,7 +88,6 @@ class Launch:
         require_launcher()
         self.rank, self.ranks, self.gpu = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
         store, _, _ = next(dist.rendezvous("env://", self.rank, self.ranks, timeout=_PATIENCE))
-        _stores.append(store)
         self._store = dist.PrefixStore(f"ds_lgamp/launch/{attempt()}", store)
         self._calls = 0
 
@@ -147,7 +144,7 @@ class Launcher:
         return f"launcher (process {self._chain[-1]})" if self.is_known else "launcher"
 
 
-def end_alone_without(launcher: Launcher) -> None:
+def end_alone_without(launcher: Launcher, own_exit: Exit) -> None:
     """Ends this process, the only rank of its job, once its ``launcher`` is gone."""
     if not launcher.is_known:
         return
@@ -155,7 +152,7 @@ def end_alone_without(launcher: Launcher) -> None:
     def watch() -> None:
         while not launcher.is_gone():
             time.sleep(_TICK)
-        end(f"ds_lgamp: this rank lost its {launcher}, which was killed or has ended; it ends\n", 0)
+        own_exit.end(f"ds_lgamp: this rank lost its {launcher}, which was killed or has ended; it ends\n", 0)
 
     threading.Thread(target=watch, name="ds_lgamp launcher", daemon=True).start()
 
@@ -181,8 +178,8 @@ class Termination:
     def __init__(self) -> None:
         self._process = os.getpid()
         self._alarm, self._bell = socket.socketpair()
-        for own_end in (self._alarm, self._bell):
-            own_end.setblocking(False)
+        for end in (self._alarm, self._bell):
+            end.setblocking(False)
         # A process that a library forks may have this process's handler and sockets, and be terminated.
         self._bell.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self._caught = self._come = False

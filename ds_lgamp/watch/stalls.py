@@ -12,8 +12,9 @@ from typing import NamedTuple
 from ds_lgamp.watch.connections import Connection, Member
 from ds_lgamp.watch.culprit import Silent, Stall, stalled_longest, without_hub
 from ds_lgamp.watch.guard import Guard
+from ds_lgamp.watch.last_words import say
 from ds_lgamp.watch.standing import Standing
-from ds_lgamp.watch.whereabouts import Observer, asks_after, here
+from ds_lgamp.watch.whereabouts import Observer, Whereabouts, asks_after
 
 TICK = 1.0
 """Seconds between two looks at this rank."""
@@ -171,14 +172,14 @@ class StallTalk:
     Args:
         own: this rank.
         world: the number of ranks.
-        say: prints a warning.
+        whereabouts: where its main thread is.
         end: ends the job with a sentence, and this process with it; prints the calls that belong to it.
     """
 
-    def __init__(self, own: Member, world: int, say: Callable[[str], None], end: Callable[[str, str], None]) -> None:
-        self._own, self._world, self._say, self._end = own, world, say, end
+    def __init__(self, own: Member, world: int, whereabouts: Whereabouts, end: Callable[[str, str], None]) -> None:
+        self._own, self._world, self._whereabouts, self._end = own, world, whereabouts, end
         self._clock = AwakeClock()
-        self._observer = Observer(own.rank, own.host)
+        self._observer = Observer(own.rank, own.host, whereabouts)
         self._rounds, self._asking = Rounds(), Asking()
         self._left: dict[int, tuple[float, str]] = {}
         """By rank, when it said goodbye: by the clock, and in words."""
@@ -189,7 +190,7 @@ class StallTalk:
     def begin(self) -> None:
         """From now on the guard of the last resort runs, and :meth:`look` tells it that this process runs."""
         self._guard.begin()
-        here.on_new_limit = self._arm
+        self._whereabouts.on_new_limit = self._arm
 
     def look(self, neighbours: Mapping[Connection, Member], hub: Connection | None) -> BaseException | None:
         """Looks at this rank, and does what is due. Returns the error that the script handles where it stands still.
@@ -199,7 +200,7 @@ class StallTalk:
             hub: the connection to the hub; None if this rank is the hub.
         """
         # First, because what follows could fail, and the guard would end this process if it heard no more of it.
-        self._arm(here.limit)
+        self._arm(self._whereabouts.limit)
         now = self._clock.now()
         own = self._observer.look(now)
         if hub is not None:
@@ -231,7 +232,7 @@ class StallTalk:
 
     def finish(self) -> None:
         """Judges nobody any more."""
-        here.on_new_limit = None
+        self._whereabouts.on_new_limit = None
         self._guard.disarm()
 
     def let_go(self) -> None:
@@ -279,4 +280,4 @@ class StallTalk:
         else:
             left = said.stall.limit - said.stall.seconds
             ends = f"; if that lasts, the job ends in {left:.0f} s" if math.isfinite(left) else ""
-            self._say(f"ds_lgamp: {sentence}{ends}\n")
+            say(f"ds_lgamp: {sentence}{ends}\n")

@@ -7,7 +7,7 @@ import time
 
 import torch.distributed as dist
 
-from ds_lgamp.watch import this_rank
+from ds_lgamp.watch.this_rank import this_rank
 
 HOST = socket.gethostname()
 SECONDS = 30

@@ -13,7 +13,7 @@ from testing.processes import is_alive, wait
 
 RANK = """
 import os, time
-from ds_lgamp.watch import this_rank
+from ds_lgamp.watch.this_rank import this_rank
 import torch.distributed as dist
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 this_rank.start()

@@ -13,11 +13,14 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from ds_lgamp.watch import connections, guard, lifeline, this_rank
+from ds_lgamp.watch import connections, guard, lifeline
+from ds_lgamp.watch import this_rank as module
 from ds_lgamp.watch.connections import Member
+from ds_lgamp.watch.last_words import Exit
 from ds_lgamp.watch.launcher import Launcher
-from ds_lgamp.watch.lifeline import Lifeline
-from ds_lgamp.watch.whereabouts import here
+from ds_lgamp.watch.lifeline import Lifeline, Process
+from ds_lgamp.watch.this_rank import this_rank
+from ds_lgamp.watch.whereabouts import Whereabouts
 from testing.ranks import run_on_ranks, shared_number, started_ranks
 from tests.slow import slow_except
 from tests.watch.ends import HOST, SECONDS, Idle, assert_ended, begin, died, wait_for_ever
@@ -44,7 +47,7 @@ def reach(clock, phase):
 
 def know(ranks):
     """Waits until this rank holds connections to ``ranks`` and no others."""
-    while {member.rank for member in list(this_rank._current._neighbours.values())} != ranks:
+    while {member.rank for member in list(this_rank.lifeline._neighbours.values())} != ranks:
         time.sleep(0.02)
 
 
@@ -78,7 +81,7 @@ def one_ends_with_an_error(folder):
     """As the interpreter ends a script that has no hook for its errors."""
     if begin(folder) == 1:
         sys.last_value = ArithmeticError("the layer is in trouble")
-        this_rank._end()
+        this_rank.end()
         os._exit(1)
     wait_for_ever()
 
@@ -97,7 +100,7 @@ def one_catches_its_error(folder):
         if rank == 1:
             this_rank.announce("ArithmeticError: the layer is in trouble") if fails else this_rank.leave()
         else:
-            while this_rank.a_rank_fails() != fails:
+            while this_rank.a_rank_fails != fails:
                 time.sleep(0.02)
             blamed = this_rank.news() if fails == (rank == 0) else blamed
         dist.barrier()
@@ -259,13 +262,13 @@ def works_without():
     warnings = []
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())
-    this_rank.logger.addHandler(handler)
-    this_rank.own_address = lambda store: "nowhere.invalid"
+    module.logger.addHandler(handler)
+    module.own_address = lambda store: "nowhere.invalid"
     for _ in range(2):
         this_rank.start()
     guard._LATER, executor = 1.0, Idle()
     for _ in range(2):
-        with here.in_batch(executor, "a step", True, 3.0):
+        with this_rank.whereabouts.in_batch(executor, "a step", True, 3.0):
             pass
     time.sleep(5.5)
     dist.barrier()
@@ -286,7 +289,7 @@ def wakes_of_its_thread():
     """Returns how often the thread had been switched before the ranks communicated, and after it."""
     this_rank.start()
     dist.barrier()
-    status = Path(f"/proc/self/task/{this_rank._current._thread.native_id}/status")
+    status = Path(f"/proc/self/task/{this_rank.lifeline._thread.native_id}/status")
 
     def wakes():
         return sum(int(line.split()[1]) for line in status.read_text().splitlines() if "ctxt_switches" in line)
@@ -311,7 +314,7 @@ def test_the_thread_sleeps_while_ranks_communicate():
 
 def starts_alone():
     this_rank.start()
-    return this_rank._current
+    return this_rank.lifeline
 
 
 def test_a_rank_without_others_has_no_lifeline():
@@ -325,9 +328,9 @@ def leaves_while_it_handles_an_error():
         raise ArithmeticError
     except ArithmeticError:
         this_rank.leave()
-        stays = this_rank._current is not None
+        stays = this_rank.lifeline is not None
     this_rank.leave()
-    return stays, this_rank._current
+    return stays, this_rank.lifeline
 
 
 def test_a_rank_says_no_goodbye_while_it_handles_an_error():
@@ -339,7 +342,7 @@ def hub():
     """A rank in this process that others can join."""
     listener = connections.listen("localhost", alone=True)
     member = Member(0, HOST, "localhost", listener.getsockname()[1])
-    own = Lifeline(member, listener, TOKEN, 2, Launcher())
+    own = Lifeline(member, listener, TOKEN, 2, Process(Launcher(), Whereabouts(), Exit()))
     own.start(None)
     yield member
     own.leave()
@@ -374,7 +377,7 @@ def a_verdict_finds_a_full_connection(folder, clock):
     """Rank 0 has so much to say to rank 1, which is stopped, that the system takes a part of it only."""
     if begin(folder) == 0:
         reach(clock, 1)
-        (neighbour,) = this_rank._current._neighbours
+        (neighbour,) = this_rank.lifeline._neighbours
         while not neighbour.is_behind:
             neighbour.send("padding " + "x" * 10_000)
         lifeline._FAREWELL = SECONDS

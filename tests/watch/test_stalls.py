@@ -16,9 +16,9 @@ from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.placement import split_balanced
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.spec import ProgramSpec
-from ds_lgamp.watch import this_rank
+from ds_lgamp.watch import this_rank as module
 from ds_lgamp.watch.stalls import TICK
-from ds_lgamp.watch.whereabouts import here
+from ds_lgamp.watch.this_rank import this_rank
 from testing.namespaces import NetworkUnavailable, address, throttled_network
 from testing.ranks import started_ranks
 from tests.runtime.assembly import assemble, build_grid
@@ -62,7 +62,7 @@ class Training:
             before: called ahead of every action.
         """
         self.steps += 1
-        with here.in_batch(self.executor, f"step {self.steps}", True, LIMIT):
+        with this_rank.whereabouts.in_batch(self.executor, f"step {self.steps}", True, LIMIT):
             batch = BatchState(4, lambda index: load(self.steps, index), program=self.program)
             with self.executor.run_batch(batch):
                 for action in self.program:
@@ -221,7 +221,7 @@ class Enter:
 
     def __call__(self, rank):
         self.network.enter(rank)
-        this_rank.own_address = lambda store: address(rank)
+        module.own_address = lambda store: address(rank)
 
 
 def keeps_training(folder):

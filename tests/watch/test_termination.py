@@ -12,8 +12,8 @@ from contextlib import suppress
 import pytest
 import torch.distributed as dist
 
-from ds_lgamp.watch import this_rank
 from ds_lgamp.watch.launcher import Termination
+from ds_lgamp.watch.this_rank import this_rank
 from testing.ranks import run_on_ranks, started_ranks
 from tests.slow import slow_except
 from tests.watch.ends import HOST, SECONDS, assert_ended, begin, died, wait_for_ever
@@ -177,7 +177,7 @@ def has_a_thread_that(folder, does):
         is_ready(folder, rank)
         does()
 
-    this_rank._current._look = look
+    this_rank.lifeline._look = look
     if does is sleeps:
         sleeps()
     wait_for_ever()

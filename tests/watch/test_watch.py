@@ -16,12 +16,13 @@ import torch.distributed as dist
 from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.spec import ProgramSpec
-from ds_lgamp.watch import guard, last_words, this_rank
+from ds_lgamp.watch import guard, last_words
 from ds_lgamp.watch.guard import Guard
 from ds_lgamp.watch.last_words import dump_flight_recorder
 from ds_lgamp.watch.stalls import ANSWER, Asking, AwakeClock, Rounds, stalls
 from ds_lgamp.watch.standing import Neighbours, Standing, Wait
-from ds_lgamp.watch.whereabouts import FIRST_BATCH, Observer, Place, Whereabouts, here
+from ds_lgamp.watch.this_rank import this_rank
+from ds_lgamp.watch.whereabouts import FIRST_BATCH, Observer, Place, Whereabouts
 from testing.processes import is_alive, wait
 from testing.ranks import run_on_ranks, started_ranks
 
@@ -249,13 +250,13 @@ def looks_at_itself():
     """Returns the processor time of a look at a rank that gets on, in seconds."""
     this_rank.start()
     executor = running("F1.0", "forward")
-    with here.in_batch(executor, "step 5", True, LIMIT):
-        here.place = Place.BATCH
+    with this_rank.whereabouts.in_batch(executor, "step 5", True, LIMIT):
+        this_rank.whereabouts.place = Place.BATCH
         begin = time.thread_time()
         # In a row: alone, a look takes as long as a core needs to wake up, which is the machine's affair.
         for number in range(LOOKS):
             executor.row = number % len(executor.program)
-            this_rank._current.stalls.look({}, None)
+            this_rank.lifeline.stalls.look({}, None)
         return (time.thread_time() - begin) / LOOKS
 
 
@@ -309,7 +310,7 @@ def waits_in_a_batch_until_told(folder):
     dist.barrier()
     executor = running("F1.0", "activation")
     executor.begun.add(True)
-    with here.in_batch(executor, "step 1", True, PAUSED_LIMIT):
+    with this_rank.whereabouts.in_batch(executor, "step 1", True, PAUSED_LIMIT):
         (folder / f"{dist.get_rank()} waits").write_text(str(os.getpid()))
         if dist.get_rank() == 0:
             dist.barrier()
@@ -344,7 +345,7 @@ def keeps_the_interpreter():
     guard._LATER = 1.0
     this_rank.start()
     dist.barrier()
-    with here.in_batch(running("F1.0", ""), "step 1", True, 1 / FIRST_BATCH):
+    with this_rank.whereabouts.in_batch(running("F1.0", ""), "step 1", True, 1 / FIRST_BATCH):
         ctypes.PyDLL(None).sleep(20)
 
 
@@ -359,7 +360,7 @@ def forks(folder):
     """Leaves a forked process behind that knows nothing of the guard, and ends."""
     this_rank.start()
     dist.barrier()
-    (folder / f"{dist.get_rank()} is guarded").write_text(str(this_rank._current.stalls._guard._process.pid))
+    (folder / f"{dist.get_rank()} is guarded").write_text(str(this_rank.lifeline.stalls._guard._process.pid))
     child = os.fork()
     if child == 0:
         time.sleep(1000)

@@ -9,10 +9,10 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.model.module import over_data
 from ds_lgamp.integrations.shard_keys import HPZ, MICS, active
-from ds_lgamp.integrations.transports import current
 from ds_lgamp.partition.agreement import raise_everywhere
 from ds_lgamp.runtime.node import node_name
 from ds_lgamp.schedule.hierarchy import Hierarchy
+from ds_lgamp.watch.this_rank import this_rank
 
 
 def hierarchy_of(config: Mapping[str, Any], zero_stage: int, module: PipelineModule) -> Hierarchy | None:
@@ -46,7 +46,7 @@ def hierarchy_of(config: Mapping[str, Any], zero_stage: int, module: PipelineMod
 
 def _place() -> str:
     """Returns where this rank is, in words: its island if there is a cluster file, else its node."""
-    assignment = current()
+    assignment = this_rank.assignment
     return f"node {node_name()}" if assignment is None else f"island {assignment.slots[dist.get_rank()].island}"
 
 

@@ -1,41 +1,18 @@
 """Finishes what living engines have under way, before process groups end."""
 
-from collections.abc import Callable
-from typing import Protocol
-from weakref import WeakKeyDictionary
-
 from ds_lgamp.checkpoint.saver import wait_for_all
 from ds_lgamp.integrations.deepspeed.checkpoint.live import end_all
-
-
-class Gathering(Protocol):
-    """An engine that gathers parameters in the background."""
-
-    def finish_gathers(self) -> None:
-        """Waits until no parameters are on their way to this rank."""
-
-
-_engines: WeakKeyDictionary[Gathering, None] = WeakKeyDictionary()
-"""In the order in which they began, which is the same on all ranks; a set would have another order on each rank."""
-_first: dict[Callable[[], None], None] = {}
-
-
-def finish_at_the_end(engine: Gathering) -> None:
-    """Lets :func:`finish_engines` wait for ``engine`` as long as it lives."""
-    _engines[engine] = None
-
-
-def first_at_the_end(agree: Callable[[], None]) -> None:
-    """Lets :func:`finish_engines` call ``agree`` before it asks any engine: engines of other ranks may live longer."""
-    _first[agree] = None
+from ds_lgamp.watch.this_rank import this_rank
 
 
 def finish_engines() -> None:
     """Waits for the gathers and saves that engines have under way, and ends their live states. Collective over all
     ranks; raises CheckpointError on every rank if a save failed."""
-    for agree in _first:
+    for agree in list(this_rank.agreements):
+        # Once, also where ranks disagree.
+        del this_rank.agreements[agree]
         agree()
-    for engine in _engines:
+    for engine in this_rank.engines:
         engine.finish_gathers()
     try:
         wait_for_all()

@@ -28,7 +28,6 @@ from ds_lgamp.integrations.deepspeed.engine import stock_methods
 from ds_lgamp.integrations.deepspeed.engine.batch_terms import batch_terms
 from ds_lgamp.integrations.deepspeed.engine.casting import prepare_layers
 from ds_lgamp.integrations.deepspeed.engine.data import BatchLoader
-from ds_lgamp.integrations.deepspeed.engine.ending import finish_at_the_end
 from ds_lgamp.integrations.deepspeed.engine.executor import build_executor
 from ds_lgamp.integrations.deepspeed.engine.first_messages import no_first_messages
 from ds_lgamp.integrations.deepspeed.engine.host_updates import HostUpdateError
@@ -55,7 +54,7 @@ from ds_lgamp.integrations.tracing import trace_if_asked
 from ds_lgamp.runtime.batch import BatchState, LoadMicroBatch
 from ds_lgamp.runtime.clocks import Stopwatch
 from ds_lgamp.schedule.spec import ProgramSpec
-from ds_lgamp.watch.whereabouts import here
+from ds_lgamp.watch.this_rank import this_rank
 
 
 class LgampEngine(PipelineEngine):
@@ -108,7 +107,7 @@ class LgampEngine(PipelineEngine):
         refuse_delayed_scaling(module)
         self._lgamp_initialising = False
         self._prepare_training()
-        finish_at_the_end(self)
+        this_rank.engines[self] = None
 
     def _all_layers(self, module: PipelineModule) -> Iterable[torch.nn.Module]:
         """Returns the layers that are on this rank ahead of their placement."""
@@ -339,7 +338,7 @@ class LgampEngine(PipelineEngine):
         """
         label = f"step {self.global_steps + 1}" if training else f"an evaluation after step {self.global_steps}"
         trace = self.executor.trace if training else None
-        with here.in_batch(self.executor, label, training, self.lgamp_settings.patience, ends):
+        with this_rank.whereabouts.in_batch(self.executor, label, training, self.lgamp_settings.patience, ends):
             if begins:
                 self._partition.attach_parameters()
             if begins and training:

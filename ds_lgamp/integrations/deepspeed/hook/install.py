@@ -21,7 +21,6 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.utils.logging import log_dist
 
 from ds_lgamp.config import BLOCK, ConfigError, read_block
-from ds_lgamp.integrations import transports
 from ds_lgamp.integrations.deepspeed.checkpoint.fp32_weights import serve_zero_to_fp32
 from ds_lgamp.integrations.deepspeed.config.check_keys import check_batch_sizes, check_keys
 from ds_lgamp.integrations.deepspeed.config.disagreement import refuse_differing_ranks
@@ -40,7 +39,7 @@ from ds_lgamp.integrations.seams import resolve
 from ds_lgamp.integrations.shard_keys import for_deepspeed
 from ds_lgamp.integrations.speeds import with_speeds
 from ds_lgamp.integrations.user_script import say_without_effect
-from ds_lgamp.watch import this_rank
+from ds_lgamp.watch.this_rank import this_rank
 
 _registry = resolve("deepspeed.runtime.engine_registry")
 """The registry of a patched DeepSpeed, whose PipelineModule also remembers its ``partition_method``; else None."""
@@ -158,7 +157,7 @@ def plain_engine(stock: Callable[..., Any], *positional: Any, **arguments: Any) 
 
 def _with_cluster(config: dict[str, Any], replicas: bool = True) -> dict[str, Any]:
     """Adds the speeds that the cluster file of ``ds_lgamp run --cluster`` knows, and says so."""
-    filled = with_speeds(config, transports.current(), replicas)
+    filled = with_speeds(config, this_rank.assignment, replicas)
     for key, value in (filled.get(BLOCK) or {}).items():
         # As what --cluster itself says: DeepSpeed's log shows no more than warnings by default.
         if key not in config[BLOCK] and dist.get_rank() == 0:

@@ -1,7 +1,6 @@
 """Builds the engine of a plain script."""
 
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from deepspeed.runtime.config import DeepSpeedConfig
@@ -21,16 +20,14 @@ from ds_lgamp.integrations.deepspeed.plain.module import pipeline_module, topolo
 from ds_lgamp.integrations.deepspeed.plain.outputs_engine import OutputsEngine
 from ds_lgamp.integrations.deepspeed.plain.sequence_parallel import check_layout, sequence_ranks
 from ds_lgamp.integrations.shard_keys import for_deepspeed
-
-_with_engine: WeakSet[torch.nn.Module] = WeakSet()
-"""The models that have an engine, or had one: their methods and parameters are its own."""
+from ds_lgamp.watch.this_rank import this_rank
 
 
 def build_engine(settings: LgampConfig, arguments: dict[str, Any]) -> ModelEngine:
     """Returns the engine for the arguments that ``deepspeed.initialize`` passes to DeepSpeedEngine. Collective over all
     ranks; raises ConfigError on all if the engine cannot train the model as asked."""
     model = arguments["model"]
-    if model in _with_engine or _has_hooks_of_zero_3(model):
+    if model in this_rank.models or _has_hooks_of_zero_3(model):
         raise ConfigError(
             f"the {type(model).__name__} has an engine already, which a {BLOCK} block cannot replace; save its weights "
             "and give a new model to deepspeed.initialize or the Trainer, without auto_find_batch_size"
@@ -64,7 +61,7 @@ def build_engine(settings: LgampConfig, arguments: dict[str, Any]) -> ModelEngin
         )
     finally:
         stock_groups.mpu = mpu_of_others if sequence_ranks(given_mpu) == 1 else given_mpu
-    _with_engine.add(model)
+    this_rank.models.add(model)
     return engine
 
 

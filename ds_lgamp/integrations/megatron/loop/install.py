@@ -34,7 +34,7 @@ from ds_lgamp.integrations.megatron.loop.sharded.install import (
 from ds_lgamp.integrations.megatron.loop.sharded.seams import check_sharding_seams
 from ds_lgamp.integrations.replacing import replace_attribute, replace_everywhere
 from ds_lgamp.integrations.seams import resolve
-from ds_lgamp.watch import this_rank
+from ds_lgamp.watch.this_rank import this_rank
 
 _register = getattr(schedules, "register_forward_backward_func", None)
 """Registers a selector of schedules in a Megatron-core that has patches/ applied; else None."""

@@ -19,8 +19,7 @@ from ds_lgamp.runtime.ring import ring_links
 from ds_lgamp.runtime.trace import Trace
 from ds_lgamp.schedule.actions import Action, Kind
 from ds_lgamp.schedule.spec import ProgramSpec
-from ds_lgamp.watch import this_rank
-from ds_lgamp.watch.whereabouts import here
+from ds_lgamp.watch.this_rank import this_rank
 
 Data = DistributedData | ShardedData
 _ADVICE = "pass seq_length and micro_batch_size as they are in the batch, or set variable_seq_lengths"
@@ -73,6 +72,7 @@ class Pipeline:
             self._shapes, self._batch, self._timing.timers = shapes, batch, batch.config.timers
             training = not batch.forward_only
             state = BatchState(batch.micro_batches, _no_data, training, program=program)
+            here = this_rank.whereabouts
             watched = here.in_batch(executor, f"batch {here.batch + 1}", training, self._patience)
             with watched, executor.run_batch(state):
                 if training and self._trace is not None:

@@ -64,11 +64,11 @@ def run_script(script: str, arguments: Sequence[str], path: str, keys: dict[str,
 def _with_cluster(config: dict[str, Any], arguments: Sequence[str]) -> dict[str, Any]:
     """Adds the speeds that the cluster file of ``ds_lgamp run --cluster`` knows, unless a flag cuts the layers."""
     # torch is imported late, as everything that Megatron-LM may want to prepare for.
-    from ds_lgamp.integrations import transports
+    from ds_lgamp.watch.this_rank import this_rank
 
     options = tuple(map(option_of, (LAYOUT, *CHUNK_FLAGS, *RANK_FLAGS)))
     cuts = any(argument.startswith(options) for argument in arguments)
-    return config if cuts else with_speeds(config, transports.current(), replicas=False)
+    return config if cuts else with_speeds(config, this_rank.assignment, replicas=False)
 
 
 def read_config(path: str) -> dict[str, Any]:
