@@ -198,6 +198,28 @@ def test_an_engine_that_is_gone_is_not_kept_alive():
     assert Observer(1, "host", whereabouts).look(0.0, closely=True).done == {}
 
 
+def test_two_engines_in_turn_have_a_limit_a_first_batch_and_a_program_each():
+    whereabouts, first, second = Whereabouts(), running("F1.0", "activation"), running("F1.1", "")
+    observer, seen = Observer(1, "host", whereabouts), []
+    for number in (1, 2):
+        for executor, limit in ((first, LIMIT), (second, LIMIT / 2)):
+            with whereabouts.in_batch(executor, f"step {number}", True, limit):
+                whereabouts.place = Place.BATCH
+                standing = observer.look(0.0, closely=True)
+                seen.append((standing.limit, standing.place, len(standing.waits), standing.label))
+    del second, executor
+    with whereabouts.in_batch(first, "step 3", True, LIMIT):
+        whereabouts.place = Place.BATCH
+        last = observer.look(0.0, closely=True)
+    assert seen == [
+        (FIRST_BATCH * LIMIT, "in F1.0", 1, "step 1"),
+        (FIRST_BATCH * LIMIT / 2, "in F1.1", 0, "step 1"),
+        (LIMIT, "in F1.0", 1, "step 2"),
+        (LIMIT / 2, "in F1.1", 0, "step 2"),
+    ]
+    assert (last.limit, last.place, len(last.waits), last.batch) == (LIMIT, "in F1.0", 1, 5)
+
+
 def test_a_batch_that_fails_does_not_count_as_the_first_and_is_said_to_have_failed():
     whereabouts, executor = Whereabouts(), running("F1.0", "")
     with pytest.raises(ArithmeticError), whereabouts.in_batch(executor, "step 5", True, LIMIT):
