@@ -23,7 +23,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "config.py",
         "integrations/deepspeed/config/",
         "integrations/program_spec.py",
-        "integrations/speeds.py",
+        "integrations/cluster_file.py",
     ),
     "engine": ("integrations/",),
     "models": ("integrations/transformers/", "integrations/deepspeed/plain/"),

@@ -20,15 +20,13 @@ FLOORS = (
     ("partition", "runtime"),
     ("checkpoint", "optimizers"),
     (
-        "integrations.ending",
+        "integrations.cluster_file",
         "integrations.handshake",
         "integrations.program_spec",
         "integrations.replacing",
         "integrations.seams",
         "integrations.shard_keys",
-        "integrations.speeds",
         "integrations.tracing",
-        "integrations.transports",
         "integrations.user_script",
     ),
     (

@@ -48,11 +48,6 @@ def wait_for_all() -> None:
         raise failures[0]
 
 
-def is_writing() -> bool:
-    """Whether a save is in progress."""
-    return bool(this_rank.savers)
-
-
 class Saver:
     """Saves one checkpoint at a time. The next save waits for the last, and so does process exit.
 

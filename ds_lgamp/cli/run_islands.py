@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.cost.assignment import Assignment, Demand
-from ds_lgamp.integrations import transports
-from ds_lgamp.integrations.ending import failures_end_the_process
-from ds_lgamp.integrations.transports import install_transports
+from ds_lgamp.integrations import cluster_file
+from ds_lgamp.integrations.cluster_file import install_transports
+from ds_lgamp.integrations.user_script import failures_end_the_process
 from ds_lgamp.planner.assign import as_launched, assign, ranked
 from ds_lgamp.planner.demand import demand_of_facts, megatron_demand
 from ds_lgamp.planner.exposed import Exposed, exposed
@@ -149,7 +149,7 @@ def _environment(cluster: IslandCluster, island: int) -> dict[str, str]:
     """Returns the variables of a node of ``island``. They hold for the whole process; groups choose networks by
     options."""
     outside = cluster.outside(island).interface
-    sockets = {} if outside is None else dict.fromkeys(("NCCL_SOCKET_IFNAME", transports.GLOO_INTERFACE), outside)
+    sockets = {} if outside is None else dict.fromkeys(("NCCL_SOCKET_IFNAME", cluster_file.GLOO_INTERFACE), outside)
     return {**sockets, **cluster.islands[island].environment}
 
 

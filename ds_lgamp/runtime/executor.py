@@ -26,8 +26,7 @@ from ds_lgamp.runtime.graph import (
 from ds_lgamp.runtime.layer_state import Moment
 from ds_lgamp.runtime.links import Links
 from ds_lgamp.runtime.partition import Partition
-from ds_lgamp.runtime.random_state import Draws, RandomSource
-from ds_lgamp.runtime.saved_tensors import SavedTensors
+from ds_lgamp.runtime.recompute import Draws, RandomSource, SavedTensors
 from ds_lgamp.runtime.stored_inputs import StoredInputs
 from ds_lgamp.runtime.trace import Trace
 from ds_lgamp.schedule.actions import COMPUTE, Action, Kind

@@ -20,7 +20,7 @@ from ds_lgamp.checkpoint.folder import read_latest
 from ds_lgamp.checkpoint.saver import Saver, wait_for_all
 from ds_lgamp.checkpoint.shard import FlatShard, ShardGroup
 from ds_lgamp.checkpoint.storage import ChecksummedWriter
-from ds_lgamp.integrations.ending import failures_end_the_process
+from ds_lgamp.integrations.user_script import failures_end_the_process
 from ds_lgamp.watch.this_rank import this_rank
 from ds_lgamp.watch.whereabouts import FIRST_BATCH
 from testing import SCRIPTS

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from ds_lgamp.checkpoint.errors import CheckpointError
-from ds_lgamp.integrations.ending import failures_end_the_process
+from ds_lgamp.integrations.user_script import failures_end_the_process
 from ds_lgamp.watch.this_rank import this_rank
 from testing import SCRIPTS
 from testing.ranks import shared_number, started_ranks

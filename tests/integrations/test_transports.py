@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from ds_lgamp.cost.assignment import Assignment, Slot, Transport
-from ds_lgamp.integrations import transports
-from ds_lgamp.integrations.transports import install_transports
+from ds_lgamp.integrations import cluster_file
+from ds_lgamp.integrations.cluster_file import install_transports
 from ds_lgamp.watch.this_rank import this_rank
 from testing.ranks import run_on_ranks
 
@@ -34,7 +34,7 @@ def asked(monkeypatch):
     calls = []
     monkeypatch.setattr(this_rank, "assignment", ASSIGNMENT)
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.delenv(transports.GLOO_INTERFACE, raising=False)
+    monkeypatch.delenv(cluster_file.GLOO_INTERFACE, raising=False)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
@@ -43,7 +43,7 @@ def asked(monkeypatch):
         for name in ("init_process_group", "new_group", "split_group"):
 
             def stock(*positional, **options):
-                calls.append((options, os.environ.get(transports.GLOO_INTERFACE)))
+                calls.append((options, os.environ.get(cluster_file.GLOO_INTERFACE)))
 
             stock.__signature__ = inspect.signature(getattr(dist, name))
             monkeypatch.setattr(dist, name, stock)
@@ -95,7 +95,7 @@ def test_gloo_finds_its_interface_in_the_environment_while_a_group_is_made(asked
     assert asked[-1] == ({"ranks": [0, 3], "backend": "gloo"}, "lo")
     dist.new_group([0, 1], backend="gloo")
     assert asked[-1][1] is None
-    assert transports.GLOO_INTERFACE not in os.environ
+    assert cluster_file.GLOO_INTERFACE not in os.environ
 
 
 def test_without_a_cluster_file_nothing_changes(asked, monkeypatch):

@@ -3,7 +3,7 @@
 import torch
 
 from ds_lgamp.runtime.messages import laid_out
-from ds_lgamp.runtime.random_state import hashed_seed
+from ds_lgamp.runtime.recompute import hashed_seed
 
 
 def plain(tensor):

@@ -19,8 +19,7 @@ from ds_lgamp.integrations.split.snapshot import Snapshot, untouched
 from ds_lgamp.integrations.split.stand_ins import replacing
 from ds_lgamp.integrations.split.travelling import one
 from ds_lgamp.runtime.chunk import Chunk, cloned
-from ds_lgamp.runtime.random_state import RandomSource, read_states, undisturbed
-from ds_lgamp.runtime.saved_tensors import SavedTensors
+from ds_lgamp.runtime.recompute import RandomSource, SavedTensors, read_states, undisturbed
 
 _LARGEST = 250_000_000
 """Parameters of the largest models that are compared. For others it would take seconds, and much memory."""

@@ -17,7 +17,7 @@ from ds_lgamp.integrations.split.imagined import is_imagined
 from ds_lgamp.integrations.split.parts import Result
 from ds_lgamp.integrations.split.survey import Survey
 from ds_lgamp.integrations.split.travelling import one, other, random_results, reached
-from ds_lgamp.runtime.random_state import RandomSource, undisturbed
+from ds_lgamp.runtime.recompute import RandomSource, undisturbed
 
 _DEPENDS = (
     "depends on random numbers that its forward draws ahead of the blocks, on values of modules there, or on what an "

@@ -18,7 +18,7 @@ from ds_lgamp.integrations.split.forward import SplitForward
 from ds_lgamp.integrations.split.imagined import Imagined, UnknownShape
 from ds_lgamp.integrations.split.stand_ins import Touched
 from ds_lgamp.integrations.split.survey import Survey
-from ds_lgamp.runtime.random_state import RandomSource, undisturbed
+from ds_lgamp.runtime.recompute import RandomSource, undisturbed
 
 
 def check_foreign(

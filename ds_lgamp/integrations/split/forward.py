@@ -41,7 +41,7 @@ from ds_lgamp.integrations.split.stand_ins import (
 )
 from ds_lgamp.integrations.split.survey import Survey
 from ds_lgamp.integrations.split.travelling import EARLIER, Fill, Travelling, uses
-from ds_lgamp.runtime.random_state import RandomSource, undisturbed
+from ds_lgamp.runtime.recompute import RandomSource, undisturbed
 
 Visit = Callable[[int, Tensor, BlockArguments], Tensor]
 """Called in place of a block, with its number, the hidden states and the other arguments. Returns hidden states."""

@@ -17,7 +17,7 @@ from ds_lgamp.integrations.split.parts import Part, Sides, parameters_of, part_o
 from ds_lgamp.integrations.split.snapshot import Snapshot
 from ds_lgamp.integrations.split.survey import Survey, evaluating
 from ds_lgamp.runtime.chunk import Tensors, as_tuple
-from ds_lgamp.runtime.random_state import RandomSource
+from ds_lgamp.runtime.recompute import RandomSource
 
 logger = logging.getLogger(__name__)
 

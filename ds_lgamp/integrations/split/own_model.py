@@ -19,7 +19,7 @@ from ds_lgamp.integrations.split.output import NotReturned
 from ds_lgamp.integrations.split.parts import model_of
 from ds_lgamp.integrations.split.snapshot import untouched
 from ds_lgamp.integrations.split.survey import Survey, evaluating, survey
-from ds_lgamp.runtime.random_state import RandomSource, undisturbed
+from ds_lgamp.runtime.recompute import RandomSource, undisturbed
 
 
 class OwnModelLayers(SplitLayers):

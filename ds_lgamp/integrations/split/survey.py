@@ -32,7 +32,7 @@ from ds_lgamp.integrations.split.parts import (
     restored_modes,
 )
 from ds_lgamp.integrations.split.stand_ins import Passed, Touched, Visited, replacing
-from ds_lgamp.runtime.random_state import RandomSource, undisturbed
+from ds_lgamp.runtime.recompute import RandomSource, undisturbed
 
 
 class Survey(NamedTuple):

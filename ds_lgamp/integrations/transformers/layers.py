@@ -22,7 +22,7 @@ from ds_lgamp.integrations.transformers.models import planned_names, without_cac
 from ds_lgamp.integrations.transformers.refusals import refuse_arguments, refuse_model
 from ds_lgamp.integrations.transformers.settings import ForwardSettings
 from ds_lgamp.integrations.transformers.sharding import whole_to_layers
-from ds_lgamp.runtime.random_state import RandomSource
+from ds_lgamp.runtime.recompute import RandomSource
 
 
 class ModelLayers(SplitLayers):

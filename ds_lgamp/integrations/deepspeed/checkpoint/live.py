@@ -25,12 +25,6 @@ from ds_lgamp.watch.this_rank import this_rank
 logger = logging.getLogger(__name__)
 
 
-def end_all() -> None:
-    """Ends the live states of all engines of this process."""
-    for live in list(this_rank.live_checkpoints):
-        live.end()
-
-
 class Engine(Run, Protocol):
     """An engine, as far as its live state is concerned."""
 

@@ -18,7 +18,7 @@ from ds_lgamp.runtime.chunk import Chunk
 from ds_lgamp.runtime.clocks import Stopwatch
 from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.messages import laid_out
-from ds_lgamp.runtime.random_state import RandomSource
+from ds_lgamp.runtime.recompute import RandomSource
 from ds_lgamp.runtime.ring import ring_links
 from ds_lgamp.runtime.stored_inputs import StoredInputs
 

@@ -9,7 +9,7 @@ import torch
 from deepspeed.runtime.dataloader import RepeatingLoader
 from torch.utils.data import DataLoader
 
-from ds_lgamp.runtime.random_state import undisturbed
+from ds_lgamp.runtime.recompute import undisturbed
 
 
 def take_own_data(engine: Any) -> None:

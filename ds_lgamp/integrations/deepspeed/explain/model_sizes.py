@@ -15,7 +15,7 @@ from ds_lgamp.integrations.deepspeed.model.deferred_init import build_without_me
 from ds_lgamp.integrations.deepspeed.model.layout import Layout, layer_types
 from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
 from ds_lgamp.integrations.deepspeed.model.selective import offers_selective
-from ds_lgamp.runtime.random_state import undisturbed
+from ds_lgamp.runtime.recompute import undisturbed
 
 
 @dataclass(frozen=True)

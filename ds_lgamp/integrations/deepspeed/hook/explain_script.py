@@ -6,11 +6,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from ds_lgamp.config import BLOCK, ConfigError
+from ds_lgamp.integrations.cluster_file import with_speeds
 from ds_lgamp.integrations.deepspeed.hook.run_script import STOCK_REFUSAL, check_config
 from ds_lgamp.integrations.deepspeed.hook.seams import check_seams
-from ds_lgamp.integrations.ending import failures_end_the_process
-from ds_lgamp.integrations.speeds import with_speeds
-from ds_lgamp.integrations.user_script import run_as_main
+from ds_lgamp.integrations.user_script import failures_end_the_process, run_as_main
 
 # These need a DeepSpeed that check_seams accepts, so functions import them.
 if TYPE_CHECKING:

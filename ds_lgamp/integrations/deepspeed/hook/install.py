@@ -21,11 +21,11 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.utils.logging import log_dist
 
 from ds_lgamp.config import BLOCK, ConfigError, read_block
+from ds_lgamp.integrations.cluster_file import with_speeds
 from ds_lgamp.integrations.deepspeed.checkpoint.fp32_weights import serve_zero_to_fp32
 from ds_lgamp.integrations.deepspeed.config.check_keys import check_batch_sizes, check_keys
 from ds_lgamp.integrations.deepspeed.config.disagreement import refuse_differing_ranks
 from ds_lgamp.integrations.deepspeed.config.refusals import sentence_of
-from ds_lgamp.integrations.deepspeed.engine.ending import finish_engines
 from ds_lgamp.integrations.deepspeed.engine.engine import LgampEngine
 from ds_lgamp.integrations.deepspeed.hook.compiling import name_forgotten_locks
 from ds_lgamp.integrations.deepspeed.model.deferred_init import is_deferred
@@ -33,12 +33,10 @@ from ds_lgamp.integrations.deepspeed.model.first_values import share_given_layer
 from ds_lgamp.integrations.deepspeed.model.zero_init import gather_partitioned, whole_construction
 from ds_lgamp.integrations.deepspeed.plain import sequence_parallel
 from ds_lgamp.integrations.deepspeed.plain.build import build_engine, only_evaluates
-from ds_lgamp.integrations.ending import end_well, leaves_because_of_an_error
 from ds_lgamp.integrations.replacing import replace_attribute, standing_in
 from ds_lgamp.integrations.seams import resolve
 from ds_lgamp.integrations.shard_keys import for_deepspeed
-from ds_lgamp.integrations.speeds import with_speeds
-from ds_lgamp.integrations.user_script import say_without_effect
+from ds_lgamp.integrations.user_script import end_well, finish_engines, leaves_because_of_an_error, say_without_effect
 from ds_lgamp.watch.this_rank import this_rank
 
 _registry = resolve("deepspeed.runtime.engine_registry")
@@ -223,7 +221,7 @@ def install(pipeline: Callable[..., Any] = pipeline_engine, plain: Callable[...,
     _undo.callback(_installed.clear)
     for module in (dist, dist.distributed_c10d):
         replace_attribute(module, _stock_destroy.__name__, _destroy_process_group, _undo)
-    end_well(_undo, finish_engines)
+    end_well(_undo)
     _undo.callback(this_rank.leave)
     name_forgotten_locks(_undo)
     serve_zero_to_fp32(_undo)

@@ -7,8 +7,7 @@ from typing import Any, NoReturn
 from ds_lgamp.config import ConfigError, read_block
 from ds_lgamp.integrations.deepspeed.config.check_keys import check_keys, without_auto
 from ds_lgamp.integrations.deepspeed.hook.seams import check_seams
-from ds_lgamp.integrations.ending import failures_end_the_process, leave
-from ds_lgamp.integrations.user_script import run_as_main
+from ds_lgamp.integrations.user_script import failures_end_the_process, leave, run_as_main
 
 STOCK_REFUSAL = "must divide distributed world size"
 """Words of PipelineModule's own error for a number of stages that does not divide the number of ranks."""

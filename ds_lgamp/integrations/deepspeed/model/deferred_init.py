@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
-from ds_lgamp.runtime.random_state import undisturbed
+from ds_lgamp.runtime.recompute import undisturbed
 
 _SEED = "_ds_lgamp_deferred_seed"
 """The attribute that marks a module with deferred layers. Its value seeds them if they have no seeds of their own."""

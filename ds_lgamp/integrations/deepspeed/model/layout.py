@@ -10,7 +10,7 @@ from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule
 from ds_lgamp.config import LgampConfig
 from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
 from ds_lgamp.integrations.program_spec import chunk_bounds, place
-from ds_lgamp.runtime.random_state import undisturbed
+from ds_lgamp.runtime.recompute import undisturbed
 from ds_lgamp.schedule.orders import chunks_of
 from ds_lgamp.schedule.placement import Placement
 

@@ -27,7 +27,7 @@ from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
 from ds_lgamp.integrations.deepspeed.model.traits import Traits, adopt_traits, traits_of
 from ds_lgamp.partition.agreement import everyone, raise_everywhere
 from ds_lgamp.partition.rows import bytes_of
-from ds_lgamp.runtime.random_state import undisturbed
+from ds_lgamp.runtime.recompute import undisturbed
 
 TIED_MODULES = "tied_modules."
 """How global names in tied modules begin."""

@@ -7,7 +7,7 @@ from typing import Any
 import numpy
 import torch
 
-from ds_lgamp.runtime.random_state import RandomSource, default_sources, hashed_seed
+from ds_lgamp.runtime.recompute import RandomSource, default_sources, hashed_seed
 
 
 def layer_sources(device: torch.device) -> list[RandomSource]:

@@ -7,10 +7,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ds_lgamp.config import BLOCK, ConfigError, read_block
-from ds_lgamp.integrations.ending import failures_end_the_process, leave
+from ds_lgamp.integrations.cluster_file import with_speeds
 from ds_lgamp.integrations.megatron.loop.flags import CHUNK_FLAGS, LAYOUT, RANK_FLAGS, option_of
-from ds_lgamp.integrations.speeds import with_speeds
-from ds_lgamp.integrations.user_script import find_modules_beside, run_as_main, say_without_effect
+from ds_lgamp.integrations.user_script import (
+    failures_end_the_process,
+    find_modules_beside,
+    leave,
+    run_as_main,
+    say_without_effect,
+)
 
 OPTION, VARIABLE = "--ds-lgamp-config", "DS_LGAMP_CONFIG"
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from ds_lgamp.integrations.deepspeed.engine.ending import finish_engines
+from ds_lgamp.integrations.user_script import finish_engines
 from ds_lgamp.watch.this_rank import this_rank
 
 
