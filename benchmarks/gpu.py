@@ -21,7 +21,7 @@ from benchmarks.gpt.contenders import BASELINE, CONTENDERS, Contender, Training
 from benchmarks.gpt.process import free_memory, prepare_process, start_hosts
 from benchmarks.gpt.sizes import LARGE, PEAK_FLOPS, SIZES, TINY, GptSize
 from benchmarks.record import OURS, Failure, Record, begin, finish, write_json
-from ds_lgamp.integrations.deepspeed.engine.ending import finish_engines
+from ds_lgamp.integrations.user_script import finish_engines
 from testing.ranks import run_on_ranks
 
 NAME, NOT_RUN = "gpu", "not run"

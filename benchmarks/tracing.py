@@ -22,7 +22,7 @@ import torch.distributed as dist
 from benchmarks.contenders import Layout
 from benchmarks.model import ModelSize
 from benchmarks.record import OURS, REPETITIONS, Record, begin
-from ds_lgamp.runtime.stopwatch import Stopwatch
+from ds_lgamp.runtime.clocks import Stopwatch
 from ds_lgamp.runtime.trace import Trace
 from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.spec import ProgramSpec

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
-from ds_lgamp.runtime.transport import GLOO_INTERFACE
+from ds_lgamp.integrations.cluster_file import GLOO_INTERFACE
 
 INTERFACE, ISLAND_INTERFACE = "eth0", "eth1"
 """To all nodes, and to those of the own island."""

@@ -16,17 +16,16 @@ FLOORS = (
     ("schedule",),
     ("config", "cost", "view"),
     ("planner",),
+    ("watch",),
     ("partition", "runtime"),
     ("checkpoint", "optimizers"),
     (
-        "integrations.ending",
+        "integrations.cluster_file",
         "integrations.handshake",
         "integrations.hosts",
         "integrations.program_spec",
         "integrations.shard_keys",
-        "integrations.speeds",
         "integrations.tracing",
-        "integrations.transports",
         "integrations.user_script",
     ),
     (
@@ -48,8 +47,11 @@ FLOORS = (
 """The rooms of ds_lgamp, lowest floor first. A room imports from lower floors. It imports from a room on its own floor
 if that room does not import it."""
 STRANGERS = (
-    *(("config", room) for room in ("cost", "view", "partition", "runtime", "checkpoint", "optimizers")),
-    *(("planner", room) for room in ("view", "partition", "runtime", "checkpoint", "optimizers", "integrations")),
+    *(("config", room) for room in ("cost", "view", "watch", "partition", "runtime", "checkpoint", "optimizers")),
+    *(
+        ("planner", room)
+        for room in ("view", "watch", "partition", "runtime", "checkpoint", "optimizers", "integrations")
+    ),
     ("checkpoint", "optimizers"),
     ("integrations.megatron", "integrations.deepspeed"),
     ("integrations.megatron", "integrations.transformers"),
@@ -166,7 +168,7 @@ def test_the_configuration_imports_the_schedule_and_its_parser_only():
     assert {source for importer, source in between_rooms() if importer == "config"} == {"schedule"}
 
 
-@pytest.mark.parametrize("room", ["partition", "runtime", "checkpoint", "optimizers"])
+@pytest.mark.parametrize("room", ["watch", "partition", "runtime", "checkpoint", "optimizers"])
 def test_what_every_host_shares_knows_no_host(room):
     assert not imports_outside(room) & {"deepspeed", "megatron", "transformers"}
 

@@ -19,7 +19,7 @@ from benchmarks.gpt.offload import CONTENDERS, DEEPSPEED, FSDP2_IN_MEMORY, ON_HO
 from benchmarks.gpt.process import free_memory, prepare_process, start_hosts
 from benchmarks.gpt.sizes import SIZES, TINY, GptSize
 from benchmarks.record import write_json
-from ds_lgamp.integrations.deepspeed.engine.ending import finish_engines
+from ds_lgamp.integrations.user_script import finish_engines
 from testing.ranks import run_on_ranks
 
 COMPARED = (ON_HOST, FSDP2_IN_MEMORY, DEEPSPEED)

@@ -13,7 +13,7 @@ from benchmarks.gpt.process import free_memory, start_hosts
 from benchmarks.gpu_day.equality import PRECISIONS, STEPS, compared, device, expected_losses, losses_of, size
 from benchmarks.gpu_day.layouts import Layout
 from benchmarks.gpu_day.own_loops import LOOPS
-from ds_lgamp.integrations.deepspeed.engine.ending import finish_engines
+from ds_lgamp.integrations.user_script import finish_engines
 from ds_lgamp.view.recording import read_recording
 
 FOLDER = "FOLDER"

@@ -36,7 +36,7 @@ from ds_lgamp.partition.zero_partition import build_partition
 from ds_lgamp.runtime.batch import BatchState
 from ds_lgamp.runtime.chunk import Chunk
 from ds_lgamp.runtime.executor import Executor
-from ds_lgamp.runtime.random_state import default_sources
+from ds_lgamp.runtime.recompute import default_sources
 from ds_lgamp.runtime.ring import ring_links
 from ds_lgamp.schedule.offload import Offload
 from ds_lgamp.schedule.orders import SINGLE_CHUNK_SCHEDULES

@@ -22,8 +22,7 @@ from ds_lgamp.checkpoint.errors import CheckpointError, everywhere, sentence_of
 from ds_lgamp.checkpoint.shard import FlatShard, Ranges, staged
 from ds_lgamp.checkpoint.storage import ChecksummedWriter, ShardLoadPlanner, ShardSavePlanner, VerifyingReader
 from ds_lgamp.partition.agreement import everyone
-from ds_lgamp.runtime import lifeline
-from ds_lgamp.runtime.whereabouts import here
+from ds_lgamp.watch.this_rank import this_rank
 
 logger = logging.getLogger(__name__)
 THREADS = "ds_lgamp checkpoint"
@@ -34,26 +33,19 @@ _LOOK = 1.0
 """Seconds after which a thread that rests looks whether a rank fails."""
 _PATIENCE = 60.0
 """Seconds to wait for a disk before saying so."""
-_savers: list["Saver"] = []
-"""Savers that are writing, in the order they began."""
 
 
 def wait_for_all() -> None:
     """Waits until no save is in progress. Collective over all ranks. Raises CheckpointError on every rank if a save
     failed."""
     failures = []
-    while _savers:
+    while this_rank.savers:
         try:
-            _savers[0].wait()
+            this_rank.savers[0].wait()
         except CheckpointError as failure:
             failures.append(failure)
     if failures:
         raise failures[0]
-
-
-def is_writing() -> bool:
-    """Whether a save is in progress."""
-    return bool(_savers)
 
 
 class Saver:
@@ -112,7 +104,7 @@ class Saver:
         if self._asynchronous:
             self._awaited.clear()
             self._writing = self._threads.submit(write)
-            _savers.append(self)
+            this_rank.savers.append(self)
         else:
             write()
 
@@ -122,9 +114,9 @@ class Saver:
         # must not wait for itself.
         if self._writing is not None and threading.get_ident() != self._thread:
             writing, self._writing = self._writing, None
-            _savers.remove(self)
+            this_rank.savers.remove(self)
             self._awaited.set()
-            with here.waiting_for("the save in the background"):
+            with this_rank.whereabouts.waiting_for("the save in the background"):
                 writing.result()
 
     def load(self, reader: VerifyingReader, targets: Mapping[str, FlatShard]) -> None:
@@ -186,7 +178,7 @@ class Saver:
         """Rests after ``seconds`` of work, to leave cores and memory bandwidth to training. Returns early if training
         waits, here or on a rank that fails."""
         end = time.monotonic() + seconds * REST
-        while (left := end - time.monotonic()) > 0 and not lifeline.a_rank_fails():
+        while (left := end - time.monotonic()) > 0 and not this_rank.a_rank_fails:
             if self._awaited.wait(min(left, _LOOK)):
                 return
 

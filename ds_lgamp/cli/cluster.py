@@ -15,9 +15,9 @@ from ds_lgamp.cli.progress import at_work
 from ds_lgamp.partition.agreement import everyone, raise_everywhere
 from ds_lgamp.planner.cluster import Link
 from ds_lgamp.planner.grouping import Node, cluster_text
-from ds_lgamp.runtime.before_init import node_name, require_launcher
 from ds_lgamp.runtime.calibrate import measure_nodes
-from ds_lgamp.runtime.hardware import network_kind, own_interface
+from ds_lgamp.runtime.node import network_kind, node_name, own_interface
+from ds_lgamp.watch.launcher import require_launcher
 
 
 def detect(path: Path, as_json: bool, output: TextIO) -> int:

@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.cost.assignment import Assignment, Demand
-from ds_lgamp.integrations.ending import failures_end_the_process
-from ds_lgamp.integrations.transports import install_transports
+from ds_lgamp.integrations import cluster_file
+from ds_lgamp.integrations.cluster_file import install_transports
+from ds_lgamp.integrations.user_script import failures_end_the_process
 from ds_lgamp.planner.assign import as_launched, assign, ranked
 from ds_lgamp.planner.demand import demand_of_facts, megatron_demand
 from ds_lgamp.planner.exposed import Exposed, exposed
 from ds_lgamp.planner.islands import IslandCluster, read_islands
 from ds_lgamp.planner.presence import Presence, places_of
-from ds_lgamp.runtime import transport
-from ds_lgamp.runtime.before_init import Launch, interfaces, launcher_hosts_store, node_name, node_number
+from ds_lgamp.runtime.node import interfaces, node_name
 from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.watch.launcher import Launch, launcher_hosts_store, node_number
+from ds_lgamp.watch.this_rank import this_rank
 
 if TYPE_CHECKING:
     # DeepSpeed, which this imports, is imported late: it may be missing, and takes seconds.
@@ -35,7 +37,7 @@ _DRY_RUN = timedelta(hours=1)
 def place_ranks(path: str, demand_of: Callable[[Launch], Demand]) -> None:
     """Gives this process its rank and its networks, as :func:`assigned` chooses them. An error ends the process."""
     with failures_end_the_process():
-        transport.use(assigned(path, demand_of))
+        this_rank.assignment = assigned(path, demand_of)
         # Never closed: the process keeps its networks until it ends.
         install_transports(ExitStack())
 
@@ -50,7 +52,7 @@ def assigned(path: str, demand_of: Callable[[Launch], Demand]) -> Assignment:
     """
     try:
         cluster = read_islands(path)
-        launch = Launch()
+        launch = this_rank.launch = Launch()
         own = Presence(node_name(), node_number(), launch.gpu, tuple(interfaces()))
         places = places_of(cluster, [Presence(*json.loads(text)) for text in launch.everyone(json.dumps(own))])
         demand = demand_of(launch)
@@ -147,7 +149,7 @@ def _environment(cluster: IslandCluster, island: int) -> dict[str, str]:
     """Returns the variables of a node of ``island``. They hold for the whole process; groups choose networks by
     options."""
     outside = cluster.outside(island).interface
-    sockets = {} if outside is None else dict.fromkeys(("NCCL_SOCKET_IFNAME", transport.GLOO_INTERFACE), outside)
+    sockets = {} if outside is None else dict.fromkeys(("NCCL_SOCKET_IFNAME", cluster_file.GLOO_INTERFACE), outside)
     return {**sockets, **cluster.islands[island].environment}
 
 

@@ -4,7 +4,6 @@ import socket
 import sys
 import time
 from pathlib import Path
-from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -13,9 +12,7 @@ from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.partition.agreement import everyone, raise_everywhere
 from ds_lgamp.runtime.trace import Trace
 from ds_lgamp.view.recording import RankRecording
-
-_traces: WeakValueDictionary[Path, Trace] = WeakValueDictionary()
-"""Those of living engines, by folder."""
+from ds_lgamp.watch.this_rank import this_rank
 
 
 def trace_if_asked(settings: LgampConfig, pipeline_rank: int, data_rank: int, device: torch.device) -> Trace | None:
@@ -29,11 +26,11 @@ def trace_if_asked(settings: LgampConfig, pipeline_rank: int, data_rank: int, de
     words = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     own = RankRecording(dist.get_rank(), pipeline_rank, data_rank, socket.gethostname(), words)
     folder, trace, trouble = Path(settings.trace).resolve(), None, None
-    if folder in _traces:
+    if folder in this_rank.traces:
         trouble = "where another engine of the script records"
     else:
         try:
-            trace = _traces[folder] = Trace(folder, first, last, own, dist.get_world_size(), device)
+            trace = this_rank.traces[folder] = Trace(folder, first, last, own, dist.get_world_size(), device)
         except OSError as error:
             trouble = f"which cannot be written ({error.strerror})"
     complaint = None if trouble is None else f"{BLOCK}.trace is '{settings.trace}', {trouble}; use another folder"

@@ -8,7 +8,7 @@ import torch
 
 from ds_lgamp.runtime.chunk import Tensors
 from ds_lgamp.runtime.layer_state import Moment
-from ds_lgamp.runtime.saved_tensors import SavedTensors
+from ds_lgamp.runtime.recompute import SavedTensors
 from ds_lgamp.schedule.actions import Action, Kind
 
 LoadMicroBatch = Callable[[int], tuple[Any, Any]]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ds_lgamp.partition.agreement import everyone
 from ds_lgamp.partition.collectives import start_all_gather
 from ds_lgamp.partition.groups import own_of_disjoint
-from ds_lgamp.runtime.before_init import node_name
+from ds_lgamp.runtime.node import node_name
 
 REPETITIONS = 7
 SQUARES = {"cpu": (128, 1024), "accelerator": (1024, 8192)}

@@ -11,7 +11,7 @@ from ds_lgamp.cost.activations import ChunkBytes
 from ds_lgamp.runtime.chunk import as_leaves, cloned
 from ds_lgamp.runtime.graph import backpropagate, begin_graph, end_graph, own_loss
 from ds_lgamp.runtime.measure import PeakMemory
-from ds_lgamp.runtime.saved_tensors import SavedTensors
+from ds_lgamp.runtime.recompute import SavedTensors
 
 
 def chunk_bytes(

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from ds_lgamp.runtime.batch import BatchState, Graph
 from ds_lgamp.runtime.chunk import Chunk, Tensors, as_leaves, as_tuple, cloned, detached, differentiable
+from ds_lgamp.runtime.clocks import Stopwatch, Timing
 from ds_lgamp.runtime.graph import (
     backpropagate,
     begin_graph,
@@ -25,15 +26,14 @@ from ds_lgamp.runtime.graph import (
 from ds_lgamp.runtime.layer_state import Moment
 from ds_lgamp.runtime.links import Links
 from ds_lgamp.runtime.partition import Partition
-from ds_lgamp.runtime.random_state import Draws, RandomSource
-from ds_lgamp.runtime.saved_tensors import SavedTensors
-from ds_lgamp.runtime.stopwatch import Stopwatch, Timing
+from ds_lgamp.runtime.recompute import Draws, RandomSource, SavedTensors
 from ds_lgamp.runtime.stored_inputs import StoredInputs
 from ds_lgamp.runtime.trace import Trace
-from ds_lgamp.runtime.whereabouts import Place, here
 from ds_lgamp.schedule.actions import COMPUTE, Action, Kind
 from ds_lgamp.schedule.placement import Placement
-from ds_lgamp.schedule.standing import Neighbours
+from ds_lgamp.watch.standing import Neighbours
+from ds_lgamp.watch.this_rank import this_rank
+from ds_lgamp.watch.whereabouts import Place
 
 
 class ActionError(RuntimeError):
@@ -102,7 +102,7 @@ class Executor:
         """The action that runs; None between actions."""
         self.program: Sequence[Action] = ()
         """The actions of the current batch. Another thread reads this and the next attributes
-        (:mod:`ds_lgamp.runtime.whereabouts`)."""
+        (:mod:`ds_lgamp.watch.whereabouts`)."""
         self.row = -1
         """The index of the last action that began; the length of the program once only sends are left."""
         self.doing = ""
@@ -126,7 +126,7 @@ class Executor:
         self.links.broken = True
         self._batch = batch
         self.current, self.program, self.row = None, batch.program, batch.row
-        here.place = Place.BATCH
+        this_rank.whereabouts.place = Place.BATCH
         # TorchScript saves other tensors once it has optimized a function, in its second call.
         as_written = torch.jit.optimized_execution(False) if batch.training and self.recompute else nullcontext()
         try:
@@ -156,7 +156,7 @@ class Executor:
             action = "the end of the batch" if self.current is None else str(self.current)
             if batch.name is not None and self.current is not None and self.current.kind in COMPUTE:
                 action += f" ({batch.name(self.current.micro_batch)})"
-            label = f" of {here.label}" if here.label else ""
+            label = f" of {this_rank.whereabouts.label}" if this_rank.whereabouts.label else ""
             # contextlib would raise the StopIteration instead of the RuntimeError that it caused, and end a loop of the
             # script.
             cause = None if isinstance(error, StopIteration) else error

@@ -5,7 +5,7 @@ and dtypes.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,6 +15,8 @@ HEADER_ELEMENTS = 128
 """Of every header, all int64."""
 _ALIGNMENT = 16
 """In bytes. Every tensor of a message starts at a multiple, which every dtype divides."""
+_ALIGNMENT_OF_MEMORY = 64
+"""In bytes. torch aligns memory on a CPU to this, and MKL asks for it where results must be reproducible."""
 _DTYPES = [
     torch.float32,
     torch.float64,
@@ -104,3 +106,28 @@ def allocate(spec: MessageSpec, device: torch.device) -> tuple[torch.Tensor, lis
         flat.set_(storage, start // dtype.itemsize, (shape.numel(),), (1,))
         members.append(flat.view(shape))
     return message, members
+
+
+def laid_out(value: Any) -> Any:
+    """Returns ``value`` with all its tensors contiguous and aligned, as if another rank had sent them.
+
+    Their gradients get the same layout in the backward pass. A kernel may round differently if a matrix is transposed
+    or begins elsewhere. Tensors inside tuples are included; other values are returned as they are.
+    """
+    if isinstance(value, tuple):
+        return tuple(map(laid_out, value))
+    if not isinstance(value, torch.Tensor):
+        return value
+    plain = _plain(value)
+    if plain.requires_grad and plain.is_leaf:
+        # A hook on a parameter would outlive the forward.
+        plain = plain.view_as(plain)
+    if plain.requires_grad:
+        plain.register_hook(_plain)
+    return plain
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_contiguous() and tensor.data_ptr() % _ALIGNMENT_OF_MEMORY == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)

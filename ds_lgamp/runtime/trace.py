@@ -19,9 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ds_lgamp.partition import launches
-from ds_lgamp.runtime.clocks import DeviceClock, HostClock, Mark
-from ds_lgamp.runtime.stopwatch import COMPUTE, Timing
+from ds_lgamp.runtime.clocks import COMPUTE, DeviceClock, HostClock, Mark, Timing
 from ds_lgamp.schedule.actions import AWAITED, COLLECTIVES, Action, awaited_by
 from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.version import __version__
@@ -37,6 +35,7 @@ from ds_lgamp.view.recording import (
     step_line,
     write_about,
 )
+from ds_lgamp.watch.this_rank import this_rank
 
 _LAUNCHES = frozenset(AWAITED.values())
 
@@ -102,7 +101,7 @@ class Trace:
         if not self._clock.runs:
             self._clock.start()
         self._run = _Run(_Step(number, self._clock.now()), executor, executor.timing, spec)
-        executor.timing, launches.listener = self, self
+        executor.timing, this_rank.recorder = self, self
 
     def end(self) -> None:
         """Ends the step, if it is recorded."""
@@ -117,7 +116,7 @@ class Trace:
     def stop(self) -> None:
         """Stops recording. A step that has not ended has failed; it is forgotten."""
         if self._run is not None:
-            self._run.executor.timing, launches.listener = self._run.instead, None
+            self._run.executor.timing, this_rank.recorder = self._run.instead, None
             self._run = None
 
     @contextmanager
@@ -130,7 +129,7 @@ class Trace:
         finally:
             if run is not None:
                 self._run = run
-                run.executor.timing, launches.listener = self, self
+                run.executor.timing, this_rank.recorder = self, self
 
     def close(self) -> None:
         """Writes what is left. The device has come to its end."""

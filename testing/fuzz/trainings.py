@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import ds_lgamp
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.deepspeed.engine.ending import finish_engines
+from ds_lgamp.integrations.user_script import finish_engines
 from ds_lgamp.runtime.executor import ActionError
 from testing.deepspeed_rank import prepare_rank, quiet
 from testing.fuzz.outcome import Outcome, sentence_fault

@@ -20,13 +20,14 @@ from ds_lgamp.checkpoint.folder import read_latest
 from ds_lgamp.checkpoint.saver import Saver, wait_for_all
 from ds_lgamp.checkpoint.shard import FlatShard, ShardGroup
 from ds_lgamp.checkpoint.storage import ChecksummedWriter
-from ds_lgamp.integrations.ending import failures_end_the_process
-from ds_lgamp.runtime.whereabouts import FIRST_BATCH, here
+from ds_lgamp.integrations.user_script import failures_end_the_process
+from ds_lgamp.watch.this_rank import this_rank
+from ds_lgamp.watch.whereabouts import FIRST_BATCH
 from testing import SCRIPTS
 from testing.ranks import run_on_ranks, started_ranks
 from tests.checkpoint.saving import number_of, numbered_state, numbered_tensors
-from tests.runtime.ends import HOST, Idle, assert_ended, begin, wait_for_ever
 from tests.slow import slow_except
+from tests.watch.ends import HOST, Idle, assert_ended, begin, wait_for_ever
 
 SCRIPT = SCRIPTS / "saves_and_ends.py"
 SLOW = 0.5
@@ -198,10 +199,10 @@ def fail_during_a_save(directory, stuck):
     saver = Saver(asynchronous=True, keep_last=None)
     save(saver, directory, 1)
     executor = Idle()
-    with failures_end_the_process(), here.in_batch(executor, "step 1", True, LIMIT / FIRST_BATCH):
+    with failures_end_the_process(), this_rank.whereabouts.in_batch(executor, "step 1", True, LIMIT / FIRST_BATCH):
         if dist.get_rank() == 1:
             raise ArithmeticError("in a batch")
-        with here.waiting_for("a message"):
+        with this_rank.whereabouts.waiting_for("a message"):
             wait_for_ever()
 
 

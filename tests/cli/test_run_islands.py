@@ -15,9 +15,10 @@ from ds_lgamp.cli.run_islands import assigned, dry_run, laid_out_on, of_flags
 from ds_lgamp.config import ConfigError
 from ds_lgamp.cost.assignment import Demand
 from ds_lgamp.planner.exposed import Exposed
-from ds_lgamp.runtime.before_init import NODE, Launch
+from ds_lgamp.runtime.node import NODE
 from ds_lgamp.schedule.hierarchy import Hierarchy
 from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.watch.launcher import Launch
 from testing.launching import free_port
 from testing.ranks import run_on_ranks
 from tests.planner.islands import island

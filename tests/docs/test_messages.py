@@ -14,7 +14,7 @@ PASSED_ON = {
     ("partition/disk.py", "OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))"),
     ("partition/disk.py", "OSError(errno.EIO, os.strerror(errno.EIO))"),
     ("partition/guard.py", "NotGatheredError((cls if absent is None else absent).complaint)"),
-    ("runtime/before_init.py", "ValueError(answer[1:])"),
+    ("watch/launcher.py", "ValueError(answer[1:])"),
 }
 """Places that raise what another place said."""
 OTHERS = (ast.Name, ast.Attribute)

@@ -13,7 +13,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 
 import ds_lgamp
 from ds_lgamp.integrations.deepspeed.engine.monitor import StepReport
-from ds_lgamp.runtime.stopwatch import COMPUTE, EXPOSED_WAITS
+from ds_lgamp.runtime.clocks import COMPUTE, EXPOSED_WAITS
 from testing import ROOT
 from testing.deepspeed_rank import prepare_rank, quiet
 from testing.ranks import run_on_ranks

@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from ds_lgamp.checkpoint.errors import CheckpointError
-from ds_lgamp.integrations.ending import failures_end_the_process
-from ds_lgamp.runtime import lifeline
+from ds_lgamp.integrations.user_script import failures_end_the_process
+from ds_lgamp.watch.this_rank import this_rank
 from testing import SCRIPTS
 from testing.ranks import shared_number, started_ranks
 from tests.slow import chosen, slow_except
@@ -64,7 +64,7 @@ def cannot_save(folder, clock):
     rank = dist.get_rank()
     os.dup2(os.open(folder / str(rank), os.O_CREAT | os.O_WRONLY), 2)
     sys.stderr = os.fdopen(2, "w")
-    lifeline.start()
+    this_rank.start()
     dist.barrier()
     while rank == 0 and clock.value == 0:
         time.sleep(0.01)

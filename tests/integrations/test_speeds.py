@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_lgamp.cost.assignment import Assignment, Slot, Transport
-from ds_lgamp.integrations.speeds import with_speeds, work_speeds
+from ds_lgamp.integrations.cluster_file import with_speeds, work_speeds
 
 
 def assignment(speeds):

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from ds_lgamp.cost.assignment import Assignment, Slot, Transport
-from ds_lgamp.integrations.transports import install_transports
-from ds_lgamp.runtime import transport
+from ds_lgamp.integrations import cluster_file
+from ds_lgamp.integrations.cluster_file import install_transports
+from ds_lgamp.watch.this_rank import this_rank
 from testing.ranks import run_on_ranks
 
 INSIDE = Transport("infiniband", None, "IB"), Transport("roce", "lo", None)
@@ -31,9 +32,9 @@ class Options:
 def asked(monkeypatch):
     """What torch's own functions are asked for, on rank 0 of four, with NCCL."""
     calls = []
-    monkeypatch.setattr(transport, "_current", [ASSIGNMENT])
+    monkeypatch.setattr(this_rank, "assignment", ASSIGNMENT)
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.delenv(transport.GLOO_INTERFACE, raising=False)
+    monkeypatch.delenv(cluster_file.GLOO_INTERFACE, raising=False)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
@@ -42,7 +43,7 @@ def asked(monkeypatch):
         for name in ("init_process_group", "new_group", "split_group"):
 
             def stock(*positional, **options):
-                calls.append((options, os.environ.get(transport.GLOO_INTERFACE)))
+                calls.append((options, os.environ.get(cluster_file.GLOO_INTERFACE)))
 
             stock.__signature__ = inspect.signature(getattr(dist, name))
             monkeypatch.setattr(dist, name, stock)
@@ -94,11 +95,11 @@ def test_gloo_finds_its_interface_in_the_environment_while_a_group_is_made(asked
     assert asked[-1] == ({"ranks": [0, 3], "backend": "gloo"}, "lo")
     dist.new_group([0, 1], backend="gloo")
     assert asked[-1][1] is None
-    assert transport.GLOO_INTERFACE not in os.environ
+    assert cluster_file.GLOO_INTERFACE not in os.environ
 
 
 def test_without_a_cluster_file_nothing_changes(asked, monkeypatch):
-    monkeypatch.setattr(transport, "_current", [])
+    monkeypatch.setattr(this_rank, "assignment", None)
     dist.new_group([0, 3])
     assert asked[-1] == ({"ranks": [0, 3], "pg_options": None}, None)
 
@@ -107,7 +108,7 @@ def interfaces_of_groups():
     """Makes groups on gloo, on an interface that exists and on one that does not."""
     absent = ASSIGNMENT.inside[1]._replace(interface="absent0")
     os.environ["RANK"] = str(dist.get_rank())
-    transport.use(Assignment(2, 2, 1, SLOTS, (1.0,) * 4, (INSIDE[0], absent), OUTSIDE, "", {}, {}))
+    this_rank.assignment = Assignment(2, 2, 1, SLOTS, (1.0,) * 4, (INSIDE[0], absent), OUTSIDE, "", {}, {})
     with ExitStack() as undo:
         install_transports(undo)
         everyone = dist.new_group()

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from transformers import BertConfig, BertForPreTraining
 
 import ds_lgamp
-from ds_lgamp.integrations.deepspeed.engine.ending import finish_engines
+from ds_lgamp.integrations.user_script import finish_engines
 from testing import ROOT
 from testing.deepspeed_rank import prepare_rank
 from tests.integrations.deepspeed.plain.training import (

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import transformers
 
 import ds_lgamp
-from ds_lgamp.integrations.deepspeed.engine.ending import finish_engines
+from ds_lgamp.integrations.user_script import finish_engines
 from ds_lgamp.planner.configuration import Configuration
 from ds_lgamp.planner.model import Model
 from ds_lgamp.runtime.measure import PeakMemory, live_tensors, storage_of

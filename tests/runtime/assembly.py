@@ -17,7 +17,7 @@ from ds_lgamp.partition.zero_partition import TiedParameters, ZeroPartition, bui
 from ds_lgamp.runtime.chunk import Chunk
 from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.links import Links
-from ds_lgamp.runtime.random_state import default_sources
+from ds_lgamp.runtime.recompute import default_sources
 from ds_lgamp.runtime.ring import ring_links
 from ds_lgamp.runtime.stored_inputs import StoredInputs
 from ds_lgamp.schedule.hierarchy import Hierarchy

@@ -10,7 +10,7 @@ from ds_lgamp.runtime.batch import BatchState
 from ds_lgamp.runtime.chunk import Chunk
 from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.links import Endpoint, Links
-from ds_lgamp.runtime.random_state import default_sources
+from ds_lgamp.runtime.recompute import default_sources
 from ds_lgamp.schedule.actions import Action
 
 NOWHERE = Endpoint(0, None, 0)

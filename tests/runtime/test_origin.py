@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from ds_lgamp.runtime.first_seen import INPUTS, LABELS, FirstSeen
-from ds_lgamp.runtime.origin import Origin, Seen, find_origin
+from ds_lgamp.runtime.nonfinite import INPUTS, LABELS, FirstSeen, Origin, Seen, find_origin
 
 NOTHING = Seen(0, 0, [], [], [], [], [])
 LOSER = Seen(1, 0, [2, 3], [], [], [], [])

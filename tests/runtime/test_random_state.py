@@ -9,7 +9,7 @@ from torch import nn
 
 from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources
 from ds_lgamp.runtime.batch import BatchState
-from ds_lgamp.runtime.random_state import Draws, RandomSource
+from ds_lgamp.runtime.recompute import Draws, RandomSource
 from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.spec import ProgramSpec

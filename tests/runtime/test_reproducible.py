@@ -2,7 +2,8 @@
 
 import torch
 
-from ds_lgamp.runtime.reproducible import hashed_seed, laid_out
+from ds_lgamp.runtime.messages import laid_out
+from ds_lgamp.runtime.recompute import hashed_seed
 
 
 def plain(tensor):

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_lgamp.runtime.graph import end_graph
 from ds_lgamp.runtime.measure import PeakMemory
-from ds_lgamp.runtime.saved_tensors import SavedTensors
+from ds_lgamp.runtime.recompute import SavedTensors
 
 WIDTH, TOKENS = 8, 1000
 

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from ds_lgamp.partition import launches
-from ds_lgamp.runtime.stopwatch import Stopwatch
+from ds_lgamp.runtime.clocks import Stopwatch
 from ds_lgamp.runtime.trace import Trace
 from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.view.recording import RankRecording, read_recording
+from ds_lgamp.watch.this_rank import this_rank
 
 CPU = torch.device("cpu")
 SPEC = ProgramSpec((0,), "layered", 1, 1, zero_stage=1)
@@ -92,7 +93,7 @@ def test_the_executors_own_timing_goes_on_while_a_step_is_recorded(trace, execut
     block(executor, "F0.0", "forward")
     trace.end()
     assert executor.timing is stopwatch
-    assert launches.listener is None
+    assert this_rank.recorder is None
     assert stopwatch.read()["forward"] > 0
 
 
@@ -102,4 +103,4 @@ def test_a_trace_that_cannot_be_written_ends_and_training_goes_on(trace, executo
     with pytest.warns(UserWarning, match="the trace of rank 0 ends, and training goes on: .*Is a directory"):
         trace.end()
     trace.begin(2, executor, lambda: SPEC)
-    assert launches.listener is None
+    assert this_rank.recorder is None

@@ -19,8 +19,7 @@ from ds_lgamp.integrations.split.stand_ins import replacing
 from ds_lgamp.integrations.split.state import Snapshot, untouched
 from ds_lgamp.integrations.split.trial_arguments import others
 from ds_lgamp.runtime.chunk import Chunk, cloned
-from ds_lgamp.runtime.random_state import read_states
-from ds_lgamp.runtime.saved_tensors import SavedTensors
+from ds_lgamp.runtime.recompute import SavedTensors, read_states
 
 _LARGEST = 250_000_000
 """Parameters of the largest models that are compared. For others it would take seconds, and much memory."""

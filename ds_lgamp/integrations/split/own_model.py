@@ -17,7 +17,7 @@ from ds_lgamp.integrations.split.parts import Original, find_blocks, model_of
 from ds_lgamp.integrations.split.state import untouched
 from ds_lgamp.integrations.split.survey import survey
 from ds_lgamp.integrations.split.trial_arguments import given_inputs, inputs_of
-from ds_lgamp.runtime.random_state import RandomSource
+from ds_lgamp.runtime.recompute import RandomSource
 
 
 class OwnModelLayers(SplitLayers):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
-from ds_lgamp.runtime.random_state import RandomSource, undisturbed
+from ds_lgamp.runtime.recompute import RandomSource, undisturbed
 
 
 class Blocks(NamedTuple):

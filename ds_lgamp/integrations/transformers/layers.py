@@ -26,7 +26,7 @@ from ds_lgamp.integrations.transformers.settings import (
     attending_anywhere,
     whole_to_layers,
 )
-from ds_lgamp.runtime.random_state import RandomSource
+from ds_lgamp.runtime.recompute import RandomSource
 
 
 class ModelLayers(SplitLayers):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from ds_lgamp.integrations.deepspeed.checkpoint.run import Run
-from ds_lgamp.runtime.random_state import undisturbed
+from ds_lgamp.runtime.recompute import undisturbed
 
 Epoch = Mapping[str, int]
 """``micro_batches_per_epoch``: of one data-parallel rank; ``samples``: in one micro-batch, over all data-parallel

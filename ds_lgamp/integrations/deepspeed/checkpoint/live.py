@@ -6,7 +6,6 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Protocol
 from uuid import uuid4
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -21,15 +20,9 @@ from ds_lgamp.integrations.deepspeed.checkpoint.run import Run, ranks_of
 from ds_lgamp.integrations.deepspeed.checkpoint.saving import share_of
 from ds_lgamp.integrations.deepspeed.model.module import persistent_buffers
 from ds_lgamp.partition.agreement import everyone, raise_everywhere
+from ds_lgamp.watch.this_rank import this_rank
 
 logger = logging.getLogger(__name__)
-_alive: WeakSet["LiveCheckpoint"] = WeakSet()
-
-
-def end_all() -> None:
-    """Ends the live states of all engines of this process."""
-    for live in list(_alive):
-        live.end()
 
 
 class Engine(Run, Protocol):
@@ -70,7 +63,7 @@ class LiveCheckpoint:
             share_of(engine),
         )
         self._is_over = False
-        _alive.add(self)
+        this_rank.live_checkpoints.add(self)
 
     def before_step(self) -> None:
         """Waits for the state of the last step, before the optimizer's step."""
@@ -142,7 +135,7 @@ def _complaint_about(folder: Path) -> str | None:
             f"{BLOCK}.live_checkpoint is {str(folder)!r}, but transformers' Trainer counts steps and data in its own "
             "checkpoints, and would repeat those of a live state; remove it, and set save_steps"
         )
-    if any(live.uses(folder) for live in _alive):
+    if any(live.uses(folder) for live in this_rank.live_checkpoints):
         return (
             f"{BLOCK}.live_checkpoint is {str(folder)!r}, where another engine of the script has its states; name "
             "another folder, or destroy that engine first"

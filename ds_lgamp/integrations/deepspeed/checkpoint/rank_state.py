@@ -15,7 +15,7 @@ from ds_lgamp.checkpoint.values import encode
 from ds_lgamp.integrations.deepspeed.checkpoint.description import encoded
 from ds_lgamp.integrations.deepspeed.checkpoint.run import Run, ranks_of
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, with_extra_state
-from ds_lgamp.runtime.random_state import RandomSource, read_states
+from ds_lgamp.runtime.recompute import RandomSource, read_states
 
 
 def rank_state_to_write(run: Run, client_state: Mapping[Any, Any]) -> dict[str, FlatShard]:

@@ -9,7 +9,7 @@ from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 from ds_lgamp.checkpoint.saver import Saver
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule
 from ds_lgamp.partition.zero_partition import ZeroPartition
-from ds_lgamp.runtime.random_state import RandomSource
+from ds_lgamp.runtime.recompute import RandomSource
 from ds_lgamp.schedule.spec import ProgramSpec
 
 

@@ -22,11 +22,11 @@ from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
 from ds_lgamp.integrations.deepspeed.model.module import over_data
 from ds_lgamp.integrations.shard_keys import HPZ, MICS, active
 from ds_lgamp.partition.agreement import raise_everywhere
-from ds_lgamp.runtime.before_init import node_name
-from ds_lgamp.runtime.transport import current
+from ds_lgamp.runtime.node import node_name
 from ds_lgamp.schedule.hierarchy import Hierarchy
 from ds_lgamp.schedule.offload import Offload, lowest_chunks
 from ds_lgamp.schedule.placement import Placement
+from ds_lgamp.watch.this_rank import this_rank
 
 
 def hierarchy_of(config: Mapping[str, Any], zero_stage: int, module: PipelineModule) -> Hierarchy | None:
@@ -60,7 +60,7 @@ def hierarchy_of(config: Mapping[str, Any], zero_stage: int, module: PipelineMod
 
 def _place_of_rank() -> str:
     """Returns where this rank is, in words: its island if there is a cluster file, else its node."""
-    assignment = current()
+    assignment = this_rank.assignment
     return f"node {node_name()}" if assignment is None else f"island {assignment.slots[dist.get_rank()].island}"
 
 

@@ -17,7 +17,7 @@ from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.engine.versions import Versions
 from ds_lgamp.partition.agreement import Term, Terms, difference, digest, everyone, host_group, raise_everywhere
 from ds_lgamp.runtime.chunk import detached
-from ds_lgamp.runtime.random_state import undisturbed
+from ds_lgamp.runtime.recompute import undisturbed
 
 logger = logging.getLogger(__name__)
 _READY, _ENDED, _FAULTY = range(3)

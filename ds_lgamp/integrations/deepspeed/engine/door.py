@@ -18,14 +18,14 @@ from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
 )
 from ds_lgamp.integrations.deepspeed.config.zero import check_offloaded, device_of_updates
 from ds_lgamp.integrations.deepspeed.engine.data import OwnData
-from ds_lgamp.integrations.deepspeed.engine.ending import finish_at_the_end
 from ds_lgamp.integrations.deepspeed.engine.optimizer import PartitionedOptimizer
 from ds_lgamp.integrations.deepspeed.engine.training import Training
 from ds_lgamp.integrations.deepspeed.model.construction import children_with_memory, showing
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import share_values, values_of
-from ds_lgamp.runtime.random_state import RandomSource
+from ds_lgamp.runtime.recompute import RandomSource
 from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.watch.this_rank import this_rank
 
 
 class LgampDoor(DeepSpeedEngine):
@@ -41,7 +41,7 @@ class LgampDoor(DeepSpeedEngine):
         self.lgamp.complete()
         self.live_client_state: dict[Any, Any] = {}
         """The client_state of the states in ``live_checkpoint``: what load_checkpoint returns with one."""
-        finish_at_the_end(self)
+        this_rank.engines[self] = None
 
     # What DeepSpeed asks while it builds the engine
 

@@ -11,7 +11,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils.logging import log_dist
 
 from ds_lgamp.integrations.deepspeed.engine.data import BatchLoader
-from ds_lgamp.runtime.stopwatch import EXPOSED_WAITS, Stopwatch
+from ds_lgamp.runtime.clocks import EXPOSED_WAITS, Stopwatch
 
 _OF_PIPELINE = ("activation", "gradient", "send")
 """Waits for neighbours in the pipeline."""

@@ -13,8 +13,7 @@ from ds_lgamp.partition.agreement import everyone, host_group
 from ds_lgamp.partition.parts import parts_of
 from ds_lgamp.partition.unit import Unit
 from ds_lgamp.partition.zero_partition import ZeroPartition
-from ds_lgamp.runtime.first_seen import FirstSeen
-from ds_lgamp.runtime.origin import Origin, Seen, find_origin
+from ds_lgamp.runtime.nonfinite import FirstSeen, Origin, Seen, find_origin
 
 
 class NonfiniteError(ArithmeticError):

@@ -23,8 +23,8 @@ from ds_lgamp.partition.host_home import Host
 from ds_lgamp.partition.host_thread import HostThread
 from ds_lgamp.partition.policy import ZeroPolicy
 from ds_lgamp.partition.zero_partition import TiedParameters, ZeroPartition, build_partition
-from ds_lgamp.runtime.host_cores import update_threads
-from ds_lgamp.runtime.random_state import undisturbed
+from ds_lgamp.runtime.node import update_threads
+from ds_lgamp.runtime.recompute import undisturbed
 from ds_lgamp.schedule.spec import ProgramSpec
 
 

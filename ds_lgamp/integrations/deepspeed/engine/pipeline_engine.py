@@ -18,7 +18,7 @@ from ds_lgamp.integrations.deepspeed.engine.door import LgampDoor
 from ds_lgamp.integrations.deepspeed.engine.training import Training
 from ds_lgamp.integrations.deepspeed.model.module import built_layers
 from ds_lgamp.integrations.hosts import replace_attribute
-from ds_lgamp.runtime.reproducible import laid_out
+from ds_lgamp.runtime.messages import laid_out
 from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.spec import ProgramSpec
 

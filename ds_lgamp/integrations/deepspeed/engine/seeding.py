@@ -7,8 +7,7 @@ from functools import partial
 from deepspeed.runtime import utils as deepspeed_utils
 
 from ds_lgamp.integrations.deepspeed.model.module import BeforeLayer, PlacedModule
-from ds_lgamp.runtime.random_state import RandomSource, undisturbed
-from ds_lgamp.runtime.reproducible import hashed_seed
+from ds_lgamp.runtime.recompute import RandomSource, hashed_seed, undisturbed
 
 
 def before_layers(

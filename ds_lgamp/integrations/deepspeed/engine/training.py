@@ -44,16 +44,16 @@ from ds_lgamp.partition.bus import Bus
 from ds_lgamp.partition.zero_partition import ZeroPartition
 from ds_lgamp.runtime.batch import BatchState, LoadMicroBatch
 from ds_lgamp.runtime.chunk import Chunk
+from ds_lgamp.runtime.clocks import Stopwatch
 from ds_lgamp.runtime.executor import Executor
-from ds_lgamp.runtime.reproducible import laid_out
+from ds_lgamp.runtime.messages import laid_out
 from ds_lgamp.runtime.ring import ring_links
-from ds_lgamp.runtime.stopwatch import Stopwatch
 from ds_lgamp.runtime.stored_inputs import StoredInputs
-from ds_lgamp.runtime.whereabouts import here
 from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.schedule.validate import validate
+from ds_lgamp.watch.this_rank import this_rank
 
 _SHAPES_ADVICE = (
     "where shapes change between batches, call engine.reset_activation_shape() on every rank first; where they change "
@@ -286,7 +286,7 @@ class Training:
         steps = self.door.global_steps
         label = f"step {steps + 1}" if training else f"an evaluation after step {steps}"
         trace = self.executor.trace if training else None
-        with here.in_batch(self.executor, label, training, self.settings.patience, ends):
+        with this_rank.whereabouts.in_batch(self.executor, label, training, self.settings.patience, ends):
             if begins:
                 self.partition.attach_parameters()
             if begins and training:

@@ -24,8 +24,8 @@ from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources, s
 from ds_lgamp.partition.gradient_reduction import ACCUMULATES_IN_OTHER_DTYPES
 from ds_lgamp.runtime.chunk import Chunk, differentiable
 from ds_lgamp.runtime.chunk_memory import chunk_bytes
-from ds_lgamp.runtime.random_state import read_states, undisturbed
-from ds_lgamp.runtime.reproducible import laid_out
+from ds_lgamp.runtime.messages import laid_out
+from ds_lgamp.runtime.recompute import read_states, undisturbed
 from ds_lgamp.schedule.spec import ProgramSpec
 
 

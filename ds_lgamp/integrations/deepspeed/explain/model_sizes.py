@@ -14,7 +14,7 @@ from ds_lgamp.integrations.deepspeed.explain.facts import ChunkFacts, TiedFacts
 from ds_lgamp.integrations.deepspeed.model.construction import build_without_memory
 from ds_lgamp.integrations.deepspeed.model.module import Layout, layer_types
 from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources, offers_selective
-from ds_lgamp.runtime.random_state import undisturbed
+from ds_lgamp.runtime.recompute import undisturbed
 
 
 @dataclass(frozen=True)

@@ -27,21 +27,19 @@ from deepspeed.utils.logging import log_dist
 from torch.utils.file_baton import FileBaton
 
 from ds_lgamp.config import BLOCK, ConfigError, read_block
+from ds_lgamp.integrations.cluster_file import with_speeds
 from ds_lgamp.integrations.deepspeed.checkpoint.fp32_weights import serve_zero_to_fp32
 from ds_lgamp.integrations.deepspeed.config.check_keys import check_batch_sizes, check_keys
 from ds_lgamp.integrations.deepspeed.config.run_checks import refuse_differing_ranks, sentence_of
-from ds_lgamp.integrations.deepspeed.engine.ending import finish_engines
 from ds_lgamp.integrations.deepspeed.engine.pipeline_engine import LgampEngine
 from ds_lgamp.integrations.deepspeed.model.construction import gather_partitioned, is_deferred, whole_construction
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import share_given_layers
 from ds_lgamp.integrations.deepspeed.plain import sequence_parallel
 from ds_lgamp.integrations.deepspeed.plain.build import build_engine, only_evaluates
-from ds_lgamp.integrations.ending import end_well, leaves_because_of_an_error
 from ds_lgamp.integrations.hosts import replace_attribute, resolve, standing_in
 from ds_lgamp.integrations.shard_keys import for_deepspeed
-from ds_lgamp.integrations.speeds import with_speeds
-from ds_lgamp.integrations.user_script import say_without_effect
-from ds_lgamp.runtime import lifeline, transport
+from ds_lgamp.integrations.user_script import end_well, finish_engines, leaves_because_of_an_error, say_without_effect
+from ds_lgamp.watch.this_rank import this_rank
 
 logger = logging.getLogger(__name__)
 _LOOKS_EVERY = 5.0
@@ -117,7 +115,7 @@ def pipeline_engine(stock: Callable[..., Any], *positional: Any, **arguments: An
             f"{BLOCK}.outputs is '{settings.outputs}', but a PipelineModule computes the loss itself; remove it"
         )
     settings.refuse_split("a PipelineModule")
-    lifeline.start()
+    this_rank.start()
     gather_partitioned(module)
     share_given_layers(module)
     return LgampEngine(settings=settings, partition_method=partition_method_of(module), **arguments)
@@ -156,13 +154,13 @@ def plain_engine(stock: Callable[..., Any], *positional: Any, **arguments: Any) 
     settings = read_block(arguments["config"]) or settings
     get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", 0)))
     refuse_differing_ranks(arguments["config"])
-    lifeline.start()
+    this_rank.start()
     return build_engine(settings, arguments)
 
 
 def _with_cluster(config: dict[str, Any], replicas: bool = True) -> dict[str, Any]:
     """Adds the speeds that the cluster file of ``ds_lgamp run --cluster`` knows, and says so."""
-    filled = with_speeds(config, transport.current(), replicas)
+    filled = with_speeds(config, this_rank.assignment, replicas)
     for key, value in (filled.get(BLOCK) or {}).items():
         # As what --cluster itself says: DeepSpeed's log shows no more than warnings by default.
         if key not in config[BLOCK] and dist.get_rank() == 0:
@@ -203,7 +201,7 @@ def _destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
     finally:
         _stock_destroy(group)
     if everything:
-        lifeline.leave()
+        this_rank.leave()
 
 
 def install(pipeline: Callable[..., Any] = pipeline_engine, plain: Callable[..., Any] = plain_engine) -> None:
@@ -228,8 +226,8 @@ def install(pipeline: Callable[..., Any] = pipeline_engine, plain: Callable[...,
     _undo.callback(_installed.clear)
     for module in (dist, dist.distributed_c10d):
         replace_attribute(module, _stock_destroy.__name__, _destroy_process_group, _undo)
-    end_well(_undo, finish_engines)
-    _undo.callback(lifeline.leave)
+    end_well(_undo)
+    _undo.callback(this_rank.leave)
     name_forgotten_locks(_undo)
     serve_zero_to_fp32(_undo)
 

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from ds_lgamp.config import BLOCK, ConfigError, read_block
+from ds_lgamp.integrations.cluster_file import with_speeds
 from ds_lgamp.integrations.deepspeed.config.check_keys import check_keys, without_auto
 from ds_lgamp.integrations.deepspeed.hook.deepspeed_seams import check_seams
-from ds_lgamp.integrations.ending import failures_end_the_process, leave
-from ds_lgamp.integrations.speeds import with_speeds
-from ds_lgamp.integrations.user_script import run_as_main
+from ds_lgamp.integrations.user_script import failures_end_the_process, leave, run_as_main
 
 # These need a DeepSpeed that check_seams accepts, so functions import them.
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.model.module import global_names
 from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources
 from ds_lgamp.partition.agreement import raise_everywhere
-from ds_lgamp.runtime.random_state import undisturbed
+from ds_lgamp.runtime.recompute import undisturbed
 
 _SEED = "_ds_lgamp_deferred_seed"
 """The attribute that marks a module with deferred layers. Its value seeds them if they have no seeds of their own."""

@@ -17,8 +17,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from ds_lgamp.config import BLOCK, ConfigError
-from ds_lgamp.runtime.random_state import RandomSource, default_sources
-from ds_lgamp.runtime.reproducible import hashed_seed
+from ds_lgamp.runtime.recompute import RandomSource, default_sources, hashed_seed
 
 
 def layer_sources(device: torch.device) -> list[RandomSource]:

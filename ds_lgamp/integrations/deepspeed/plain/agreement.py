@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.deepspeed.engine.ending import first_at_the_end
 from ds_lgamp.partition.agreement import Terms, difference, digest, everyone, host_group
+from ds_lgamp.watch.this_rank import this_rank
 
 _PATIENCE = timedelta(days=1)
 """How long a rank that has ended its script waits for those that go on alone, as a rank 0 that evaluates or uploads.
@@ -54,27 +54,16 @@ def agree(own: Next, *numbers: float, terms: Terms = MappingProxyType({})) -> No
         raise ConfigError(difference(everyone(terms, host_group())))
 
 
-class _End:
-    """The end of this rank's batches."""
-
-    def __init__(self) -> None:
-        self.expected = False
-        """Whether other ranks may be in a batch that they cannot finish alone."""
-
-    def agree(self) -> None:
-        if self.expected and dist.is_initialized():
-            self.expected = False
-            dist.distributed_c10d._set_pg_timeout(_PATIENCE, host_group())
-            agree(Next.END)
-
-
-_end = _End()
-
-
 def agree_at_the_end() -> None:
-    """Lets this rank tell the others when it ends its script. Every rank calls it as often as the others."""
-    _end.expected = True
-    first_at_the_end(_end.agree)
+    """Lets this rank tell the others when it ends its script: they may be in a batch that they cannot finish alone.
+    Every rank calls it as often as the others."""
+    this_rank.agreements[_agree_on_the_end] = None
+
+
+def _agree_on_the_end() -> None:
+    if dist.is_initialized():
+        dist.distributed_c10d._set_pg_timeout(_PATIENCE, host_group())
+        agree(Next.END)
 
 
 def _difference(ranks: Sequence[tuple[Next, Sequence[float]]]) -> str:

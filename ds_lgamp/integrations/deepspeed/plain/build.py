@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from deepspeed.runtime.pipe.module import PipelineModule
@@ -21,16 +20,14 @@ from ds_lgamp.integrations.deepspeed.plain.module import pipeline_module, topolo
 from ds_lgamp.integrations.deepspeed.plain.outputs_engine import OutputsEngine
 from ds_lgamp.integrations.deepspeed.plain.sequence_parallel import check_layout, sequence_ranks
 from ds_lgamp.integrations.deepspeed.plain.state import release
-
-_with_engine: WeakSet[torch.nn.Module] = WeakSet()
-"""The models that have an engine, or had one: their methods and parameters are its own."""
+from ds_lgamp.watch.this_rank import this_rank
 
 
 def build_engine(settings: LgampConfig, arguments: dict[str, Any]) -> ModelEngine:
     """Returns the engine for the arguments that ``deepspeed.initialize`` passes to DeepSpeedEngine. Collective over all
     ranks; raises ConfigError on all if the engine cannot train the model as asked."""
     model = arguments["model"]
-    if model in _with_engine or _has_hooks_of_zero_3(model):
+    if model in this_rank.models or _has_hooks_of_zero_3(model):
         raise ConfigError(
             f"the {type(model).__name__} has an engine already, which a {BLOCK} block cannot replace; save its weights "
             "and give a new model to deepspeed.initialize or the Trainer, without auto_find_batch_size"
@@ -48,7 +45,7 @@ def build_engine(settings: LgampConfig, arguments: dict[str, Any]) -> ModelEngin
     build = LossEngine if settings.outputs == "loss" else OutputsEngine
     with _groups_of(arguments.get("mpu")):
         engine = build(model, layers, settings, {"model": module, **rest})
-    _with_engine.add(model)
+    this_rank.models.add(model)
     return engine
 
 

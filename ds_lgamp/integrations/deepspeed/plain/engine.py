@@ -30,7 +30,7 @@ from ds_lgamp.integrations.transformers.settings import whole_to_layers
 from ds_lgamp.partition.agreement import Term
 from ds_lgamp.partition.groups import own_host_group
 from ds_lgamp.runtime.batch import BatchState
-from ds_lgamp.runtime.first_seen import INPUTS
+from ds_lgamp.runtime.nonfinite import INPUTS
 from ds_lgamp.schedule.actions import Action, Kind
 from ds_lgamp.schedule.orders import chunks_of
 from ds_lgamp.schedule.placement import Placement

@@ -12,7 +12,7 @@ from ds_lgamp.integrations.split.parts import find_blocks
 from ds_lgamp.integrations.transformers.layers import ModelLayers
 from ds_lgamp.integrations.transformers.models import is_model, planned_names
 from ds_lgamp.integrations.transformers.settings import ForwardSettings
-from ds_lgamp.runtime.random_state import RandomSource
+from ds_lgamp.runtime.recompute import RandomSource
 
 
 class Layers(Protocol):

@@ -14,8 +14,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor, nn
 
-from ds_lgamp.runtime.random_state import default_sources, undisturbed
-from ds_lgamp.runtime.reproducible import hashed_seed
+from ds_lgamp.runtime.recompute import default_sources, hashed_seed, undisturbed
 
 
 class ScaledDotProductAttention(nn.Module):

@@ -33,7 +33,7 @@ from ds_lgamp.integrations.megatron.loop.sharded.install import (
     training_replacements,
 )
 from ds_lgamp.integrations.megatron.loop.sharded.seams import check_sharding_seams
-from ds_lgamp.runtime import lifeline
+from ds_lgamp.watch.this_rank import this_rank
 
 _register = getattr(schedules, "register_forward_backward_func", None)
 """Registers a selector of schedules in a Megatron-core that has patches/ applied; else None."""
@@ -48,7 +48,7 @@ def install_schedules(job: Job, iteration: Callable[[], int] | None = None) -> N
     Args:
         iteration: returns the number of the training step that runs, from 1; None counts batches for training.
     """
-    _undo.callback(lifeline.leave)
+    _undo.callback(this_rank.leave)
     forward_backward = ForwardBackward(job.settings, job.zero_stage, iteration)
     atexit.register(forward_backward.close)
     _undo.callback(forward_backward.close)
@@ -112,7 +112,7 @@ def install_training(job: Job) -> None:
 
     def begin_building() -> None:
         nonlocal handshaken
-        lifeline.start()
+        this_rank.start()
         args = training.get_args()
         if not handshaken:
             refuse_differing_ranks(args, job)

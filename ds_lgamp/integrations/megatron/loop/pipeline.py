@@ -13,14 +13,13 @@ from ds_lgamp.integrations.megatron.loop.sharded.data_parallel import ShardedDat
 from ds_lgamp.integrations.megatron.loop.sharded.model import partition_of
 from ds_lgamp.integrations.megatron.loop.timing import MegatronTiming
 from ds_lgamp.partition.agreement import everyone, host_group
-from ds_lgamp.runtime import lifeline
 from ds_lgamp.runtime.batch import BatchState
 from ds_lgamp.runtime.executor import ActionError, Executor
 from ds_lgamp.runtime.ring import ring_links
 from ds_lgamp.runtime.trace import Trace
-from ds_lgamp.runtime.whereabouts import here
 from ds_lgamp.schedule.actions import Action, Kind
 from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.watch.this_rank import this_rank
 
 Data = DistributedData | ShardedData
 _ADVICE = "pass seq_length and micro_batch_size as they are in the batch, or set variable_seq_lengths"
@@ -40,7 +39,7 @@ class Pipeline:
     """
 
     def __init__(self, first: Batch, shapes: Any, patience: float, trace: Trace | None) -> None:
-        lifeline.start()
+        this_rank.start()
         alone = first.pipeline_ranks == 1
         pipelines = [[dist.get_rank()]] if alone else _all_pipelines(first.groups.pp)
         hosts = None if alone else host_group()
@@ -73,6 +72,7 @@ class Pipeline:
             self._shapes, self._batch, self._timing.timers = shapes, batch, batch.config.timers
             training = not batch.forward_only
             state = BatchState(batch.micro_batches, _no_data, training, program=program)
+            here = this_rank.whereabouts
             watched = here.in_batch(executor, f"batch {here.batch + 1}", training, self._patience)
             with watched, executor.run_batch(state):
                 if training and self._trace is not None:

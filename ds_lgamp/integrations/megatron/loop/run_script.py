@@ -7,10 +7,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ds_lgamp.config import BLOCK, ConfigError, read_block
-from ds_lgamp.integrations.ending import failures_end_the_process, leave
+from ds_lgamp.integrations.cluster_file import with_speeds
 from ds_lgamp.integrations.megatron.loop.flags import CHUNK_FLAGS, LAYOUT, RANK_FLAGS, option_of
-from ds_lgamp.integrations.speeds import with_speeds
-from ds_lgamp.integrations.user_script import find_modules_beside, run_as_main, say_without_effect
+from ds_lgamp.integrations.user_script import (
+    failures_end_the_process,
+    find_modules_beside,
+    leave,
+    run_as_main,
+    say_without_effect,
+)
 
 OPTION, VARIABLE = "--ds-lgamp-config", "DS_LGAMP_CONFIG"
 
@@ -64,11 +69,11 @@ def run_script(script: str, arguments: Sequence[str], path: str, keys: dict[str,
 def _with_cluster(config: dict[str, Any], arguments: Sequence[str]) -> dict[str, Any]:
     """Adds the speeds that the cluster file of ``ds_lgamp run --cluster`` knows, unless a flag cuts the layers."""
     # torch is imported late, as everything that Megatron-LM may want to prepare for.
-    from ds_lgamp.runtime import transport
+    from ds_lgamp.watch.this_rank import this_rank
 
     options = tuple(map(option_of, (LAYOUT, *CHUNK_FLAGS, *RANK_FLAGS)))
     cuts = any(argument.startswith(options) for argument in arguments)
-    return config if cuts else with_speeds(config, transport.current(), replicas=False)
+    return config if cuts else with_speeds(config, this_rank.assignment, replicas=False)
 
 
 def read_config(path: str) -> dict[str, Any]:

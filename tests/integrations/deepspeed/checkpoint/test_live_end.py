@@ -12,7 +12,7 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.checkpoint import live
-from ds_lgamp.integrations.deepspeed.engine.ending import finish_engines
+from ds_lgamp.integrations.user_script import finish_engines
 from ds_lgamp.runtime.executor import ActionError
 from testing.deepspeed_rank import prepare_rank
 from testing.ranks import run_on_ranks

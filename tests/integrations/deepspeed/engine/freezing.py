@@ -14,7 +14,7 @@ from torch import nn
 
 import ds_lgamp
 from ds_lgamp.checkpoint.errors import CheckpointError
-from ds_lgamp.integrations.deepspeed.engine.ending import finish_engines
+from ds_lgamp.integrations.user_script import finish_engines
 from ds_lgamp.partition.agreement import everyone
 from ds_lgamp.runtime.executor import ActionError
 from testing.deepspeed_rank import prepare_rank, quiet

@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from ds_lgamp.integrations.deepspeed.engine import ending
+from ds_lgamp.integrations.user_script import finish_engines
+from ds_lgamp.watch.this_rank import this_rank
 
 
 class Engine:
@@ -17,8 +18,8 @@ class Engine:
 
 @pytest.fixture(autouse=True)
 def no_others(monkeypatch):
-    monkeypatch.setattr(ending, "_engines", type(ending._engines)())
-    monkeypatch.setattr(ending, "_first", {})
+    monkeypatch.setattr(this_rank, "engines", type(this_rank.engines)())
+    monkeypatch.setattr(this_rank, "agreements", {})
 
 
 def test_engines_end_in_the_order_in_which_they_began():
@@ -28,8 +29,8 @@ def test_engines_end_in_the_order_in_which_they_began():
     places = random.Random(0).sample(engines, len(engines))
     for number, engine in enumerate(places):
         engine.number = number
-        ending.finish_at_the_end(engine)
-    ending.finish_engines()
+        this_rank.engines[engine] = None
+    finish_engines()
     assert ended == list(range(50))
 
 
@@ -37,16 +38,16 @@ def test_an_engine_that_is_gone_is_not_waited_for():
     ended = []
     engines = [Engine(number, ended) for number in range(3)]
     for engine in engines:
-        ending.finish_at_the_end(engine)
+        this_rank.engines[engine] = None
     del engine, engines[1]
-    ending.finish_engines()
+    finish_engines()
     assert ended == [0, 2]
 
 
 def test_ranks_agree_to_end_before_any_engine_does():
     ended = []
     engine = Engine("engine", ended)
-    ending.finish_at_the_end(engine)
-    ending.first_at_the_end(lambda: ended.append("agreed"))
-    ending.finish_engines()
+    this_rank.engines[engine] = None
+    this_rank.agreements[lambda: ended.append("agreed")] = None
+    finish_engines()
     assert ended == ["agreed", "engine"]

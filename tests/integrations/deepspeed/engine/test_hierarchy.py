@@ -11,7 +11,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.config import ConfigError
 from ds_lgamp.partition.agreement import everyone
-from ds_lgamp.runtime.before_init import NODE
+from ds_lgamp.runtime.node import NODE
 from ds_lgamp.schedule.hierarchy import Hierarchy
 from testing.deepspeed_rank import prepare_rank
 from testing.ranks import run_on_ranks

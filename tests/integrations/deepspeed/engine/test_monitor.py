@@ -15,7 +15,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
 import ds_lgamp
-from ds_lgamp.runtime.stopwatch import EXPOSED_WAITS
+from ds_lgamp.runtime.clocks import EXPOSED_WAITS
 from testing.deepspeed_rank import prepare_rank
 from testing.ranks import run_on_ranks
 

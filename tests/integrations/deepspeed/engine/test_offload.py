@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ds_lgamp
-from ds_lgamp.runtime import host_cores
+from ds_lgamp.runtime import node
 from testing.deepspeed_rank import prepare_rank, quiet
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.engine.exact_runs import (
@@ -135,7 +135,7 @@ TYPICAL = [
 def threads_of_updates():
     """The number of threads with which torch computes in the thread of the host, on a machine of eight cores."""
     prepare_rank()
-    host_cores.usable_cores = lambda _: 8
+    node.usable_cores = lambda _: 8
     engine, seen = engine_of({**TYPICAL[1], "grid": (1, 2), "tied": False, "frozen": False}, OFFLOADS["optimizer"]), []
     engine.optimizer.partition.host.updates.start(lambda: seen.append(torch.get_num_threads())).wait()
     return seen[0]

@@ -15,7 +15,7 @@ from torch import nn
 
 import ds_lgamp
 from ds_lgamp.config import ConfigError
-from ds_lgamp.runtime.reproducible import hashed_seed
+from ds_lgamp.runtime.recompute import hashed_seed
 from testing.deepspeed_rank import prepare_rank, quiet
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.models import seed

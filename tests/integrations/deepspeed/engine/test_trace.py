@@ -8,11 +8,11 @@ from itertools import groupby, pairwise
 import pytest
 import torch.distributed as dist
 
-from ds_lgamp.partition import launches
 from ds_lgamp.runtime.measure import CollectiveCounter
 from ds_lgamp.schedule.actions import COMPUTE, WAITS, Action, Kind
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.view.recording import read_recording
+from ds_lgamp.watch.this_rank import this_rank
 from testing.deepspeed_rank import prepare_rank
 from testing.ranks import run_on_ranks, started_ranks
 from tests.integrations.deepspeed.engine.tensor_reading import engine_of, refusal
@@ -99,7 +99,7 @@ def go_on_after_the_data_end(folder):
 def train_untraced():
     engine = engine_of(2, 1)
     engine.train_batch(batches(0, engine))
-    return engine.lgamp.executor.trace, launches.listener
+    return engine.lgamp.executor.trace, this_rank.recorder
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources
-from ds_lgamp.runtime.random_state import Draws
+from ds_lgamp.runtime.recompute import Draws
 
 CPU = torch.device("cpu")
 DRAWS = {

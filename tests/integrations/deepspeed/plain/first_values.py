@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import ds_lgamp
-from ds_lgamp.integrations.deepspeed.engine.ending import finish_engines
 from ds_lgamp.integrations.deepspeed.plain.state import whole_state
+from ds_lgamp.integrations.user_script import finish_engines
 from testing.deepspeed_rank import prepare_rank, quiet
 from tests.integrations.deepspeed.plain.training import MICRO_BATCHES, RATE, configuration, initialize
 from tests.integrations.transformers.models import make, micro_batch

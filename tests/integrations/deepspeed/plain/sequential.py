@@ -12,8 +12,8 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 import ds_lgamp
-from ds_lgamp.integrations.deepspeed.engine.ending import finish_engines
 from ds_lgamp.integrations.deepspeed.plain.state import whole_state
+from ds_lgamp.integrations.user_script import finish_engines
 from testing.deepspeed_rank import prepare_rank, quiet
 from tests.integrations.deepspeed.plain.training import MICRO_BATCHES, RATE, configuration, initialize
 

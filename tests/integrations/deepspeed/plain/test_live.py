@@ -8,7 +8,7 @@ import ds_lgamp
 from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.checkpoint.live_states import publish_alone
 from ds_lgamp.checkpoint.whole import read_whole
-from ds_lgamp.integrations.deepspeed.engine.ending import finish_engines
+from ds_lgamp.integrations.user_script import finish_engines
 from testing.deepspeed_rank import prepare_rank
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.plain.states import adapted

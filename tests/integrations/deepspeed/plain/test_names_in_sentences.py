@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import ds_lgamp
-from ds_lgamp.integrations.deepspeed.engine.ending import finish_engines
+from ds_lgamp.integrations.user_script import finish_engines
 from testing.deepspeed_rank import prepare_rank, quiet
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.plain.first_values import OddModel, train_step

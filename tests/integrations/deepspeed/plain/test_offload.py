@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 import ds_lgamp
-from ds_lgamp.integrations.deepspeed.engine.ending import finish_engines
+from ds_lgamp.integrations.user_script import finish_engines
 from testing.deepspeed_rank import prepare_rank
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.engine.test_offload import OFFLOADS

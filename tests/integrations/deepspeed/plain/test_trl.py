@@ -8,7 +8,7 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_
 
 import ds_lgamp
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.deepspeed.engine.ending import finish_engines
+from ds_lgamp.integrations.user_script import finish_engines
 from testing.deepspeed_rank import prepare_rank, quiet
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.plain.training import MICRO_BATCHES, configuration, initialize

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad
 
 import ds_lgamp
-from ds_lgamp.integrations.deepspeed.engine.ending import finish_engines
+from ds_lgamp.integrations.user_script import finish_engines
 from testing.deepspeed_rank import prepare_rank, quiet
 from tests.integrations.split import own_models
 from tests.integrations.transformers.models import make, micro_batch_of

@@ -16,8 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ds_lgamp.integrations.megatron.loop.batch import Batch
 from ds_lgamp.integrations.megatron.loop.data_parallel import DistributedData
 from ds_lgamp.runtime.executor import ActionError, Executor
-from ds_lgamp.runtime.whereabouts import here
 from ds_lgamp.schedule.spec import SENDS_IN_FLIGHT
+from ds_lgamp.watch.this_rank import this_rank
 from testing.ranks import run_on_ranks
 from tests.integrations.megatron.core_models import SEQUENCE
 from tests.integrations.megatron.training_loop import SEQUENCES, Place, Training, prepare_process
@@ -263,12 +263,12 @@ def odd_evaluation_and_what_follows_a_failure(_training):
     failures: list[str] = []
     if dist.get_rank() == 1:
         # The first action of rank 1 would wait for a message that never comes.
-        return len(reports), failures, here.batch
+        return len(reports), failures, this_rank.whereabouts.batch
     for _ in range(2):
         with pytest.raises(ActionError) as failure:
             training.forward_backward(**training.call(0) | {"forward_step_func": fail})
         failures.append(str(failure.value))
-    return len(reports), failures, here.batch
+    return len(reports), failures, this_rank.whereabouts.batch
 
 
 QUESTIONS = [

@@ -1,21 +1,21 @@
-"""How many threads update on the host: a rank's share of the cores that it may run on, but for one."""
+"""What Linux shows of a node; and how many threads update on the host: a rank's share of its cores, but for one."""
 
 import os
 
 import pytest
 
-from ds_lgamp.runtime import host_cores
-from ds_lgamp.runtime.host_cores import update_threads, usable_cores
+from ds_lgamp.runtime import node
+from ds_lgamp.runtime.node import interface_of, network_kind, own_interface, update_threads, usable_cores
 
 ALL, LOWER, UPPER = set(range(16)), set(range(8)), set(range(8, 16))
 
 
 def threads(monkeypatch, own, *others, omp=None):
     """The answer of a rank that may run on ``own``, beside other ranks: each the name of its machine, and cores."""
-    monkeypatch.setattr(host_cores, "machine", lambda: "here")
+    monkeypatch.setattr(node, "machine", lambda: "here")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: own)
-    monkeypatch.setattr(host_cores, "everyone", lambda mine: [mine, *others])
-    monkeypatch.setattr(host_cores, "usable_cores", len)
+    monkeypatch.setattr(node, "everyone", lambda mine: [mine, *others])
+    monkeypatch.setattr(node, "usable_cores", len)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if omp is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", omp)
@@ -75,3 +75,31 @@ def test_hyper_threads_of_one_core_count_once(tmp_path):
     assert usable_cores([0, 4, 1], tmp_path) == 2
     # Linux told nothing of these.
     assert usable_cores([20, 21], tmp_path) == 2
+
+
+@pytest.mark.parametrize(
+    ("ports", "kind"),
+    [
+        ([], "ethernet"),
+        ([("InfiniBand", "4: ACTIVE")], "infiniband"),
+        ([("Ethernet", "4: ACTIVE")], "roce"),
+        ([("Ethernet", "4: ACTIVE"), ("InfiniBand", "4: ACTIVE")], "infiniband"),
+        ([("Ethernet", "4: ACTIVE"), ("InfiniBand", "1: DOWN")], "roce"),
+        ([("InfiniBand", "1: DOWN")], "ethernet"),
+    ],
+)
+def test_the_fastest_active_port_is_the_kind_of_network(tmp_path, ports, kind):
+    for number, (layer, state) in enumerate(ports):
+        port = tmp_path / "infiniband" / f"mlx5_{number}" / "ports" / "1"
+        port.mkdir(parents=True)
+        (port / "link_layer").write_text(f"{layer}\n")
+        (port / "state").write_text(f"{state}\n")
+    assert network_kind(tmp_path) == kind
+
+
+def test_loopback_is_no_interface_to_others():
+    assert interface_of("127.0.0.1") is None and own_interface("127.0.0.1", 29500) is None
+
+
+def test_an_address_of_nobody_has_no_interface():
+    assert interface_of("203.0.113.7") is None

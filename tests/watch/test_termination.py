@@ -12,11 +12,11 @@ from contextlib import suppress
 import pytest
 import torch.distributed as dist
 
-from ds_lgamp.runtime import lifeline
-from ds_lgamp.runtime.termination import Termination
+from ds_lgamp.watch.launcher import Termination
+from ds_lgamp.watch.this_rank import this_rank
 from testing.ranks import run_on_ranks, started_ranks
-from tests.runtime.ends import HOST, SECONDS, assert_ended, begin, died, wait_for_ever
 from tests.slow import slow_except
+from tests.watch.ends import HOST, SECONDS, assert_ended, begin, died, wait_for_ever
 
 BOUND = 20
 """Seconds in which SIGTERM ends a rank, also on a busy machine. Launchers kill ranks after 30."""
@@ -177,7 +177,7 @@ def has_a_thread_that(folder, does):
         is_ready(folder, rank)
         does()
 
-    lifeline._current._look = look
+    this_rank.lifeline._look = look
     if does is sleeps:
         sleeps()
     wait_for_ever()
@@ -216,7 +216,7 @@ def keeps(set_it, first):
     and how often that was called."""
     if first:
         set_it()
-    lifeline.start()
+    this_rank.start()
     dist.barrier()
     if not first:
         set_it()
@@ -226,7 +226,7 @@ def keeps(set_it, first):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(1.5)
         dist.barrier()
-        lifeline.leave()
+        this_rank.leave()
     return is_known, len(handled)
 
 
@@ -246,12 +246,12 @@ def writes_signals_to_its_own_file(first):
     """Returns whether SIGTERM has its default action after the start of the lifeline, and both after its end."""
     if first:
         writes_signals_elsewhere()
-    lifeline.start()
+    this_rank.start()
     dist.barrier()
     if not first:
         writes_signals_elsewhere()
     has_default = [signal.getsignal(signal.SIGTERM) == signal.SIG_DFL]
-    lifeline.leave()
+    this_rank.leave()
     has_default.append(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
     return *has_default, signal.set_wakeup_fd(-1) == own_alarm.fileno()
 
@@ -264,7 +264,7 @@ def test_a_file_of_the_script_for_signals_stays(first):
 
 def with_a_child(fork):
     """Terminates a child. Returns how it ends within the time that a rank takes to end, and lives on itself."""
-    lifeline.start()
+    this_rank.start()
     dist.barrier()
     ready, telling = os.pipe()
     child = fork()
@@ -279,7 +279,7 @@ def with_a_child(fork):
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     dist.barrier()
-    lifeline.leave()
+    this_rank.leave()
     return end
 
 
@@ -299,7 +299,7 @@ def test_sigterm_to_a_process_that_a_library_has_forked_does_not_end_the_rank():
 
 def leaves_and_waits(folder):
     rank = begin(folder)
-    lifeline.leave()
+    this_rank.leave()
     assert (signal.getsignal(signal.SIGTERM), signal.set_wakeup_fd(-1)) == (signal.SIG_DFL, -1)
     is_ready(folder, rank)
     wait_for_ever()

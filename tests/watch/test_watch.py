@@ -13,14 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_lgamp.runtime import last_resort, lifeline
-from ds_lgamp.runtime.last_resort import LastResort, dump_flight_recorder
-from ds_lgamp.runtime.watch import ANSWER, Asking, AwakeClock, Rounds, stalls
-from ds_lgamp.runtime.whereabouts import FIRST_BATCH, Observer, Place, Whereabouts, here
 from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.spec import ProgramSpec
-from ds_lgamp.schedule.standing import Neighbours, Standing, Wait
+from ds_lgamp.watch import guard, last_words
+from ds_lgamp.watch.guard import Guard
+from ds_lgamp.watch.last_words import dump_flight_recorder
+from ds_lgamp.watch.stalls import ANSWER, Asking, AwakeClock, Rounds, stalls
+from ds_lgamp.watch.standing import Neighbours, Standing, Wait
+from ds_lgamp.watch.this_rank import this_rank
+from ds_lgamp.watch.whereabouts import FIRST_BATCH, Observer, Place, Whereabouts
 from testing.processes import is_alive, wait
 from testing.ranks import run_on_ranks, started_ranks
 
@@ -196,6 +198,28 @@ def test_an_engine_that_is_gone_is_not_kept_alive():
     assert Observer(1, "host", whereabouts).look(0.0, closely=True).done == {}
 
 
+def test_two_engines_in_turn_have_a_limit_a_first_batch_and_a_program_each():
+    whereabouts, first, second = Whereabouts(), running("F1.0", "activation"), running("F1.1", "")
+    observer, seen = Observer(1, "host", whereabouts), []
+    for number in (1, 2):
+        for executor, limit in ((first, LIMIT), (second, LIMIT / 2)):
+            with whereabouts.in_batch(executor, f"step {number}", True, limit):
+                whereabouts.place = Place.BATCH
+                standing = observer.look(0.0, closely=True)
+                seen.append((standing.limit, standing.place, len(standing.waits), standing.label))
+    del second, executor
+    with whereabouts.in_batch(first, "step 3", True, LIMIT):
+        whereabouts.place = Place.BATCH
+        last = observer.look(0.0, closely=True)
+    assert seen == [
+        (FIRST_BATCH * LIMIT, "in F1.0", 1, "step 1"),
+        (FIRST_BATCH * LIMIT / 2, "in F1.1", 0, "step 1"),
+        (LIMIT, "in F1.0", 1, "step 2"),
+        (LIMIT / 2, "in F1.1", 0, "step 2"),
+    ]
+    assert (last.limit, last.place, len(last.waits), last.batch) == (LIMIT, "in F1.0", 1, 5)
+
+
 def test_a_batch_that_fails_does_not_count_as_the_first_and_is_said_to_have_failed():
     whereabouts, executor = Whereabouts(), running("F1.0", "")
     with pytest.raises(ArithmeticError), whereabouts.in_batch(executor, "step 5", True, LIMIT):
@@ -246,15 +270,15 @@ BUDGET = 20e-6
 
 def looks_at_itself():
     """Returns the processor time of a look at a rank that gets on, in seconds."""
-    lifeline.start()
+    this_rank.start()
     executor = running("F1.0", "forward")
-    with here.in_batch(executor, "step 5", True, LIMIT):
-        here.place = Place.BATCH
+    with this_rank.whereabouts.in_batch(executor, "step 5", True, LIMIT):
+        this_rank.whereabouts.place = Place.BATCH
         begin = time.thread_time()
         # In a row: alone, a look takes as long as a core needs to wake up, which is the machine's affair.
         for number in range(LOOKS):
             executor.row = number % len(executor.program)
-            lifeline._current.stalls.look({}, None)
+            this_rank.lifeline.stalls.look({}, None)
         return (time.thread_time() - begin) / LOOKS
 
 
@@ -281,14 +305,14 @@ def test_the_record_of_nccl_is_written_to_the_file_that_torch_is_told(tmp_path):
 
 def test_the_guard_hears_every_new_limit_and_of_the_same_one_now_and_then(monkeypatch):
     heard = []
-    monkeypatch.setattr(last_resort.os, "write", lambda file, line: heard.append(float(line)))
-    own = LastResort("rank 0")
+    monkeypatch.setattr(guard.os, "write", lambda file, line: heard.append(float(line)))
+    own = Guard("rank 0")
     own.arm(LIMIT, 0.0)
     assert not heard
     own.begin()
     for now, limit in ((0.0, LIMIT), (1.0, LIMIT), (2.0, math.inf), (3.0, LIMIT), (4.0, LIMIT), (8.0, LIMIT)):
         own.arm(limit, now)
-    process = own._guard
+    process = own._process
     own.disarm()
     own.disarm()
     assert heard == [LIMIT + 10, math.inf, LIMIT + 10, LIMIT + 10, math.inf] and process.returncode == 0
@@ -303,12 +327,12 @@ def test_the_clock_stands_still_while_the_process_is_suspended():
 def waits_in_a_batch_until_told(folder):
     """Rank 1 reads its data for a while, and rank 0 waits for it."""
     os.dup2(os.open(folder / f"{dist.get_rank()} says", os.O_CREAT | os.O_WRONLY), 2)
-    last_resort._LATER = 1.0
-    lifeline.start()
+    guard._LATER = 1.0
+    this_rank.start()
     dist.barrier()
     executor = running("F1.0", "activation")
     executor.begun.add(True)
-    with here.in_batch(executor, "step 1", True, PAUSED_LIMIT):
+    with this_rank.whereabouts.in_batch(executor, "step 1", True, PAUSED_LIMIT):
         (folder / f"{dist.get_rank()} waits").write_text(str(os.getpid()))
         if dist.get_rank() == 0:
             dist.barrier()
@@ -340,10 +364,10 @@ def test_ranks_that_were_suspended_for_longer_than_the_limit_go_on(tmp_path):
 
 def keeps_the_interpreter():
     """Does so from the first batch on, before any thread could look at it. Returns if nothing ends it."""
-    last_resort._LATER = 1.0
-    lifeline.start()
+    guard._LATER = 1.0
+    this_rank.start()
     dist.barrier()
-    with here.in_batch(running("F1.0", ""), "step 1", True, 1 / FIRST_BATCH):
+    with this_rank.whereabouts.in_batch(running("F1.0", ""), "step 1", True, 1 / FIRST_BATCH):
         ctypes.PyDLL(None).sleep(20)
 
 
@@ -356,9 +380,9 @@ def test_a_rank_that_keeps_the_interpreter_from_its_first_batch_on_ends():
 
 def forks(folder):
     """Leaves a forked process behind that knows nothing of the guard, and ends."""
-    lifeline.start()
+    this_rank.start()
     dist.barrier()
-    (folder / f"{dist.get_rank()} is guarded").write_text(str(lifeline._current.stalls._last_resort._guard.pid))
+    (folder / f"{dist.get_rank()} is guarded").write_text(str(this_rank.lifeline.stalls._guard._process.pid))
     child = os.fork()
     if child == 0:
         time.sleep(1000)
@@ -382,5 +406,5 @@ def test_last_words_are_said_even_where_no_thread_starts_any_more(monkeypatch, c
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    last_resort.say("last words")
+    last_words.say("last words")
     assert capfd.readouterr().err == "last words"

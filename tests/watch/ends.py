@@ -7,7 +7,7 @@ import time
 
 import torch.distributed as dist
 
-from ds_lgamp.runtime import lifeline
+from ds_lgamp.watch.this_rank import this_rank
 
 HOST = socket.gethostname()
 SECONDS = 30
@@ -34,7 +34,7 @@ def begin(folder):
     """Starts the lifeline and writes standard error to a file of this rank. Returns the rank."""
     rank = dist.get_rank()
     os.dup2(os.open(folder / str(rank), os.O_CREAT | os.O_WRONLY), 2)
-    lifeline.start()
+    this_rank.start()
     dist.barrier()
     return rank
 

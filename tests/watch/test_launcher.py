@@ -13,10 +13,10 @@ from testing.processes import is_alive, wait
 
 RANK = """
 import os, time
-from ds_lgamp.runtime import lifeline
+from ds_lgamp.watch.this_rank import this_rank
 import torch.distributed as dist
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-lifeline.start()
+this_rank.start()
 print("rank", os.getpid(), flush=True)
 time.sleep(1000)
 """

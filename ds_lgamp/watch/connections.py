@@ -4,6 +4,8 @@ import hmac
 import json
 import socket
 import threading
+import time
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -11,6 +13,8 @@ import torch.distributed as dist
 
 PATIENCE = 10.0
 """Seconds to wait for a connection, and then for each answer of the rank at its other end."""
+RETRY = 0.1
+"""Seconds between two attempts to send the rest of a line."""
 WELCOME = "welcome"
 _SILENCE, _PROBES_EVERY, _PROBES = 15, 5, 9
 """The system probes a connection after 15 s without traffic, every 5 s. After 9 probes without an answer, after a
@@ -98,6 +102,22 @@ class Connection:
 
     def close(self) -> None:
         self._peer.close()
+
+
+def flush(connections: Iterable[Connection]) -> bool:
+    """Sends more of what the peers did not take yet. Returns whether something is left."""
+    behind = [connection for connection in connections if connection.is_behind]
+    for connection in behind:
+        connection.flush()
+    return any(connection.is_behind for connection in behind)
+
+
+def complete(connections: Iterable[Connection], seconds: float) -> None:
+    """Sends all that is left, because no later look does, but waits no longer than ``seconds`` for peers that stand
+    still."""
+    deadline = time.monotonic() + seconds
+    while flush(connections) and time.monotonic() < deadline:
+        time.sleep(RETRY)
 
 
 def listen(address: str, alone: bool) -> socket.socket:

@@ -13,14 +13,17 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from ds_lgamp.runtime import connections, last_resort, lifeline, neighbours
-from ds_lgamp.runtime.connections import Lifeline
-from ds_lgamp.runtime.launcher import Launcher
-from ds_lgamp.runtime.neighbours import Member
-from ds_lgamp.runtime.whereabouts import here
+from ds_lgamp.watch import connections, guard, lifeline
+from ds_lgamp.watch import this_rank as module
+from ds_lgamp.watch.connections import Member
+from ds_lgamp.watch.last_words import Exit
+from ds_lgamp.watch.launcher import Launcher
+from ds_lgamp.watch.lifeline import Lifeline, Process
+from ds_lgamp.watch.this_rank import this_rank
+from ds_lgamp.watch.whereabouts import Whereabouts
 from testing.ranks import run_on_ranks, shared_number, started_ranks
-from tests.runtime.ends import HOST, SECONDS, Idle, assert_ended, begin, died, wait_for_ever
 from tests.slow import slow_except
+from tests.watch.ends import HOST, SECONDS, Idle, assert_ended, begin, died, wait_for_ever
 
 TOKEN = "0f" * 16
 
@@ -33,7 +36,7 @@ def end_well(clock, phase):
     """Leaves, and ends the process once the test has reached ``phase``."""
     reach(clock, phase)
     dist.destroy_process_group()
-    lifeline.leave()
+    this_rank.leave()
     os._exit(0)
 
 
@@ -44,7 +47,7 @@ def reach(clock, phase):
 
 def know(ranks):
     """Waits until this rank holds connections to ``ranks`` and no others."""
-    while {member.rank for member in list(lifeline._current._neighbours.values())} != ranks:
+    while {member.rank for member in list(this_rank.lifeline._neighbours.values())} != ranks:
         time.sleep(0.02)
 
 
@@ -62,7 +65,7 @@ def test_a_killed_rank_ends_the_others_and_is_named(killed, tmp_path):
 
 def one_fails(folder):
     if begin(folder) == 1:
-        lifeline.fail("ArithmeticError: the layer is in trouble")
+        this_rank.fail("ArithmeticError: the layer is in trouble")
         os._exit(1)
     wait_for_ever()
 
@@ -78,7 +81,7 @@ def one_ends_with_an_error(folder):
     """As the interpreter ends a script that has no hook for its errors."""
     if begin(folder) == 1:
         sys.last_value = ArithmeticError("the layer is in trouble")
-        lifeline._end()
+        this_rank.end()
         os._exit(1)
     wait_for_ever()
 
@@ -95,11 +98,11 @@ def one_catches_its_error(folder):
     rank, blamed = begin(folder), ""
     for fails in (True, False):
         if rank == 1:
-            lifeline.announce("ArithmeticError: the layer is in trouble") if fails else lifeline.leave()
+            this_rank.announce("ArithmeticError: the layer is in trouble") if fails else this_rank.leave()
         else:
-            while lifeline.a_rank_fails() != fails:
+            while this_rank.a_rank_fails != fails:
                 time.sleep(0.02)
-            blamed = lifeline.news() if fails == (rank == 0) else blamed
+            blamed = this_rank.news() if fails == (rank == 0) else blamed
         dist.barrier()
     return blamed
 
@@ -115,7 +118,7 @@ def a_failure_follows(folder, clock):
     if begin(folder) == 1:
         kill()
     reach(clock, 1)
-    os.write(2, lifeline.fail("RuntimeError: Connection closed by peer").encode())
+    os.write(2, this_rank.fail("RuntimeError: Connection closed by peer").encode())
     os._exit(1)
 
 
@@ -164,7 +167,7 @@ def a_failure_follows_a_goodbye(folder, clock):
         end_well(clock, phase=0)
     reach(clock, 1)
     if dist.get_rank() == 2:
-        os.write(2, lifeline.fail("RuntimeError: Connection closed by peer").encode())
+        os.write(2, this_rank.fail("RuntimeError: Connection closed by peer").encode())
         os._exit(1)
     wait_for_ever()
 
@@ -182,7 +185,7 @@ def the_first_leaves_and_a_failure_follows(folder, clock):
     if begin(folder) == 0:
         end_well(clock, phase=0)
     reach(clock, 1)
-    os.write(2, lifeline.fail("RuntimeError: Connection closed by peer").encode())
+    os.write(2, this_rank.fail("RuntimeError: Connection closed by peer").encode())
     os._exit(1)
 
 
@@ -232,15 +235,15 @@ def test_a_loader_of_data_that_outlives_its_rank_does_not_hide_its_death(tmp_pat
 
 def one_is_killed_at_the_second_start(folder, restarted):
     rank = begin(folder)
-    lifeline.leave()
+    this_rank.leave()
     if restarted:
         # As in the new processes of torchrun: nothing is left but what the store keeps.
-        lifeline._starts = 0
+        this_rank._starts = 0
         os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "1"}
     if rank == 0:
         time.sleep(0.5)
     for _ in range(2):
-        lifeline.start()
+        this_rank.start()
     dist.barrier()
     if rank == 1:
         kill()
@@ -259,13 +262,13 @@ def works_without():
     warnings = []
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())
-    lifeline.logger.addHandler(handler)
-    lifeline.own_address = lambda store: "nowhere.invalid"
+    module.logger.addHandler(handler)
+    module.own_address = lambda store: "nowhere.invalid"
     for _ in range(2):
-        lifeline.start()
-    last_resort._LATER, executor = 1.0, Idle()
+        this_rank.start()
+    guard._LATER, executor = 1.0, Idle()
     for _ in range(2):
-        with here.in_batch(executor, "a step", True, 3.0):
+        with this_rank.whereabouts.in_batch(executor, "a step", True, 3.0):
             pass
     time.sleep(5.5)
     dist.barrier()
@@ -284,9 +287,9 @@ COLLECTIVES = 100
 
 def wakes_of_its_thread():
     """Returns how often the thread had been switched before the ranks communicated, and after it."""
-    lifeline.start()
+    this_rank.start()
     dist.barrier()
-    status = Path(f"/proc/self/task/{lifeline._current._thread.native_id}/status")
+    status = Path(f"/proc/self/task/{this_rank.lifeline._thread.native_id}/status")
 
     def wakes():
         return sum(int(line.split()[1]) for line in status.read_text().splitlines() if "ctxt_switches" in line)
@@ -299,7 +302,7 @@ def wakes_of_its_thread():
     for _ in range(COLLECTIVES):
         dist.all_reduce(torch.ones(8))
     after = wakes()
-    lifeline.leave()
+    this_rank.leave()
     return before, after
 
 
@@ -310,8 +313,8 @@ def test_the_thread_sleeps_while_ranks_communicate():
 
 
 def starts_alone():
-    lifeline.start()
-    return lifeline._current
+    this_rank.start()
+    return this_rank.lifeline
 
 
 def test_a_rank_without_others_has_no_lifeline():
@@ -319,15 +322,15 @@ def test_a_rank_without_others_has_no_lifeline():
 
 
 def leaves_while_it_handles_an_error():
-    lifeline.start()
+    this_rank.start()
     dist.barrier()
     try:
         raise ArithmeticError
     except ArithmeticError:
-        lifeline.leave()
-        stays = lifeline._current is not None
-    lifeline.leave()
-    return stays, lifeline._current
+        this_rank.leave()
+        stays = this_rank.lifeline is not None
+    this_rank.leave()
+    return stays, this_rank.lifeline
 
 
 def test_a_rank_says_no_goodbye_while_it_handles_an_error():
@@ -337,9 +340,9 @@ def test_a_rank_says_no_goodbye_while_it_handles_an_error():
 @pytest.fixture
 def hub():
     """A rank in this process that others can join."""
-    listener = neighbours.listen("localhost", alone=True)
+    listener = connections.listen("localhost", alone=True)
     member = Member(0, HOST, "localhost", listener.getsockname()[1])
-    own = Lifeline(member, listener, TOKEN, 2, Launcher())
+    own = Lifeline(member, listener, TOKEN, 2, Process(Launcher(), Whereabouts(), Exit()))
     own.start(None)
     yield member
     own.leave()
@@ -352,8 +355,8 @@ MEMBER = Member(1, HOST, "localhost", 0)
 def test_lines_that_the_system_cuts_short_arrive_whole_and_in_order():
     """A peer that stands still takes a part of a line, and the rest once it goes on."""
     with socket.create_server(("localhost", 0)) as server:
-        sender = neighbours.Connection(socket.create_connection(server.getsockname()))
-        receiver = neighbours.Connection(server.accept()[0])
+        sender = connections.Connection(socket.create_connection(server.getsockname()))
+        receiver = connections.Connection(server.accept()[0])
     lines = [f"{number} " + "x" * 100_000 for number in range(100)]
     for line in lines:
         sender.send(line)
@@ -374,13 +377,13 @@ def a_verdict_finds_a_full_connection(folder, clock):
     """Rank 0 has so much to say to rank 1, which is stopped, that the system takes a part of it only."""
     if begin(folder) == 0:
         reach(clock, 1)
-        (neighbour,) = lifeline._current._neighbours
+        (neighbour,) = this_rank.lifeline._neighbours
         while not neighbour.is_behind:
             neighbour.send("padding " + "x" * 10_000)
-        connections._FAREWELL = SECONDS
+        lifeline._FAREWELL = SECONDS
         (folder / "full").touch()
         reach(clock, 2)
-        lifeline.fail("ArithmeticError: the layer is in trouble")
+        this_rank.fail("ArithmeticError: the layer is in trouble")
         os._exit(1)
     wait_for_ever()
 
@@ -406,20 +409,20 @@ def test_a_verdict_arrives_behind_what_the_system_cut_short(tmp_path):
 def test_who_does_not_present_the_token_is_refused(greeting, hub):
     if greeting == "a wrong token":
         with pytest.raises(OSError, match="the answer there is no welcome"):
-            neighbours.join(hub, TOKEN[::-1], MEMBER)
+            connections.join(hub, TOKEN[::-1], MEMBER)
     else:
         with socket.create_connection((hub.address, hub.port)) as stranger:
             if greeting == "a line without an end":
                 stranger.settimeout(SECONDS)
                 stranger.sendall(b"a" * 5000)
                 assert stranger.recv(1) == b""
-            neighbours.join(hub, TOKEN, MEMBER).close()
-    neighbours.join(hub, TOKEN, MEMBER).close()
+            connections.join(hub, TOKEN, MEMBER).close()
+    connections.join(hub, TOKEN, MEMBER).close()
 
 
 def test_a_machine_that_vanishes_is_noticed_within_a_minute(hub):
     """The system probes a silent connection."""
-    connection = neighbours.join(hub, TOKEN, MEMBER)
+    connection = connections.join(hub, TOKEN, MEMBER)
     options = [connection._peer.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)] + [
         connection._peer.getsockopt(socket.IPPROTO_TCP, option)
         for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
@@ -441,7 +444,7 @@ def test_a_machine_that_vanishes_is_noticed_within_a_minute(hub):
 )
 def test_ranks_listen_at_the_interface_of_the_job_where_they_know_it(address, alone, bound):
     """203.0.113.1 is no address of any machine."""
-    with neighbours.listen(address, alone) as listener:
+    with connections.listen(address, alone) as listener:
         assert listener.getsockname()[0] in bound
 
 
@@ -453,11 +456,11 @@ def test_ranks_listen_at_an_address_of_this_machine():
         except OSError:
             pytest.skip("this machine has no network")
         own = probe.getsockname()[0]
-    with neighbours.listen(own, alone=False) as listener:
+    with connections.listen(own, alone=False) as listener:
         assert listener.getsockname()[0] == own
 
 
 def test_ranks_name_the_interface_through_which_they_reach_the_store():
     store = dist.TCPStore("localhost", 0, is_master=True)
-    assert neighbours.own_address(dist.PrefixStore("group", store)) == "localhost"
-    assert neighbours.own_address(dist.HashStore()) == HOST
+    assert connections.own_address(dist.PrefixStore("group", store)) == "localhost"
+    assert connections.own_address(dist.HashStore()) == HOST

@@ -98,7 +98,7 @@ def waits_in(program: Sequence[Action], row: int, doing: str, neighbours: Neighb
 
     Args:
         row: the action; the length of the program if all are done and only sends are under way.
-        doing: what the rank does inside the action: one of ``runtime.stopwatch``'s kinds.
+        doing: what the rank does inside the action: one of ``runtime.clocks``'s kinds.
         neighbours: the ranks around it.
     """
     if row >= len(program):

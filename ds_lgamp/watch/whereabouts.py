@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 
-from ds_lgamp.runtime import errors
 from ds_lgamp.schedule.actions import Action
-from ds_lgamp.schedule.standing import Neighbours, Standing, Wait, done_before, listed, waits_in
+from ds_lgamp.watch.last_words import in_flight_of
+from ds_lgamp.watch.standing import Neighbours, Standing, Wait, done_before, listed, waits_in
 
 FIRST_BATCH, _LONGEST_FIRST_BATCH = 10, 1200.0
 """How many times as long an engine may take in its first training batch and its first evaluation, which may compile;
@@ -131,27 +131,23 @@ class Whereabouts:
         return f"{place} {'after' if self.place is Place.SCRIPT else 'of'} {self.label}" if self.label else place
 
 
-here = Whereabouts()
-"""Those of this process."""
-
-
 class Observer:
-    """Watches :data:`here` from another thread.
+    """Watches ``whereabouts`` from another thread.
 
     Args:
         rank, host: those of this process.
     """
 
-    def __init__(self, rank: int, host: str, whereabouts: Whereabouts = here) -> None:
-        self._rank, self._host, self._here = rank, host, whereabouts
+    def __init__(self, rank: int, host: str, whereabouts: Whereabouts) -> None:
+        self._rank, self._host, self._whereabouts = rank, host, whereabouts
         self._seen: tuple[Any, ...] = ()
         self._since = 0.0
 
     def look(self, now: float, closely: bool = False) -> Standing:
         """Returns where the rank stands at the time ``now``. What it waits for is found only after it has stood there
         for a while, or if it is to look ``closely``."""
-        place, batch, label, limit = self._here.place, self._here.batch, self._here.label, self._here.limit
-        executor = self._here.executor
+        here = self._whereabouts
+        place, batch, label, limit, executor = here.place, here.batch, here.label, here.limit, here.executor
         row, doing = (-1, "") if executor is None else (executor.row, executor.doing)
         seen = (batch, place, row, doing, self._call_of_script() if place is Place.SCRIPT else None)
         if seen != self._seen:
@@ -167,7 +163,7 @@ class Observer:
         """Returns the error that the script handles where it has stood for 5 seconds, outside of a batch."""
         if standing.inside or standing.seconds < _ASKED_AFTER:
             return None
-        return errors.in_flight_of(self._here.thread or 0)
+        return in_flight_of(self._whereabouts.thread or 0)
 
     def _call_of_script(self) -> tuple[int, int] | None:
         """Returns what changes as long as a script does something."""
@@ -188,14 +184,14 @@ class Observer:
             if place is Place.BATCH and (current is not None or at_end):
                 standing = standing._replace(place="at the end of the batch" if at_end else f"in {current}")
                 waits = waits_in(executor.program, row, doing, executor.neighbours)
-        if not waits and self._here.awaited:
-            waits = (_named(self._here.awaited, ()),)
+        if not waits and self._whereabouts.awaited:
+            waits = (_named(self._whereabouts.awaited, ()),)
         elif not waits and calls is not None:
             waits = calls.waits(self._rank)
         return standing._replace(waits=waits)
 
     def _frame(self) -> FrameType | None:
-        return sys._current_frames().get(self._here.thread or 0)
+        return sys._current_frames().get(self._whereabouts.thread or 0)
 
 
 def asks_after(limit: float) -> float:

@@ -4,12 +4,12 @@ gloo notices a dead rank, because its connections end. Kernels of NCCL wait for 
 Therefore every rank holds a connection to rank 0, the hub, and a thread waits for connections to end. Where one ends
 without a goodbye, its rank is dead. The hub tells all others which rank it was, so they end after two hops, in a job of
 any size. When the hub itself dies, all see it. A hub that leaves well hands its connections over to the lowest rank
-that is left. Every second, the thread also looks whether its rank stands still (:mod:`ds_lgamp.runtime.stalls`), and
+that is left. Every second, the thread also looks whether its rank stands still (:mod:`ds_lgamp.watch.stalls`), and
 otherwise it sleeps until something happens.
 
 The thread needs the interpreter. Waits of torch, gloo and NCCL give it away. Where the main thread keeps it for ever, a
-guard ends the process (:mod:`ds_lgamp.runtime.last_resort`). A rank that gets SIGTERM first says so
-(:mod:`ds_lgamp.runtime.termination`).
+guard ends the process (:mod:`ds_lgamp.watch.guard`). A rank that gets SIGTERM first says so
+(:mod:`ds_lgamp.watch.launcher`).
 """
 
 import json
@@ -20,17 +20,15 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
-from ds_lgamp.runtime import errors, exit_handlers
-from ds_lgamp.runtime.last_resort import end, say
-from ds_lgamp.runtime.launcher import Launcher
-from ds_lgamp.runtime.neighbours import PATIENCE, WELCOME, Connection, Member, admitted, join
-from ds_lgamp.runtime.stalls import TICK, StallTalk
-from ds_lgamp.runtime.termination import NEWS, Termination
-from ds_lgamp.runtime.whereabouts import here
+from ds_lgamp.watch.connections import PATIENCE, RETRY, WELCOME, Connection, Member, admitted, complete, flush, join
+from ds_lgamp.watch.last_words import Exit, cause, say
+from ds_lgamp.watch.launcher import NEWS, Launcher, Termination
+from ds_lgamp.watch.stalls import TICK, StallTalk
+from ds_lgamp.watch.whereabouts import Whereabouts
 
 logger = logging.getLogger(__name__)
 _GRACE = 3.0
@@ -45,12 +43,18 @@ _HEIRS = 16
 """How many ranks a hub that leaves names, in case the first ones leave too."""
 _BACKLOG = 0.1
 """Seconds to hear of what happened before SIGTERM came."""
-_RETRY = 0.1
-"""Seconds between two attempts to send the rest of a line."""
 _LONGEST_GREETING = 4096
 """Bytes that a stranger may send without ending a line."""
 _HERE, _GOODBYE, _VERDICT, _REFUSAL, _TERMINATED = "here", "goodbye", "verdict", "refusal", "terminated"
 _FAILS = "fails"
+
+
+class Process(NamedTuple):
+    """The process of a rank, as far as its lifeline is concerned."""
+
+    launcher: Launcher
+    whereabouts: Whereabouts
+    exit: Exit
 
 
 class Lifeline:
@@ -61,11 +65,12 @@ class Lifeline:
         listener: takes the connections of other ranks.
         token: what a rank must present.
         world: the number of ranks.
-        launcher: that of this process.
+        process: the process of this rank.
     """
 
-    def __init__(self, own: Member, listener: socket.socket, token: str, world: int, launcher: Launcher) -> None:
-        self._own, self._listener, self._token, self._launcher = own, listener, token, launcher
+    def __init__(self, own: Member, listener: socket.socket, token: str, world: int, process: Process) -> None:
+        self._own, self._listener, self._token, self._process = own, listener, token, process
+        self._self = f"this rank, {own.rank} on {own.host}"
         self._neighbours: dict[Connection, Member] = {}
         self._watched: set[Connection] = set()
         """The neighbours that have not said goodbye."""
@@ -73,7 +78,7 @@ class Lifeline:
         """The neighbours that SIGTERM ends."""
         self._hub: Connection | None = None
         """The connection to the hub; None if this rank is the hub."""
-        self.stalls = StallTalk(own, world, say, self._stalled)
+        self.stalls = StallTalk(own, world, process.whereabouts, self._stalled)
         self._newcomers: dict[Connection, float] = {}
         """Connections that have not shown the token, and when they began."""
         self._shown: int | None = None
@@ -93,7 +98,6 @@ class Lifeline:
         self._await(listener, self._accept)
         self._await(self._bell, lambda bell: bell.recv(1))
         self._await(self._termination, self._terminate)
-        self.ending: Any = None
         self._thread = threading.Thread(target=self._watch, name="ds_lgamp lifeline", daemon=True)
 
     def start(self, hub: Member | None) -> None:
@@ -187,16 +191,16 @@ class Lifeline:
                 self._look()
                 next_look = now + TICK
             left = min(deadline, next_look if looks else math.inf) - now
-            if _flush(self._neighbours):
-                left = min(left, _RETRY)
+            if flush(self._neighbours):
+                left = min(left, RETRY)
             for key, _ in self._selector.select(max(0.0, left)):
                 # An earlier event may have closed the connection of this one.
                 if key.fd == key.fileobj.fileno():  # type: ignore[union-attr]
                     key.data(key.fileobj)
 
     def _look(self) -> None:
-        if self._launcher.is_gone():
-            self._judge(f"{self._own.name} lost its {self._launcher}, which was killed or has ended", None)
+        if self._process.launcher.is_gone():
+            self._judge(f"{self._own.name} lost its {self._process.launcher}, which was killed or has ended", None)
         try:
             self._show(self.stalls.look(self._neighbours, self._hub))
         except Exception:
@@ -207,7 +211,7 @@ class Lifeline:
         """Shows and announces the ``error`` that the script handles where it stands still, as in a ``finally`` that
         waits for other ranks. It may never come to the place that shows it. Takes that back if the script goes on."""
         identity = None if error is None else id(error)
-        if identity == self._shown or exit_handlers.failing():
+        if identity == self._shown or self._process.exit.failing:
             return
         if error is None:
             self._note_failing("")
@@ -215,7 +219,7 @@ class Lifeline:
             reason = self._last_words() if self._blamed.is_set() else ""
             trace = "".join(traceback.format_exception(error))
             say(f"{reason}{trace}ds_lgamp: {self._own.name} handles this error, and stands still there\n")
-            self.announce(errors.cause(error), " and stands still while it handles that")
+            self.announce(cause(error), " and stands still while it handles that")
         # Of the error itself, this thread would keep all that its calls hold.
         self._shown = identity
 
@@ -314,7 +318,7 @@ class Lifeline:
         heirs = sorted(self._neighbours.values())[:_HEIRS]
         for neighbour in list(self._neighbours):
             neighbour.send(f"{_GOODBYE} {json.dumps(heirs)}")
-        _complete(self._neighbours)
+        complete(self._neighbours, _FAREWELL)
         for neighbour in self._neighbours:
             neighbour.finish()
         self._watched.clear()
@@ -344,7 +348,7 @@ class Lifeline:
         # Nothing is left to say before SIGTERM ends this rank.
         self._termination.release()
         if not self._leaving.wait(_GRACE):
-            end(self._last_words(), self._own.rank)
+            self._process.exit.end(self._last_words(), self._own.rank)
 
     def _note_failing(self, sentence: str, source: Connection | None = None) -> None:
         """Passes on that a rank fails. Waits for it then have a reason, and checkpoints are written in haste. With "",
@@ -374,7 +378,7 @@ class Lifeline:
         self._serve(lambda: False, _BACKLOG)
         self._terminated = True
         self._serve(lambda: False, NEWS)
-        say(f"ds_lgamp: this rank, {self._own.rank} on {self._own.host}, was terminated (SIGTERM) {here}\n")
+        say(f"ds_lgamp: {self._self}, was terminated (SIGTERM) {self._process.whereabouts}\n")
         termination.end()
 
     def _spread(self, kind: str, verdict: str) -> None:
@@ -383,7 +387,7 @@ class Lifeline:
             neighbour.send(f"{kind} {verdict}")
         # Neighbours that know the verdict end too, without a goodbye.
         self._watched.clear()
-        _complete(told)
+        complete(told, _FAREWELL)
 
     def _last_words(self) -> str:
         """Returns the sentence with which this rank ends; "" from the second time on."""
@@ -393,19 +397,4 @@ class Lifeline:
 
     def _sentence(self) -> str:
         reasons = filter(None, (self._verdict or self._announced, self.stalls.departed()))
-        return f"ds_lgamp: {'; '.join(reasons)}; this rank, {self._own.rank} on {self._own.host}, ends {here}\n"
-
-
-def _flush(neighbours: Iterable[Connection]) -> bool:
-    """Sends more of what ``neighbours`` did not take yet. Returns whether something is left."""
-    behind = [neighbour for neighbour in neighbours if neighbour.is_behind]
-    for neighbour in behind:
-        neighbour.flush()
-    return any(neighbour.is_behind for neighbour in behind)
-
-
-def _complete(neighbours: Iterable[Connection]) -> None:
-    """Sends all that is left, because no later look does, but does not wait long for a neighbour that stands still."""
-    deadline = time.monotonic() + _FAREWELL
-    while _flush(neighbours) and time.monotonic() < deadline:
-        time.sleep(_RETRY)
+        return f"ds_lgamp: {'; '.join(reasons)}; {self._self}, ends {self._process.whereabouts}\n"

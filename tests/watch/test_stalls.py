@@ -11,14 +11,14 @@ from contextlib import ExitStack
 import pytest
 import torch.distributed as dist
 
-from ds_lgamp.runtime import lifeline
 from ds_lgamp.runtime.batch import BatchState
-from ds_lgamp.runtime.stalls import TICK
-from ds_lgamp.runtime.whereabouts import here
 from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.placement import split_balanced
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.watch import this_rank as module
+from ds_lgamp.watch.stalls import TICK
+from ds_lgamp.watch.this_rank import this_rank
 from testing.namespaces import NetworkUnavailable, address, throttled_network
 from testing.ranks import started_ranks
 from tests.runtime.assembly import assemble, build_grid
@@ -36,13 +36,13 @@ RANKS = 4
 FOR_EVER = 1000
 
 
-class Job:
+class Training:
     """Trains on 2 pipeline ranks and 2 data-parallel ranks: ranks 0 and 1 hold the chunks 0 and 2."""
 
     def __init__(self, folder):
         self.rank, self.folder, self.steps = dist.get_rank(), folder, 0
         os.dup2(os.open(folder / str(self.rank), os.O_CREAT | os.O_WRONLY), 2)
-        lifeline.start()
+        this_rank.start()
         spec = ProgramSpec((0, 1, 0, 1), "layered", 4, 4, 3)
         grid, model = build_grid(2, 2), build_model(6, tied=False)
         bounds = split_balanced([1] * len(model.layers), spec.chunks)
@@ -62,7 +62,7 @@ class Job:
             before: called ahead of every action.
         """
         self.steps += 1
-        with here.in_batch(self.executor, f"step {self.steps}", True, LIMIT):
+        with this_rank.whereabouts.in_batch(self.executor, f"step {self.steps}", True, LIMIT):
             batch = BatchState(4, lambda index: load(self.steps, index), program=self.program)
             with self.executor.run_batch(batch):
                 for action in self.program:
@@ -74,25 +74,25 @@ def waits_for_data(*_):
     time.sleep(FOR_EVER)
 
 
-def stops(job):
+def stops(training):
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def has_no_data(job):
-    job.step(load=waits_for_data)
+def has_no_data(training):
+    training.step(load=waits_for_data)
 
 
-def leaves_the_loop(job):
+def leaves_the_loop(training):
     time.sleep(FOR_EVER)
 
 
-def says_goodbye(job):
+def says_goodbye(training):
     """As a script that ended, on a backend whose connections do not end with it."""
-    lifeline.leave()
+    this_rank.leave()
     time.sleep(FOR_EVER)
 
 
-def holds_the_interpreter(job):
+def holds_the_interpreter(training):
     # The timer still runs for the first batch, which may take longer.
     time.sleep(2 * TICK)
     ctypes.PyDLL(None).sleep(FOR_EVER)
@@ -118,11 +118,11 @@ STACKS = {"has no data": "in waits_for_data", "leaves the loop": "in leaves_the_
 
 
 def trains_with(folder, fault, culprit):
-    job = Job(folder)
-    if job.rank == culprit:
-        FAULTS[fault](job)
+    training = Training(folder)
+    if training.rank == culprit:
+        FAULTS[fault](training)
     while True:
-        job.step()
+        training.step()
 
 
 def wait_until_all_begin(folder):
@@ -179,18 +179,18 @@ PAUSE = 3.0
 
 def is_slow_and_then_pauses(folder):
     """Rank 3 is slow for a step. In the next one it is stopped, and goes on before it is too late."""
-    job = Job(folder)
+    training = Training(folder)
     slow = lambda action: time.sleep(PAUSE) if action.kind in (Kind.FORWARD, Kind.BACKWARD) else None  # noqa: E731
-    job.step(before=slow if job.rank == 3 else lambda action: None)
-    if job.rank == 3:
+    training.step(before=slow if training.rank == 3 else lambda action: None)
+    if training.rank == 3:
         (folder / "stops").touch()
         os.kill(os.getpid(), signal.SIGSTOP)
-    job.step()
+    training.step()
     # Nobody judges a rank between batches, where the others wait for it.
-    time.sleep(2 * LIMIT if job.rank == 3 else 0)
+    time.sleep(2 * LIMIT if training.rank == 3 else 0)
     dist.barrier()
-    job.step()
-    (folder / f"{job.rank} is done").touch()
+    training.step()
+    (folder / f"{training.rank} is done").touch()
 
 
 @pytest.mark.slow
@@ -221,13 +221,13 @@ class Enter:
 
     def __call__(self, rank):
         self.network.enter(rank)
-        lifeline.own_address = lambda store: address(rank)
+        module.own_address = lambda store: address(rank)
 
 
 def keeps_training(folder):
-    job = Job(folder)
+    training = Training(folder)
     while True:
-        job.step(before=lambda action: time.sleep(0.01))
+        training.step(before=lambda action: time.sleep(0.01))
 
 
 @pytest.mark.slow

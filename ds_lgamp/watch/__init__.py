@@ -1,0 +1,1 @@
+"""What watches a job, whatever its host: notices that a rank dies or stands still, names it, and ends the others."""
