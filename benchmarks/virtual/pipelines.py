@@ -24,8 +24,7 @@ from torch.distributed.pipelining import (
 from benchmarks.record import OURS
 from benchmarks.virtual.bare import BareLoop
 from benchmarks.virtual.chunk import Setting, VirtualChunk, loss_function, sleep_until
-from ds_lgamp.integrations.deepspeed.engine.host_updates import HostUpdates
-from ds_lgamp.integrations.deepspeed.engine.updates import Options, Updates
+from ds_lgamp.optimizers.updates import HostUpdates, Options, Updates
 from ds_lgamp.partition.bus import Bus
 from ds_lgamp.partition.flat_storage import UnitParameter
 from ds_lgamp.partition.host_home import Host

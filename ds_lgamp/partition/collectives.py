@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ds_lgamp.partition.launches import ends_with, launched
-from ds_lgamp.partition.pool import in_pool
+from ds_lgamp.partition.memory import in_pool
 
 # torch 2.13 renamed these two functions; earlier releases have only the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -14,8 +14,8 @@ from ds_lgamp.partition.guard import Guards, NotGatheredError
 from ds_lgamp.partition.host_home import LoadedPart
 from ds_lgamp.partition.host_thread import Job, Work
 from ds_lgamp.partition.launches import followed
+from ds_lgamp.partition.memory import in_pool
 from ds_lgamp.partition.policy import ZeroPolicy
-from ds_lgamp.partition.pool import in_pool
 
 
 class UnitParameter(NamedTuple):

@@ -11,7 +11,7 @@ from ds_lgamp.cost.disk import OnDisk
 from ds_lgamp.partition.bus import Bus, Transfer
 from ds_lgamp.partition.disk import Disk
 from ds_lgamp.partition.host_thread import HostThread
-from ds_lgamp.partition.pool import in_pool
+from ds_lgamp.partition.memory import in_pool
 
 
 class Host(NamedTuple):

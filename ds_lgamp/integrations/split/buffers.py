@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.blocks import Blocks
-from ds_lgamp.partition.rows import write
+from ds_lgamp.partition.memory import write
 
 
 def version_of(tensor: Tensor) -> int:

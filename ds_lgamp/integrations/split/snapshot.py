@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_lgamp.integrations.split.named import Named, named_globals
-from ds_lgamp.partition.rows import write
+from ds_lgamp.partition.memory import write
 
 CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
 _TORCHS = frozenset(vars(nn.Module()))

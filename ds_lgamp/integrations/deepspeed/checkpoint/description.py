@@ -18,7 +18,7 @@ from ds_lgamp.integrations.deepspeed.config.precision import parameter_dtype, sc
 from ds_lgamp.integrations.deepspeed.model.layout import layer_types
 from ds_lgamp.integrations.deepspeed.model.module import built_layers, global_names
 from ds_lgamp.integrations.split.call import Tree
-from ds_lgamp.partition.parts import parts_of
+from ds_lgamp.partition.unit import parts_of
 from ds_lgamp.version import __version__
 
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)

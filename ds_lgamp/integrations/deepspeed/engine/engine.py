@@ -31,7 +31,6 @@ from ds_lgamp.integrations.deepspeed.engine.data import BatchLoader
 from ds_lgamp.integrations.deepspeed.engine.ending import finish_at_the_end
 from ds_lgamp.integrations.deepspeed.engine.executor import build_executor
 from ds_lgamp.integrations.deepspeed.engine.first_messages import no_first_messages
-from ds_lgamp.integrations.deepspeed.engine.host_updates import HostUpdateError
 from ds_lgamp.integrations.deepspeed.engine.instructions import ProgramSchedule, RunAction
 from ds_lgamp.integrations.deepspeed.engine.losses import average_loss, loss_of, scaled_mean_gradient
 from ds_lgamp.integrations.deepspeed.engine.monitor import monitor_if_asked, monitored
@@ -52,6 +51,7 @@ from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
 from ds_lgamp.integrations.deepspeed.model.selective import offers_selective, refuse_unless_offered, switch_on
 from ds_lgamp.integrations.deepspeed.model.shared_buffers import SharedBuffers
 from ds_lgamp.integrations.tracing import trace_if_asked
+from ds_lgamp.optimizers.updates import HostUpdateError
 from ds_lgamp.runtime.batch import BatchState, LoadMicroBatch
 from ds_lgamp.runtime.stopwatch import Stopwatch
 from ds_lgamp.runtime.whereabouts import here

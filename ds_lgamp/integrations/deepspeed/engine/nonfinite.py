@@ -12,8 +12,7 @@ from ds_lgamp.integrations.deepspeed.engine.overflow import LateFlag
 from ds_lgamp.integrations.deepspeed.model.layout import layer_types
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule
 from ds_lgamp.partition.agreement import everyone, host_group
-from ds_lgamp.partition.parts import parts_of
-from ds_lgamp.partition.unit import Unit
+from ds_lgamp.partition.unit import Unit, parts_of
 from ds_lgamp.partition.zero_partition import ZeroPartition
 from ds_lgamp.runtime.first_seen import FirstSeen
 from ds_lgamp.runtime.origin import Origin, Seen, find_origin

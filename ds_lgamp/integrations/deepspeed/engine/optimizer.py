@@ -13,7 +13,6 @@ from deepspeed.runtime.fp16.loss_scaler import LossScaler, LossScalerBase
 from ds_lgamp.config import ConfigError, LgampConfig
 from ds_lgamp.integrations.deepspeed.config.optimizer_choice import skips_by_itself
 from ds_lgamp.integrations.deepspeed.config.precision import checks_overflow, loss_scaler
-from ds_lgamp.integrations.deepspeed.engine.disk_updates import updates_of
 from ds_lgamp.integrations.deepspeed.engine.nonfinite import NonfiniteCheck
 from ds_lgamp.integrations.deepspeed.engine.optimizer_state import (
     complaint_about_class,
@@ -22,8 +21,9 @@ from ds_lgamp.integrations.deepspeed.engine.optimizer_state import (
     state_of,
 )
 from ds_lgamp.integrations.deepspeed.engine.overflow import LateFlag
-from ds_lgamp.integrations.deepspeed.engine.updates import Options
+from ds_lgamp.optimizers.disk_updates import updates_of
 from ds_lgamp.optimizers.tensors import TensorOptimizer
+from ds_lgamp.optimizers.updates import Options
 from ds_lgamp.partition.host_home import arriving
 from ds_lgamp.partition.norms import clip_factor, exact_norm, global_norm, norm_of_rows
 from ds_lgamp.partition.unit import Unit

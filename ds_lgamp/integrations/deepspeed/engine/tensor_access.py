@@ -16,7 +16,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.partition.flat_storage import FlatStorage
-from ds_lgamp.partition.parts import Part, parts_of
+from ds_lgamp.partition.unit import Part, parts_of
 from ds_lgamp.partition.zero_partition import ZeroPartition
 
 _ids = count()

@@ -26,7 +26,7 @@ from ds_lgamp.integrations.deepspeed.model.layout import Layout
 from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
 from ds_lgamp.integrations.deepspeed.model.traits import Traits, adopt_traits, traits_of
 from ds_lgamp.partition.agreement import everyone, raise_everywhere
-from ds_lgamp.partition.rows import bytes_of
+from ds_lgamp.partition.memory import bytes_of
 from ds_lgamp.runtime.random_state import undisturbed
 
 TIED_MODULES = "tied_modules."

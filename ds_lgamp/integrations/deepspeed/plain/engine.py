@@ -35,8 +35,7 @@ from ds_lgamp.integrations.deepspeed.plain.layers import Compiled, Layers
 from ds_lgamp.integrations.deepspeed.plain.module import tell_of_model
 from ds_lgamp.integrations.deepspeed.plain.open_batch import OpenBatch
 from ds_lgamp.integrations.split.call import Arguments, Call
-from ds_lgamp.partition.agreement import Term
-from ds_lgamp.partition.groups import own_host_group
+from ds_lgamp.partition.agreement import Term, own_host_group
 from ds_lgamp.runtime.batch import BatchState, LoadMicroBatch
 from ds_lgamp.runtime.first_seen import INPUTS
 from ds_lgamp.schedule.spec import ProgramSpec

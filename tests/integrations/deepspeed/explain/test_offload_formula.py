@@ -11,8 +11,8 @@ from ds_lgamp.cost.traffic import bus_bytes
 from ds_lgamp.partition import unit as units_of_partition
 from ds_lgamp.partition.bus import Bus
 from ds_lgamp.partition.host_home import Host
-from ds_lgamp.partition.host_room import HostRoom
 from ds_lgamp.partition.host_thread import HostThread
+from ds_lgamp.partition.memory import HostRoom
 from ds_lgamp.partition.policy import ZeroPolicy
 from ds_lgamp.runtime.measure import PeakMemory, storage_of
 from ds_lgamp.schedule.actions import Kind

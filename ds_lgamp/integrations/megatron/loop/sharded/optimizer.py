@@ -19,7 +19,7 @@ from ds_lgamp.integrations.megatron.loop.sharded.model import ShardedChunk
 from ds_lgamp.integrations.megatron.loop.sharded.optimizer_state import MASTER, MASTER_OF_DISTRIBUTED, OptimizerState
 from ds_lgamp.integrations.megatron.loop.sharded.parameters import shard
 from ds_lgamp.partition.norms import global_norm
-from ds_lgamp.partition.parts import parts_of
+from ds_lgamp.partition.unit import parts_of
 from ds_lgamp.partition.zero_partition import ZeroPartition
 
 RESHARDABLE = "fully_reshardable"

@@ -1,15 +1,19 @@
-"""Steps a torch optimizer on the shards of all units at once, or of one unit after another."""
+"""Steps a torch optimizer on the shards of all units at once, or of one unit after another: on the device, or in the
+host's thread beside the program."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.optim import optimizer as of_torch
 
-from ds_lgamp.optimizers.cutting import cut
+from ds_lgamp.optimizers.tensors import TensorOptimizer
 from ds_lgamp.partition.flat_storage import UnitParameter
+from ds_lgamp.partition.segments import Segment
 from ds_lgamp.partition.unit import Unit
 from ds_lgamp.partition.zero_partition import ZeroPartition
 
@@ -137,3 +141,87 @@ class Updates:
             unit.follow_update()
             unit.after_update()
         self._lagging = ()
+
+
+class HostUpdateError(RuntimeError):
+    """An update on the host failed; the message names the rank and the unit."""
+
+
+class HostUpdates(Updates):
+    """Updates for shards on the host.
+
+    :meth:`update_alone` runs in the host's thread. There it leaves the optimizer's groups alone, which schedulers and
+    scripts read and write meanwhile: it steps a twin, which has groups of its own and shares the state.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, partition: ZeroPartition) -> None:
+        super().__init__(optimizer, partition)
+        self._twin = _twin_of(optimizer)
+
+    def update_alone(self, unit: Unit, factor: Any, options: Options) -> Callable[[], None] | None:
+        with self._named(unit):
+            unit.scale_gradient(factor)
+            unit.before_change()
+            self._twin.state = self.optimizer.state
+            self._twin.param_groups = [
+                {**group, "params": self.shards_of(unit, index)} for index, group in enumerate(options)
+            ]
+            self._twin.step()
+            unit.round_weights()
+            unit.drop_gradient()
+            unit.after_update()
+        return None
+
+    @contextmanager
+    def _named(self, unit: Unit) -> Iterator[None]:
+        """Lets errors of an update name rank and unit."""
+        try:
+            yield
+        except Exception as error:
+            raise HostUpdateError(
+                f"rank {dist.get_rank()} failed to update {unit.name} on the host ({type(error).__name__}: {error})"
+            ) from error
+
+
+def _twin_of(optimizer: torch.optim.Optimizer) -> Any:
+    """Returns an optimizer with all attributes of ``optimizer`` but its hooks, and without what a scheduler or a script
+    wrapped around its step."""
+    # DeepSpeedCPUAdam would free its part in C++ a second time.
+    kind = type(type(optimizer).__name__, (type(optimizer),), {"__del__": lambda self: None})
+    twin: Any = object.__new__(kind)
+    twin.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
+    twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    return twin
+
+
+def cut(optimizer: torch.optim.Optimizer, partition: ZeroPartition, unit: Unit) -> None:
+    """Gives each parameter of ``unit`` a segment of its own, with its part of the state of ``optimizer``, which counts
+    its steps by itself from now on. No update of the unit is under way."""
+    if unit.master.is_cut:
+        return
+    wholes = unit.master.segments
+    unit.master.cut()
+    for whole in wholes:
+        parts = [segment for segment in unit.master.segments if segment.is_within(whole)]
+        group = optimizer.param_groups[whole.group]
+        if isinstance(optimizer, torch.optim.SGD):
+            # Its fused kernel fails if one parameter has momentum and another has none yet.
+            group["fused"] = False
+        shards = group["params"]
+        index = next(index for index, shard in enumerate(shards) if shard is whole.shard)
+        shards[index : index + 1] = [part.shard for part in parts]
+        state = optimizer.state.pop(whole.shard, None)
+        if state:
+            for part in parts:
+                optimizer.state[part.shard] = {key: _of_part(value, whole, part) for key, value in state.items()}
+    if isinstance(optimizer, TensorOptimizer):
+        optimizer.bind(partition)
+
+
+def _of_part(value: Any, whole: Segment, part: Segment) -> Any:
+    """Returns what of a ``value`` in the state of ``whole`` belongs to ``part``."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.shape == whole.shard.shape:
+        value = value[part.start - whole.start : part.end - whole.start]
+    return value.clone()
