@@ -151,8 +151,10 @@ class DiskUpdates(HostUpdates):
         host: says what lies on the disk.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, partition: ZeroPartition, host: Host, disk: Disk) -> None:
-        super().__init__(optimizer, partition)
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, partition: ZeroPartition, when: str, host: Host, disk: Disk
+    ) -> None:
+        super().__init__(optimizer, partition, when)
         self._disk, self._holds_states = disk, host.on_disk.optimizer
         units = [unit for unit in partition.units if unit.trains and unit.policy.host is not None]
         self._segments = [segment for unit in units for segment in unit.master.segments]
@@ -160,8 +162,9 @@ class DiskUpdates(HostUpdates):
         """Room on the disk for the states of each shard."""
         self._take_room()
         self._buffers = UpdateBuffers(disk, max((self._contents(unit).bytes for unit in units), default=0))
+        self._move_states(self._segments)
         # A state that is loaded is a tensor in memory.
-        optimizer.register_load_state_dict_post_hook(lambda _: self.settle_states())
+        optimizer.register_load_state_dict_post_hook(lambda _: self._move_states(self._segments))
 
     def _take_room(self) -> None:
         """Takes the space of the states, before the optimizer makes them. Raises ValueError if the disk is full."""
@@ -272,10 +275,8 @@ class DiskUpdates(HostUpdates):
             homes[key] = self._disk.empty(value.numel(), value.dtype)
         return homes[key]
 
-    def settle_states(self) -> None:
-        self._move_states(self._segments)
-
     def _move_states(self, segments: list[Segment]) -> None:
+        """Moves states that somebody made in memory to the disk."""
         for segment in segments if self._holds_states else ():
             state = self.optimizer.state.get(segment.shard, {})
             for key, value in state.items():
@@ -291,14 +292,14 @@ class DiskUpdates(HostUpdates):
         self._move_states([segment for unit in lagging for segment in unit.master.segments])
 
 
-def updates_of(optimizer: torch.optim.Optimizer, partition: ZeroPartition) -> Updates:
+def updates_of(optimizer: torch.optim.Optimizer, partition: ZeroPartition, when: str) -> Updates:
     """Returns the updates for where the shards of ``partition`` lie."""
     host = partition.host
     if host is None:
-        return Updates(optimizer, partition)
+        return Updates(optimizer, partition, when)
     if host.bus.disk is None or not host.on_disk.state:
-        return HostUpdates(optimizer, partition)
-    return DiskUpdates(optimizer, partition, host, host.bus.disk)
+        return HostUpdates(optimizer, partition, when)
+    return DiskUpdates(optimizer, partition, when, host, host.bus.disk)
 
 
 def _copy_of(segment: Segment, values: torch.Tensor, gradient: torch.Tensor) -> Parameter:

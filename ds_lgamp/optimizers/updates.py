@@ -1,10 +1,11 @@
 """Steps a torch optimizer on the shards of all units at once, or of one unit after another: on the device, or in the
 host's thread beside the program."""
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from torch.optim import optimizer as of_torch
 
 from ds_lgamp.optimizers.tensors import TensorOptimizer
 from ds_lgamp.partition.flat_storage import UnitParameter
+from ds_lgamp.partition.host_home import arriving
+from ds_lgamp.partition.host_thread import HostThread, Job, Work
+from ds_lgamp.partition.launches import followed
 from ds_lgamp.partition.segments import Segment
 from ds_lgamp.partition.unit import Unit
 from ds_lgamp.partition.zero_partition import ZeroPartition
@@ -21,24 +25,85 @@ Options = list[dict[str, Any]]
 """The hyper-parameters of every parameter group."""
 
 
-class Updates:
-    """Steps ``optimizer`` for some units, and lets their weights follow.
+def postpone(unit: Unit, update: Work, announce: Callable[[], None] = lambda: None) -> None:
+    """Leaves the update of this rank's shard of ``unit`` to :func:`start_postponed`, or to whoever needs its values.
+    All data-parallel ranks do so together.
 
     Args:
-        optimizer: its groups hold the shards of ``partition`` from now on.
+        update: with offloading, the host's thread calls it. It changes nothing but the unit's tensors there.
+        announce: is called right before that thread gets the update.
+    """
+    host = unit.policy.host
+    unit.storage.expect(_LaterHere(update) if host is None else _LaterOnHost(update, announce, host.updates))
+
+
+def start_postponed(units: Iterable[Unit]) -> None:
+    """Starts the updates of ``units`` that were left to later. On the device they are over at once."""
+    for unit in units:
+        if unit.policy.host is None:
+            unit.storage.catch_up()
+        elif unit.storage.pending is not None:
+            unit.storage.pending.start()
+
+
+class _LaterHere:
+    """An update on the device, which runs when somebody waits for it."""
+
+    def __init__(self, update: Work) -> None:
+        self._update = update
+
+    def start(self) -> None:
+        """The device begins no update that nobody waits for."""
+
+    def wait(self) -> None:
+        # An evaluation may be in inference mode. State that was made in it could not be updated later.
+        with torch.inference_mode(False), torch.no_grad():
+            self._update()
+
+
+class _LaterOnHost:
+    """An update in the host's ``thread``."""
+
+    def __init__(self, update: Work, announce: Callable[[], None], thread: HostThread) -> None:
+        self._update: Work | None = update
+        self._announce, self._thread = announce, thread
+        self._job: Job | None = None
+
+    def start(self) -> None:
+        if self._update is not None:
+            update, self._update = self._update, None
+            self._announce()
+            self._job = self._thread.start(followed(update, "host update"))
+
+    def wait(self) -> None:
+        self.start()
+        if self._job is not None:
+            self._job.wait()
+
+
+class Updates:
+    """Updates units on the device: all at once, or one after another; at once, or when a program asks for it.
+
+    Args:
+        optimizer: its groups hold the shards of ``partition`` from now on. It begins without state.
+        when: when a step updates a chunk, one of ``schedule.spec.UPDATES``.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, partition: ZeroPartition) -> None:
-        self.optimizer, self._partition = optimizer, partition
+    def __init__(self, optimizer: torch.optim.Optimizer, partition: ZeroPartition, when: str) -> None:
+        self.optimizer, self.when, self._partition = optimizer, when, partition
         self._lagging: Sequence[Unit] = ()
         """Units whose weights do not equal their master weights, because the optimizer is updating these."""
         for group in optimizer.param_groups:
             group["params"] = []
         for segment in partition.segments():
             optimizer.param_groups[segment.group]["params"].append(segment.shard)
+        optimizer.state = _initial_state(optimizer)
         # This hook runs before all others, because those may read parameters.
         hook = optimizer.register_step_post_hook(self._follow)
         optimizer._optimizer_step_post_hooks.move_to_end(hook.id, last=False)  # type: ignore[attr-defined]
+        # What torch reads and writes of the state is current.
+        optimizer.register_state_dict_pre_hook(lambda _: partition.catch_up())
+        optimizer.register_load_state_dict_pre_hook(lambda _, __: partition.catch_up())
 
     @property
     def is_watched(self) -> bool:
@@ -62,16 +127,57 @@ class Updates:
             for group in self.optimizer.param_groups
         ]
 
-    def update_some(self, units: Sequence[Unit], factor: Any) -> None:
-        """Steps the optimizer for ``units`` on the device, at once, while others have gradients too.
+    def with_gradients(self) -> list[Unit]:
+        """The units whose gradients are final. An update that the host has begun uses its gradient still."""
+        return [unit for unit in self._partition.units if unit.reduction.is_final and unit.storage.pending is None]
+
+    def step(self, factor: Any, is_watched: bool) -> None:
+        """Updates what is not updated yet, or leaves that to later.
 
         Args:
             factor: what multiplies the gradients.
+            is_watched: whether somebody expects one step of the optimizer with all gradients.
         """
-        for unit in units:
-            unit.scale_gradient(factor)
-        with self._groups_of(units, self.options()):
+        units, host = self.with_gradients(), self._partition.host
+        if is_watched or (self.when != "next_step" and host is None):
+            for unit in units:
+                unit.scale_gradient(factor)
             self.update(units)
+            return
+        postponed = [unit for unit in units if unit.policy.host is host]
+        self.step_later(postponed, factor)
+        if self.when != "next_step":
+            start_postponed(postponed)
+        # Beside a host that updates some units, the step updates the others.
+        staying = [unit for unit in units if unit not in postponed]
+        if staying:
+            for unit in staying:
+                unit.scale_gradient(factor)
+            with self._groups_of(staying, self.options()):
+                self.update(staying)
+
+    def step_early(self, units: Sequence[Unit], factor: Any) -> None:
+        """Updates ``units`` before the step. With offloading, the host's thread has that to do when this returns."""
+        if self._partition.host is not None:
+            self.step_later(units, factor)
+            start_postponed(units)
+            return
+        unchanged: Options = [{}] * len(self.optimizer.param_groups)
+        for unit in units:
+            self.update_alone(unit, factor, unchanged)
+
+    def step_later(self, units: Sequence[Unit], factor: Any) -> None:
+        """Leaves the updates to later, with the hyper-parameters of now."""
+        options, moves = self.options(), self._partition.host is not None and isinstance(factor, torch.Tensor)
+        arrived = arriving(factor) if moves else lambda: factor
+        # For schedulers of torch, which warn if they step before the optimizer.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+
+        def update(unit: Unit) -> Callable[[], None] | None:
+            return self.update_alone(unit, arrived(), options)
+
+        for unit in units:
+            postpone(unit, partial(update, unit), partial(self.announce, unit))
 
     def update(self, units: Sequence[Unit]) -> None:
         """Steps the optimizer. All other units than ``units`` have no gradient."""
@@ -95,9 +201,6 @@ class Updates:
         """Lets the optimizer hold each parameter of ``unit`` by itself, because ``frozen`` is or was frozen for a
         time."""
         cut(self.optimizer, self._partition, unit)
-
-    def settle_states(self) -> None:
-        """Moves states that somebody made in memory to where they belong."""
 
     def announce(self, unit: Unit) -> None:
         """Tells that the host's thread is about to update ``unit``."""
@@ -154,8 +257,8 @@ class HostUpdates(Updates):
     scripts read and write meanwhile: it steps a twin, which has groups of its own and shares the state.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, partition: ZeroPartition) -> None:
-        super().__init__(optimizer, partition)
+    def __init__(self, optimizer: torch.optim.Optimizer, partition: ZeroPartition, when: str) -> None:
+        super().__init__(optimizer, partition, when)
         self._twin = _twin_of(optimizer)
 
     def update_alone(self, unit: Unit, factor: Any, options: Options) -> Callable[[], None] | None:
@@ -225,3 +328,13 @@ def _of_part(value: Any, whole: Segment, part: Segment) -> Any:
     if value.shape == whole.shard.shape:
         value = value[part.start - whole.start : part.end - whole.start]
     return value.clone()
+
+
+def _initial_state(optimizer: torch.optim.Optimizer) -> defaultdict[torch.Tensor, Any]:
+    """Returns the state before the first step, for the current parameters of the groups. Adagrad makes its state in its
+    constructor. All other optimizers make it in their first step."""
+    if type(optimizer) is not torch.optim.Adagrad:
+        return defaultdict(dict)
+    value = optimizer.defaults["initial_accumulator_value"]
+    groups = [dict(group) for group in optimizer.param_groups]
+    return torch.optim.Adagrad(groups, initial_accumulator_value=value).state

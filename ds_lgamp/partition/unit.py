@@ -2,7 +2,7 @@
 this rank holds."""
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,19 +12,22 @@ from ds_lgamp.partition.collectives import start_all_reduce
 from ds_lgamp.partition.flat_storage import FlatStorage, UnitParameter
 from ds_lgamp.partition.gradient_reduction import GradientReduction
 from ds_lgamp.partition.host_home import StoredGradient
-from ds_lgamp.partition.norms import row_norms
 from ds_lgamp.partition.policy import ZeroPolicy
 from ds_lgamp.partition.segments import MasterWeights, Segment
 
 
-class Copier(Protocol):
-    """Copies units beside the program, each when its update is final."""
+class Observer:
+    """Follows what happens to the units in whose :attr:`Unit.observers` it is. By default it does nothing."""
+
+    def gradient_final(self, unit: "Unit", gradient: torch.Tensor) -> None:
+        """The ``gradient`` of this rank's shard of ``unit`` is final. With offloading the device has it still."""
 
     def before_change(self, unit: "Unit") -> None:
-        """Blocks until no copy reads ``unit``, which is about to change."""
+        """Master weights or optimizer state of ``unit`` are about to change. It may block until nobody reads them."""
 
     def after_update(self, unit: "Unit") -> None:
-        """Starts to copy ``unit``, whose update is final. Any thread that updates may call it."""
+        """An update of ``unit`` is final: master weights, optimizer state and weights. Any thread that updates may call
+        it."""
 
 
 class Unit:
@@ -78,15 +81,7 @@ class Unit:
         if policy.host is not None and self.trains:
             master = self.master.values
             self._stored = StoredGradient(policy.host, master.numel(), master.dtype)
-        self._row_norms: list[torch.Tensor] | None = None
-        """Of a gradient that was stored, from its time on the device."""
-        self.copier: Copier | None = None
-        """Told of every change of the master weights and the optimizer's state; None if nobody copies them."""
-        self.watched: Sequence[slice] = ()
-        """Parts of the shard for which :attr:`part_norms` are taken."""
-        self.part_norms: torch.Tensor | None = None
-        """The norms of the watched parts of the last final gradient, then of the same parts of the weights with which
-        it was computed; without the latter if these are on the host. None if there is no such gradient."""
+        self.observers: list[Observer] = []
 
     @torch.no_grad()
     def replace_shard(self, master: torch.Tensor, weights: torch.Tensor | None = None) -> None:
@@ -122,14 +117,14 @@ class Unit:
         self.master.adopt(within, keep_bits)
 
     def before_change(self) -> None:
-        """Lets a copy that is under way end. Called ahead of every change of master weights or optimizer state."""
-        if self.copier is not None:
-            self.copier.before_change(self)
+        """Tells the observers. Called before every change of master weights or optimizer state."""
+        for observer in self.observers:
+            observer.before_change(self)
 
     def after_update(self) -> None:
-        """Tells that an update is final: master weights, optimizer state and weights."""
-        if self.copier is not None:
-            self.copier.after_update(self)
+        """Tells the observers that an update is final."""
+        for observer in self.observers:
+            observer.after_update(self)
 
     def finish_gradient(self) -> None:
         """Hands every segment its part of the final gradient; with offloading, once it is on the host."""
@@ -137,24 +132,18 @@ class Unit:
             self.start_store()
             self.finish_store()
             return
-        gradient = self._final_gradient()
-        self.master.take_gradient(gradient)
+        self.master.take_gradient(self._final_gradient())
 
     def start_store(self) -> None:
         """Starts to copy the final gradient to the host."""
         assert self._stored is not None, "the host updates the unit"
-        gradient = self._final_gradient()
-        self._row_norms = [norm for part in self.master.counted_parts(gradient) for norm in row_norms(part)]
-        self._stored.start(gradient)
+        self._stored.start(self._final_gradient())
 
     def _final_gradient(self) -> torch.Tensor:
         gradient = self.reduction.final_gradient()
         self.master.sum_partial(gradient)
-        if self.watched:
-            members = [gradient[part] for part in self.watched]
-            if self._stored is None:
-                members += [self.master.values[part] for part in self.watched]
-            self.part_norms = torch.stack(torch._foreach_norm(members))
+        for observer in self.observers:
+            observer.gradient_final(self, gradient)
         return gradient
 
     def finish_store(self) -> None:
@@ -174,16 +163,6 @@ class Unit:
         """Blocks the host until it may read the gradient."""
         if self._stored is not None:
             self._stored.settle()
-
-    def norm_rows(self, may_have_changed: bool) -> list[torch.Tensor]:
-        """Returns the :func:`row_norms` of the gradient, as far as this rank counts it in the norm. Those that were
-        taken on the way to the host do, unless user code ``may_have_changed`` the gradient since."""
-        rows, self._row_norms = self._row_norms, None
-        if rows is not None and not may_have_changed:
-            return rows
-        self.settle_store()
-        own = [norm for gradient in self.master.counted_gradients() for norm in row_norms(gradient)]
-        return own if self._stored is None else [norm.to(self.storage.flat.device) for norm in own]
 
     def scale_gradient(self, factor: float | torch.Tensor, gradient: torch.Tensor | None = None) -> None:
         """Multiplies the final gradient, or a ``gradient`` that was read from the disk, by ``factor``."""
@@ -279,7 +258,7 @@ class Part(NamedTuple):
         storage = self.unit.storage
         self.unit.replace_slice(self.in_shard, part)
         if storage.gathers and storage.resident:
-            storage.replace_full(self.in_flat, self.gather(storage.shard[self.in_shard]).reshape(-1))
+            storage.flat[self.in_flat] = self.gather(storage.shard[self.in_shard]).reshape(-1)
 
     @torch.no_grad()
     def adopt_weights(self) -> None:

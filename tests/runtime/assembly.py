@@ -112,7 +112,7 @@ def assemble(
         partition.finish_gradients()
         apply_step()
         partition.follow_update()
-        partition.after_update()
+        partition.drop_gradients()
 
     executor = Executor(
         spec.placement,

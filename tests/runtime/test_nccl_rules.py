@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ds_lgamp.optimizers.norms import exact_norm, global_norm
 from ds_lgamp.partition import collectives, flat_storage, gradient_reduction
 from ds_lgamp.partition.agreement import everyone, host_group
-from ds_lgamp.partition.norms import exact_norm, global_norm
 from ds_lgamp.runtime import links
 from ds_lgamp.runtime.batch import BatchState
 from ds_lgamp.runtime.messages import HEADER_ELEMENTS

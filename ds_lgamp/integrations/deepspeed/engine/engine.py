@@ -387,7 +387,7 @@ class LgampEngine(PipelineEngine):
         with self.executor.timing.time("step"):
             self.optimizer.settle_gradients()
             self._exec_optimizer_step(self._lr_kwargs)
-            self._partition.after_update()
+            self._partition.drop_gradients()
 
     def _aggregate_total_loss(self) -> torch.Tensor:
         """The loss of the batch, which the step has averaged."""

@@ -47,7 +47,7 @@ def step(engine, number=0):
 
 
 def pending(engine):
-    return [unit.name for unit in engine.optimizer.partition.units if unit.storage.is_overdue]
+    return [unit.name for unit in engine.optimizer.partition.units if unit.storage.pending is not None]
 
 
 def in_block(engine):
