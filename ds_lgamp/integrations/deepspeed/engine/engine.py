@@ -37,7 +37,7 @@ from ds_lgamp.integrations.deepspeed.engine.monitor import monitor_if_asked, mon
 from ds_lgamp.integrations.deepspeed.engine.nonfinite import nonfinite_check
 from ds_lgamp.integrations.deepspeed.engine.optimizer import PartitionedOptimizer, build_optimizer
 from ds_lgamp.integrations.deepspeed.engine.own_data import OwnData, complete_own_data, take_own_data
-from ds_lgamp.integrations.deepspeed.engine.partition import open_disk, partition_parameters
+from ds_lgamp.integrations.deepspeed.engine.parameters import open_disk, partition_parameters
 from ds_lgamp.integrations.deepspeed.engine.plan import plan_training
 from ds_lgamp.integrations.deepspeed.engine.seeding import kept_from_script
 from ds_lgamp.integrations.deepspeed.engine.tensor_access import TensorAccess
