@@ -27,8 +27,7 @@ from benchmarks.virtual.chunk import Setting, VirtualChunk, loss_function, sleep
 from ds_lgamp.optimizers.updates import HostUpdates, Options, Updates, postpone, start_postponed
 from ds_lgamp.partition.bus import Bus
 from ds_lgamp.partition.flat_storage import UnitParameter
-from ds_lgamp.partition.host_home import Host
-from ds_lgamp.partition.host_thread import HostThread
+from ds_lgamp.partition.host import Host, HostThread
 from ds_lgamp.partition.policy import ZeroPolicy
 from ds_lgamp.partition.unit import Unit
 from ds_lgamp.partition.zero_partition import build_partition

@@ -20,7 +20,7 @@ from ds_lgamp.checkpoint.shares import Share
 from ds_lgamp.checkpoint.slot import RUN, Slot, is_written
 from ds_lgamp.checkpoint.units import BUFFERS, OPTIMIZER, PARAMETERS, Range, elementwise, scalars_of, written
 from ds_lgamp.partition.bus import event_now
-from ds_lgamp.partition.host_thread import HostThread, Job
+from ds_lgamp.partition.host import HostThread, Job
 from ds_lgamp.partition.memory import row_of
 from ds_lgamp.partition.segments import Segment
 from ds_lgamp.partition.unit import Observer, Unit

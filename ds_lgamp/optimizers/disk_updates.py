@@ -16,8 +16,7 @@ from ds_lgamp.cost.disk import room
 from ds_lgamp.optimizers.updates import HostUpdates, Options, Updates
 from ds_lgamp.partition.disk import Disk, aligned
 from ds_lgamp.partition.flat_storage import UnitParameter
-from ds_lgamp.partition.host_home import Host
-from ds_lgamp.partition.host_thread import HostThread, Job
+from ds_lgamp.partition.host import Host, HostThread, Job
 from ds_lgamp.partition.segments import Segment
 from ds_lgamp.partition.unit import Unit
 from ds_lgamp.partition.zero_partition import ZeroPartition

@@ -13,10 +13,9 @@ import torch.distributed as dist
 from torch.optim import optimizer as of_torch
 
 from ds_lgamp.optimizers.tensors import TensorOptimizer
+from ds_lgamp.partition.collectives import followed
 from ds_lgamp.partition.flat_storage import UnitParameter
-from ds_lgamp.partition.host_home import arriving
-from ds_lgamp.partition.host_thread import HostThread, Job, Work
-from ds_lgamp.partition.launches import followed
+from ds_lgamp.partition.host import HostThread, Job, Work, arriving
 from ds_lgamp.partition.segments import Segment
 from ds_lgamp.partition.unit import Unit
 from ds_lgamp.partition.zero_partition import ZeroPartition

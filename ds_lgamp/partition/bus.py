@@ -22,9 +22,8 @@ import torch
 
 from ds_lgamp.cost.disk import room
 from ds_lgamp.partition import disk as disks
+from ds_lgamp.partition.collectives import Flight, launched
 from ds_lgamp.partition.disk import Disk, Moving, aligned
-from ds_lgamp.partition.host_thread import use_device
-from ds_lgamp.partition.launches import Flight, launched
 from ds_lgamp.partition.memory import HostRoom
 
 Copy = Callable[[torch.Tensor, torch.Tensor, Any], Any]
@@ -113,6 +112,13 @@ def event_now(device: torch.device) -> Any:
     event = module.Event()
     event.record(module.current_stream(device))
     return event
+
+
+def use_device(device: torch.device) -> None:
+    """Makes ``device`` the current one of the calling thread. A new thread begins with the node's first device, where
+    every rank of the node would take some memory."""
+    if device.type != "cpu":
+        torch.get_device_module(device).set_device(device)
 
 
 class Bus:

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from ds_lgamp.cost.storage import offsets, part_size
 from ds_lgamp.partition.collectives import start_all_gather
 from ds_lgamp.partition.guard import Guards, NotGatheredError
-from ds_lgamp.partition.host_home import LoadedPart
+from ds_lgamp.partition.host import LoadedPart
 from ds_lgamp.partition.memory import in_pool
 from ds_lgamp.partition.policy import ZeroPolicy
 

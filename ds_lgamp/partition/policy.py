@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from ds_lgamp.partition.agreement import own_of_disjoint
-from ds_lgamp.partition.host_home import Host
+from ds_lgamp.partition.host import Host
 from ds_lgamp.schedule.hierarchy import Hierarchy
 
 

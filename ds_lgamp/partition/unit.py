@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from ds_lgamp.partition.collectives import start_all_reduce
 from ds_lgamp.partition.flat_storage import FlatStorage, UnitParameter
 from ds_lgamp.partition.gradient_reduction import GradientReduction
-from ds_lgamp.partition.host_home import StoredGradient
+from ds_lgamp.partition.host import StoredGradient
 from ds_lgamp.partition.policy import ZeroPolicy
 from ds_lgamp.partition.segments import MasterWeights, Segment
 

@@ -1,7 +1,7 @@
 """Records what a rank does in some training steps, and writes it as a recording (:mod:`ds_lgamp.view.recording`).
 
 The blocks that the executor times become intervals, and so does what is launched beside compute
-(:mod:`ds_lgamp.partition.launches`). On an accelerator, times are those of events in the streams. Nothing waits for
+(:mod:`ds_lgamp.partition.collectives`). On an accelerator, times are those of events in the streams. Nothing waits for
 them in a step: it is written at the end of a later one.
 """
 
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ds_lgamp.partition import launches
+from ds_lgamp.partition import collectives
 from ds_lgamp.runtime.clocks import DeviceClock, HostClock, Mark
 from ds_lgamp.runtime.stopwatch import COMPUTE, Timing
 from ds_lgamp.schedule.actions import AWAITED, COLLECTIVES, Action, awaited_by
@@ -102,7 +102,7 @@ class Trace:
         if not self._clock.runs:
             self._clock.start()
         self._run = _Run(_Step(number, self._clock.now()), executor, executor.timing, spec)
-        executor.timing, launches.listener = self, self
+        executor.timing, collectives.listener = self, self
 
     def end(self) -> None:
         """Ends the step, if it is recorded."""
@@ -117,7 +117,7 @@ class Trace:
     def stop(self) -> None:
         """Stops recording. A step that has not ended has failed; it is forgotten."""
         if self._run is not None:
-            self._run.executor.timing, launches.listener = self._run.instead, None
+            self._run.executor.timing, collectives.listener = self._run.instead, None
             self._run = None
 
     @contextmanager
@@ -130,7 +130,7 @@ class Trace:
         finally:
             if run is not None:
                 self._run = run
-                run.executor.timing, launches.listener = self, self
+                run.executor.timing, collectives.listener = self, self
 
     def close(self) -> None:
         """Writes what is left. The device has come to its end."""

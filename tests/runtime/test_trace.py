@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ds_lgamp.partition import launches
+from ds_lgamp.partition import collectives
 from ds_lgamp.runtime.stopwatch import Stopwatch
 from ds_lgamp.runtime.trace import Trace
 from ds_lgamp.schedule.actions import Action
@@ -49,8 +49,8 @@ def block(executor, text, kind):
 
 def launch(executor, text):
     executor.current = Action.parse(text)
-    flight = launches.launched("gather", 8)
-    launches.ends_with(Work(), flight)
+    flight = collectives.launched("gather", 8)
+    collectives.ends_with(Work(), flight)
 
 
 def test_a_collective_without_a_future_ends_with_its_wait(trace, executor):
@@ -92,7 +92,7 @@ def test_the_executors_own_timing_goes_on_while_a_step_is_recorded(trace, execut
     block(executor, "F0.0", "forward")
     trace.end()
     assert executor.timing is stopwatch
-    assert launches.listener is None
+    assert collectives.listener is None
     assert stopwatch.read()["forward"] > 0
 
 
@@ -102,4 +102,4 @@ def test_a_trace_that_cannot_be_written_ends_and_training_goes_on(trace, executo
     with pytest.warns(UserWarning, match="the trace of rank 0 ends, and training goes on: .*Is a directory"):
         trace.end()
     trace.begin(2, executor, lambda: SPEC)
-    assert launches.listener is None
+    assert collectives.listener is None

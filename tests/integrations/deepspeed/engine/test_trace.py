@@ -8,7 +8,7 @@ from itertools import groupby, pairwise
 import pytest
 import torch.distributed as dist
 
-from ds_lgamp.partition import launches
+from ds_lgamp.partition import collectives
 from ds_lgamp.runtime.measure import CollectiveCounter
 from ds_lgamp.schedule.actions import COMPUTE, WAITS, Action, Kind
 from ds_lgamp.schedule.program import build_program
@@ -99,7 +99,7 @@ def go_on_after_the_data_end(folder):
 def train_untraced():
     engine = engine_of(2, 1)
     engine.train_batch(batches(0, engine))
-    return engine.executor.trace, launches.listener
+    return engine.executor.trace, collectives.listener
 
 
 @pytest.fixture(scope="module")

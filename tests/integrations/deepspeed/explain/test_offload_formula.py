@@ -10,8 +10,7 @@ from ds_lgamp.cost.memory import rank_memory
 from ds_lgamp.cost.traffic import bus_bytes
 from ds_lgamp.optimizers.updates import postpone, start_postponed
 from ds_lgamp.partition.bus import Bus
-from ds_lgamp.partition.host_home import Host
-from ds_lgamp.partition.host_thread import HostThread
+from ds_lgamp.partition.host import Host, HostThread
 from ds_lgamp.partition.memory import HostRoom
 from ds_lgamp.partition.policy import ZeroPolicy
 from ds_lgamp.runtime.measure import PeakMemory, storage_of

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import ds_lgamp
 from ds_lgamp.integrations.deepspeed.engine.ending import finish_engines
 from ds_lgamp.integrations.deepspeed.plain.state import whole_state
-from ds_lgamp.partition import launches
+from ds_lgamp.partition import collectives
 from ds_lgamp.runtime.executor import ActionError
 from testing.deepspeed_rank import prepare_rank
 from tests.integrations.deepspeed.plain.mistakes import note_failure
@@ -135,11 +135,11 @@ def count_launches(calls: int) -> tuple[int, dict[str, int]]:
     model = make("Llama")
     engine = initialize(model, configuration(3, {"outputs": "all"}, calls))
     engine.train()
-    launches.listener = seen = Launches()
+    collectives.listener = seen = Launches()
     for number in range(calls):
         engine.backward(smoothed(engine, micro_batch_of("Llama", 0, dist.get_rank(), number)))
         engine.step()
-    launches.listener = None
+    collectives.listener = None
     finish_engines()
     return engine.program_spec.chunks, dict(seen.counts)
 
