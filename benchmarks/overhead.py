@@ -199,7 +199,7 @@ def engine_step(spec: ProgramSpec, rank: int, program: Sequence[Action]) -> Step
 
     def update() -> None:
         partition.finish_gradients()
-        partition.after_update()
+        partition.drop_gradients()
 
     executor = Executor(
         spec.placement,

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import torch
 
-from ds_lgamp.optimizers import exchange
+from ds_lgamp.optimizers import tensors as of_tensors
 from ds_lgamp.runtime.measure import storage_of
 
 DEADLINE = 60.0
@@ -19,8 +19,8 @@ DEADLINE = 60.0
 def prompt_exchanges() -> Iterator[None]:
     """Makes the collectives of optimizers return after gloo has let go of their tensors."""
     with (
-        patch.object(exchange.dist, "all_to_all_single", _prompt(exchange.dist.all_to_all_single)),
-        patch.object(exchange, "start_all_gather", _prompt(exchange.start_all_gather)),
+        patch.object(of_tensors.dist, "all_to_all_single", _prompt(of_tensors.dist.all_to_all_single)),
+        patch.object(of_tensors, "start_all_gather", _prompt(of_tensors.start_all_gather)),
     ):
         yield
 

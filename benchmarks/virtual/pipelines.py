@@ -24,12 +24,10 @@ from torch.distributed.pipelining import (
 from benchmarks.record import OURS
 from benchmarks.virtual.bare import BareLoop
 from benchmarks.virtual.chunk import Setting, VirtualChunk, loss_function, sleep_until
-from ds_lgamp.integrations.deepspeed.engine.host_updates import HostUpdates
-from ds_lgamp.integrations.deepspeed.engine.updates import Options, Updates
+from ds_lgamp.optimizers.updates import HostUpdates, Options, Updates, postpone, start_postponed
 from ds_lgamp.partition.bus import Bus
 from ds_lgamp.partition.flat_storage import UnitParameter
-from ds_lgamp.partition.host_home import Host
-from ds_lgamp.partition.host_thread import HostThread
+from ds_lgamp.partition.host import Host, HostThread
 from ds_lgamp.partition.policy import ZeroPolicy
 from ds_lgamp.partition.unit import Unit
 from ds_lgamp.partition.zero_partition import build_partition
@@ -138,8 +136,7 @@ class Executed:
         self.partition.release_all()
         shards = [segment.shard for segment in self.partition.segments()]
         kind = Updates if offload is None else HostUpdates
-        self._updates = kind(torch.optim.SGD(shards, lr=0.0), self.partition)
-        self._updates_when = updates
+        self._updates = kind(torch.optim.SGD(shards, lr=0.0), self.partition, updates)
         self.executor = Executor(
             setting.placement,
             rank,
@@ -161,23 +158,23 @@ class Executed:
 
     def _step_optimizer(self) -> None:
         self.partition.finish_gradients()
-        if self._updates_when == "next_step":
+        if self._updates.when == "next_step":
             self._postpone([unit for unit in self.partition.units if unit.reduction.is_final])
-        elif self._updates_when == "step":
+        elif self._updates.when == "step":
             units = [unit for unit in self.partition.units if unit.reduction.is_final]
             sleep_until(time.monotonic() + self.setting.update * len(units))
             self._updates.update(units)
-        self.partition.after_update()
+        self.partition.drop_gradients()
 
     def _update(self, chunk: int) -> None:
-        if self._updates_when == "reduction":
+        if self._updates.when == "reduction":
             self._postpone(self.partition.finish_gradients_of(chunk))
-        self.partition.start_updates(chunk)
+        start_postponed(self.partition.chunk_units[chunk])
 
     def _postpone(self, units: Sequence[Unit]) -> None:
         options = self._updates.options()
         for unit in units:
-            unit.storage.postpone(partial(self._update_alone, unit, options))
+            postpone(unit, partial(self._update_alone, unit, options))
 
     def _update_alone(self, unit: Unit, options: Options) -> None:
         unit.settle_store()

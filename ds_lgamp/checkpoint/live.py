@@ -20,10 +20,10 @@ from ds_lgamp.checkpoint.shares import Share
 from ds_lgamp.checkpoint.slot import RUN, Slot, is_written
 from ds_lgamp.checkpoint.units import BUFFERS, OPTIMIZER, PARAMETERS, Range, elementwise, scalars_of, written
 from ds_lgamp.partition.bus import event_now
-from ds_lgamp.partition.host_thread import HostThread, Job
-from ds_lgamp.partition.rows import row_of
+from ds_lgamp.partition.host import HostThread, Job
+from ds_lgamp.partition.memory import row_of
 from ds_lgamp.partition.segments import Segment
-from ds_lgamp.partition.unit import Unit
+from ds_lgamp.partition.unit import Observer, Unit
 
 _PIECE = 1 << 20
 """Bytes to write at a time. The checksum is computed while the piece is still in the cache."""
@@ -50,8 +50,8 @@ class _Source(NamedTuple):
     held: list[dict[str, Any]]
 
 
-class LiveState:
-    """Keeps the state of the last whole step in a folder; implements :class:`ds_lgamp.partition.unit.Copier`.
+class LiveState(Observer):
+    """Keeps the state of the last whole step in a folder.
 
     Args:
         folder: of the live states. Those of runs that are over are removed ahead of the first copy of a step.
@@ -99,7 +99,7 @@ class LiveState:
         """The step of the newest state of this rank that is whole; None without one."""
         self._staging = _Staging(device) if device.type != "cpu" else None
         for unit in units:
-            unit.copier = self
+            unit.observers.append(self)
         optimizer.register_load_state_dict_pre_hook(lambda _, __: self._before_all())
 
     def before_change(self, unit: Unit) -> None:
@@ -120,7 +120,7 @@ class LiveState:
             assert self._rest is None, "the updates of a step end before the next step does"
             self._rest = rest
             for unit in self._units:
-                if unit not in self._copied and not unit.storage.is_overdue:
+                if unit not in self._copied and unit.storage.pending is None:
                     self._copy(unit)
             self._seal_if_whole()
 

@@ -39,7 +39,7 @@ from ds_lgamp.checkpoint.checksum import Hasher, checksum_of
 from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.checkpoint.files import damaged, open_data, reading, save_into, sync, sync_folder, verified, write_synced
 from ds_lgamp.checkpoint.index import Index, Part, first_complaint, make_index
-from ds_lgamp.partition.rows import row_of
+from ds_lgamp.partition.memory import row_of
 
 METADATA, INDEX = ".metadata", "index.json"
 _STORAGE, _BEFORE_STORAGE = b"archive/data/0", 4096

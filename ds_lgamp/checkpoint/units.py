@@ -8,9 +8,8 @@ import torch
 from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.checkpoint.shard import FlatShard
 from ds_lgamp.checkpoint.values import UnsupportedValue, decode, encode
-from ds_lgamp.partition.parts import Part, parts_of
 from ds_lgamp.partition.segments import Segment
-from ds_lgamp.partition.unit import Unit
+from ds_lgamp.partition.unit import Part, Unit, parts_of
 from ds_lgamp.partition.zero_partition import ZeroPartition
 
 PARAMETERS, OPTIMIZER, BUFFERS, RANKS = "parameters", "optimizer", "buffers", "ranks"

@@ -27,7 +27,7 @@ from ds_lgamp.checkpoint.classes import (
     restored_object,
     restored_tuple,
 )
-from ds_lgamp.partition.rows import bytes_of
+from ds_lgamp.partition.memory import bytes_of
 
 _TAG = "type"
 """Key of a dictionary that encodes another value."""

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
+from ds_lgamp.optimizers.norms import exact_norms, row_norms
 from ds_lgamp.optimizers.tensors import Piece, TensorOptimizer, check_numbers
-from ds_lgamp.partition.norms import exact_norms, row_norms
 
 _CORRECTIONS = ("step", "moments")
 

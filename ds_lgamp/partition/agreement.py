@@ -1,7 +1,8 @@
-"""Lets ranks agree before they act, so that they go on together or fail together."""
+"""Groups of ranks, and how ranks agree before they act, so that they go on together or fail together."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -22,6 +23,47 @@ def host_group() -> dist.ProcessGroup:
 def _gloo_beside(default: dist.ProcessGroup) -> dist.ProcessGroup:
     """Makes one gloo group for each default group."""
     return dist.new_group(backend="gloo")
+
+
+def own_of_disjoint(
+    groups: Sequence[Sequence[int]], timeout: timedelta | None = None, options: Callable[[], Any] = lambda: None
+) -> dist.ProcessGroup | None:
+    """Makes groups that share no rank. Returns this rank's; None if it is in none. Collective over all ranks.
+
+    If the default group is bound to a device, torch splits communicators, and every split is collective over all ranks.
+    One split then makes all groups. Otherwise every rank calls ``new_group`` for every group: those outside only count
+    it. With ``use_local_synchronization`` they would not. But torch then names a group after the number of groups that
+    a rank is in, and members that are in unequal numbers of groups wait for each other under different names.
+
+    Args:
+        timeout: of the groups; None is torch's default.
+        options: makes the options of a group. Each group gets its own, because torch writes the group's name into them.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "torch.distributed is initialised"
+    # Splits of two backends would meet under names that count a rank's groups, which are unequal.
+    if world.bound_device_id is not None and dist.get_backend() == "nccl":
+        # Without options, releases of torch up to 2.9 write the split's ranks into those of the default group.
+        split_options = options() or dist.ProcessGroupNCCL.Options()
+        return dist.split_group(split_ranks=list(map(sorted, groups)), timeout=timeout, pg_options=split_options)
+    made = [dist.new_group(sorted(ranks), timeout=timeout, pg_options=options()) for ranks in groups]
+    return next((group for ranks, group in zip(groups, made) if dist.get_rank() in ranks), None)
+
+
+def own_host_group(groups: Sequence[Sequence[int]], own: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Returns a group of the ranks of ``own`` through which hosts talk, without their devices. It runs on gloo.
+    Collective over all ranks.
+
+    Args:
+        groups: the global ranks of groups that share no rank; together they have all ranks.
+        own: this rank's.
+    """
+    if dist.get_backend(own) == "gloo":
+        return own
+    if len(groups) == 1:
+        return host_group()
+    made = [dist.new_group(sorted(ranks), backend="gloo") for ranks in groups]
+    return next(group for ranks, group in zip(groups, made) if dist.get_rank() in ranks)
 
 
 def everyone(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

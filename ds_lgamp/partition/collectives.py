@@ -1,16 +1,15 @@
-"""The asynchronous data-parallel collectives of a flat unit.
-
-They move no more bytes than they have to on any backend.
-"""
+"""What this rank launches beside its compute: the asynchronous data-parallel collectives of a flat unit, which move no
+more bytes than they have to on any backend; and how the recorder of a step learns of launches and their ends."""
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ds_lgamp.partition.launches import ends_with, launched
-from ds_lgamp.partition.pool import in_pool
+from ds_lgamp.partition.memory import in_pool
+from ds_lgamp.watch.this_rank import Flight, this_rank
 
 # torch 2.13 renamed these two functions; earlier releases have only the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -106,3 +105,38 @@ def _sum_of(parts: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     for part in parts[1:]:
         total.add_(part)
     return total
+
+
+def launched(lane: str, moved: int) -> Flight | None:
+    """Notes a launch. Returns the flight to notify when it is over; None if nobody records."""
+    recorder = this_rank.recorder
+    return None if recorder is None else recorder.launch(lane, moved)
+
+
+def ends_with(work: dist.Work, flight: Flight | None) -> None:
+    """Lets ``flight`` end with a collective."""
+    if flight is None:
+        return
+    try:
+        # On an accelerator, torch calls this in a stream that follows the collective.
+        work.get_future().add_done_callback(lambda _: flight.end())
+    except RuntimeError:
+        # Not every backend has futures. Then the wait for the collective ends the flight.
+        return
+
+
+def followed(function: Callable[[], Any], lane: str) -> Callable[[], Any]:
+    """Returns ``function``, which another thread will call; while a step is recorded, a function that also notes begin
+    and end."""
+    flight = launched(lane, 0)
+    if flight is None:
+        return function
+
+    def noted() -> Any:
+        flight.begin()
+        try:
+            return function()
+        finally:
+            flight.end()
+
+    return noted

@@ -1,8 +1,8 @@
 """Where the parameters of a unit lie: one flat storage, of which every data-parallel rank keeps a shard."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -11,11 +11,9 @@ from torch.nn import Parameter
 from ds_lgamp.cost.storage import offsets, part_size
 from ds_lgamp.partition.collectives import start_all_gather
 from ds_lgamp.partition.guard import Guards, NotGatheredError
-from ds_lgamp.partition.host_home import LoadedPart
-from ds_lgamp.partition.host_thread import Job, Work
-from ds_lgamp.partition.launches import followed
+from ds_lgamp.partition.host import LoadedPart
+from ds_lgamp.partition.memory import in_pool
 from ds_lgamp.partition.policy import ZeroPolicy
-from ds_lgamp.partition.pool import in_pool
 
 
 class UnitParameter(NamedTuple):
@@ -44,6 +42,16 @@ class UnitParameter(NamedTuple):
         optimizer does not own come last."""
         group = float("inf") if self.group is None else self.group
         return group, self.sliced_dimension is not None, self.partial_gradient
+
+
+class ShardUpdate(Protocol):
+    """An update of a shard that is still to come, or under way on the host."""
+
+    def start(self) -> None:
+        """Lets the host begin the update, unless it has. Only called with offloading."""
+
+    def wait(self) -> None:
+        """Ends the update. It needs no other rank. Raises what the update raised."""
 
 
 class FlatStorage:
@@ -88,11 +96,8 @@ class FlatStorage:
         """A gather that a reader has awaited, perhaps on another stream. The program waits for it, too."""
         self.refreshing: dist.Work | None = None
         """The gather between peers in flight."""
-        self._postponed: Work | None = None
-        """The update of this rank's shard that was left to later."""
-        self._updating: Job | None = None
-        """The same update, which the host has begun."""
-        self._announce: Callable[[], None] | None = None
+        self.pending: ShardUpdate | None = None
+        """The update of this rank's shard that nobody has waited for."""
         self._gather_group = policy.gather_group
         self._peers = policy.nodes.peers if policy.nodes is not None and not policy.nodes.replicated else None
         self._outdated = False
@@ -142,58 +147,33 @@ class FlatStorage:
         """Name, shape and optimizer group of the parameters, in the order of the storage."""
         return [(entry.name, list(view.shape), entry.group) for entry, view in zip(self.parameters, self._views)]
 
-    @property
-    def is_overdue(self) -> bool:
-        """Whether the update of this rank's shard was left to later, and nobody has waited for it."""
-        return self._postponed is not None or self._updating is not None
-
-    def postpone(self, update: Work, announce: Callable[[], None] | None = None) -> None:
-        """Leaves the ``update`` of this rank's shard to :meth:`start_update` or :meth:`catch_up`. All data-parallel
-        ranks do so together. Code that needs values of the parameters calls :meth:`catch_up` first.
-
-        With offloading, the thread of the host calls ``update``, which changes nothing but the unit's tensors there.
-        ``announce`` is called right before that thread gets the update.
-        """
-        self._postponed, self._announce = update, announce
+    def expect(self, update: ShardUpdate) -> None:
+        """Leaves an ``update`` of this rank's shard to later. All data-parallel ranks do so together. Code that needs
+        values of the parameters calls :meth:`catch_up` first."""
+        self.pending = update
         if self._loaded is not None:
             self._outdate()
         elif self.resident:
             self._guards.put()
 
-    def start_update(self) -> None:
-        """Starts the update that was left to later, if there is one. Without offloading it is over at once."""
-        if self.host is None:
-            self.catch_up()
-        elif self._postponed is not None:
-            update, self._postponed = self._postponed, None
-            if self._announce is not None:
-                self._announce()
-            self._updating = self.host.updates.start(followed(update, "host update"))
-
     def catch_up(self) -> None:
         """Ends the update that was left to later, if there is one. It needs no other rank. Raises what the update
         raised."""
-        if self.host is not None:
-            self.start_update()
-            updating, self._updating = self._updating, None
-            if updating is not None:
-                updating.wait()
-        elif self._postponed is not None:
-            update, self._postponed = self._postponed, None
-            # An evaluation may be in inference mode. State that was made in it could not be updated later.
-            with torch.inference_mode(False), torch.no_grad():
-                update()
-            if self.resident and not self.stale:
+        update, self.pending = self.pending, None
+        if update is not None:
+            update.wait()
+            if self.host is None and self.resident and not self.stale:
                 self._guards.lift()
 
     def start_load(self) -> None:
         """Starts to load this rank's part from the host, once its update is over, if a gather needs it. All
         data-parallel ranks call it together."""
         if self._loaded is not None and (self.stale or not self.resident):
-            self.start_update()
+            if self.pending is not None:
+                self.pending.start()
             if not self.partitioned:
                 self.stale = True
-            self._loaded.start(None if self._updating is None else self._updating.wait)
+            self._loaded.start(None if self.pending is None else self.pending.wait)
 
     def finish_load(self) -> None:
         """Waits for the load, if one is under way. Raises what the update of the shard raised."""
@@ -289,11 +269,6 @@ class FlatStorage:
         self._outdated = True
         if self._loaded is not None:
             self._loaded.outdate()
-
-    def replace_full(self, within: slice, values: torch.Tensor) -> None:
-        """Sets a slice of the full parameters, which must be resident. All data-parallel ranks do so together, with
-        the same values; the shard does not follow."""
-        self.flat[within] = values
 
     def adopt(self, within: slice = slice(None)) -> None:
         """Takes the shard, or a slice of it, from the full parameters if those are resident."""

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from ds_lgamp.partition.collectives import Finish, start_all_reduce, start_reduce_scatter, sum_in_rank_order
 from ds_lgamp.partition.flat_storage import FlatStorage, UnitParameter
+from ds_lgamp.partition.memory import in_pool
 from ds_lgamp.partition.policy import ZeroPolicy
-from ds_lgamp.partition.pool import in_pool
 
 ACCUMULATES_IN_OTHER_DTYPES = hasattr(torch.Tensor, "grad_dtype")
 """Whether a parameter's gradient may have another dtype than the parameter (torch 2.13)."""

@@ -1,11 +1,14 @@
 """What all units of a partition share."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from ds_lgamp.partition.host_home import Host
+from ds_lgamp.partition.agreement import own_of_disjoint
+from ds_lgamp.partition.host import Host
+from ds_lgamp.schedule.hierarchy import Hierarchy
 
 
 class NodeGroups(NamedTuple):
@@ -98,3 +101,17 @@ class ZeroPolicy(NamedTuple):
     def is_first_tensor_rank(self) -> bool:
         """Whether this rank speaks for parameters that are the same on all tensor-parallel ranks."""
         return self.tensor_group is None or self.tensor_group.rank() == 0
+
+
+def node_groups(hierarchy: Hierarchy, data_ranks: Sequence[Sequence[int]]) -> NodeGroups:
+    """Makes this rank's two groups. Collective over all ranks.
+
+    Args:
+        data_ranks: the global ranks of every data-parallel group, in their order.
+    """
+    size = hierarchy.node_ranks
+    inside = [list(ranks[first : first + size]) for ranks in data_ranks for first in range(0, len(ranks), size)]
+    peers = [list(ranks[place::size]) for ranks in data_ranks for place in range(size)]
+    own, own_peers = own_of_disjoint(inside), own_of_disjoint(peers)
+    assert own is not None and own_peers is not None, "every rank is in one group of each kind"
+    return NodeGroups(own, own_peers, hierarchy.replicated)

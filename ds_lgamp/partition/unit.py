@@ -1,27 +1,33 @@
-"""A unit: the parameters of one chunk, or of one tied module, which move together."""
+"""A unit: the parameters of one chunk, or of one tied module, which move together; and the part of each parameter that
+this rank holds."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.nn import Parameter
 
+from ds_lgamp.partition.collectives import start_all_reduce
 from ds_lgamp.partition.flat_storage import FlatStorage, UnitParameter
 from ds_lgamp.partition.gradient_reduction import GradientReduction
-from ds_lgamp.partition.host_home import StoredGradient
-from ds_lgamp.partition.norms import row_norms
+from ds_lgamp.partition.host import StoredGradient
 from ds_lgamp.partition.policy import ZeroPolicy
-from ds_lgamp.partition.segments import MasterWeights
+from ds_lgamp.partition.segments import MasterWeights, Segment
 
 
-class Copier(Protocol):
-    """Copies units beside the program, each when its update is final."""
+class Observer:
+    """Follows what happens to the units in whose :attr:`Unit.observers` it is. By default it does nothing."""
+
+    def gradient_final(self, unit: "Unit", gradient: torch.Tensor) -> None:
+        """The ``gradient`` of this rank's shard of ``unit`` is final. With offloading the device has it still."""
 
     def before_change(self, unit: "Unit") -> None:
-        """Blocks until no copy reads ``unit``, which is about to change."""
+        """Master weights or optimizer state of ``unit`` are about to change. It may block until nobody reads them."""
 
     def after_update(self, unit: "Unit") -> None:
-        """Starts to copy ``unit``, whose update is final. Any thread that updates may call it."""
+        """An update of ``unit`` is final: master weights, optimizer state and weights. Any thread that updates may call
+        it."""
 
 
 class Unit:
@@ -75,15 +81,7 @@ class Unit:
         if policy.host is not None and self.trains:
             master = self.master.values
             self._stored = StoredGradient(policy.host, master.numel(), master.dtype)
-        self._row_norms: list[torch.Tensor] | None = None
-        """Of a gradient that was stored, from its time on the device."""
-        self.copier: Copier | None = None
-        """Told of every change of the master weights and the optimizer's state; None if nobody copies them."""
-        self.watched: Sequence[slice] = ()
-        """Parts of the shard for which :attr:`part_norms` are taken."""
-        self.part_norms: torch.Tensor | None = None
-        """The norms of the watched parts of the last final gradient, then of the same parts of the weights with which
-        it was computed; without the latter if these are on the host. None if there is no such gradient."""
+        self.observers: list[Observer] = []
 
     @torch.no_grad()
     def replace_shard(self, master: torch.Tensor, weights: torch.Tensor | None = None) -> None:
@@ -119,14 +117,14 @@ class Unit:
         self.master.adopt(within, keep_bits)
 
     def before_change(self) -> None:
-        """Lets a copy that is under way end. Called ahead of every change of master weights or optimizer state."""
-        if self.copier is not None:
-            self.copier.before_change(self)
+        """Tells the observers. Called before every change of master weights or optimizer state."""
+        for observer in self.observers:
+            observer.before_change(self)
 
     def after_update(self) -> None:
-        """Tells that an update is final: master weights, optimizer state and weights."""
-        if self.copier is not None:
-            self.copier.after_update(self)
+        """Tells the observers that an update is final."""
+        for observer in self.observers:
+            observer.after_update(self)
 
     def finish_gradient(self) -> None:
         """Hands every segment its part of the final gradient; with offloading, once it is on the host."""
@@ -134,24 +132,18 @@ class Unit:
             self.start_store()
             self.finish_store()
             return
-        gradient = self._final_gradient()
-        self.master.take_gradient(gradient)
+        self.master.take_gradient(self._final_gradient())
 
     def start_store(self) -> None:
         """Starts to copy the final gradient to the host."""
         assert self._stored is not None, "the host updates the unit"
-        gradient = self._final_gradient()
-        self._row_norms = [norm for part in self.master.counted_parts(gradient) for norm in row_norms(part)]
-        self._stored.start(gradient)
+        self._stored.start(self._final_gradient())
 
     def _final_gradient(self) -> torch.Tensor:
         gradient = self.reduction.final_gradient()
         self.master.sum_partial(gradient)
-        if self.watched:
-            members = [gradient[part] for part in self.watched]
-            if self._stored is None:
-                members += [self.master.values[part] for part in self.watched]
-            self.part_norms = torch.stack(torch._foreach_norm(members))
+        for observer in self.observers:
+            observer.gradient_final(self, gradient)
         return gradient
 
     def finish_store(self) -> None:
@@ -171,16 +163,6 @@ class Unit:
         """Blocks the host until it may read the gradient."""
         if self._stored is not None:
             self._stored.settle()
-
-    def norm_rows(self, may_have_changed: bool) -> list[torch.Tensor]:
-        """Returns the :func:`row_norms` of the gradient, as far as this rank counts it in the norm. Those that were
-        taken on the way to the host do, unless user code ``may_have_changed`` the gradient since."""
-        rows, self._row_norms = self._row_norms, None
-        if rows is not None and not may_have_changed:
-            return rows
-        self.settle_store()
-        own = [norm for gradient in self.master.counted_gradients() for norm in row_norms(gradient)]
-        return own if self._stored is None else [norm.to(self.storage.flat.device) for norm in own]
 
     def scale_gradient(self, factor: float | torch.Tensor, gradient: torch.Tensor | None = None) -> None:
         """Multiplies the final gradient, or a ``gradient`` that was read from the disk, by ``factor``."""
@@ -209,3 +191,115 @@ class Unit:
         """Frees the gradient after the step."""
         self.master.drop_gradients()
         self.reduction.drop_gradient()
+
+
+class Part(NamedTuple):
+    """The part of a parameter that lies in this rank's shard; it may be empty.
+
+    Weights, master weights, gradient and optimizer state are laid out alike, so the part has the same place in each.
+    """
+
+    unit: Unit
+    name: str
+    shown: str
+    """What sentences call it."""
+    parameter: Parameter
+    shape: torch.Size
+    """Shape of this tensor-parallel rank's slice."""
+    whole_shape: torch.Size
+    """Shape of the slices of all tensor-parallel ranks together."""
+    slice_offsets: tuple[int, ...]
+    """Where this rank's slice begins in the whole shape, by dimension."""
+    group: int | None
+    """The optimizer's parameter group; None if the optimizer does not own the parameter."""
+    in_flat: slice
+    """Where the parameter lies in the unit's flat storage."""
+    in_shard: slice
+    """Where the part lies in the shard."""
+    in_parameter: slice
+    """Which elements of the flattened parameter belong to the part."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the part."""
+        return self.in_shard.stop - self.in_shard.start
+
+    @property
+    def segment(self) -> Segment | None:
+        """The segment that holds the part; None if the part is empty or the optimizer does not own it."""
+        if not self.numel:
+            return None
+        start = self.in_shard.start
+        return next((segment for segment in self.unit.master.segments if segment.start <= start < segment.end), None)
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor of the parameter's shape, copied from the ``part`` [numel] of every shard. All data-parallel
+        ranks call it together.
+
+        It adds up tensors that are zero outside a rank's part: parts differ in length, and for most parameters all but
+        one are empty.
+        """
+        storage = self.unit.storage
+        if not storage.partitioned:
+            # With offloading, the part is on the host.
+            return part.to(storage.flat.device, copy=True).view(self.shape)
+        whole = part.new_zeros(self.shape.numel(), device=storage.flat.device)
+        whole[self.in_parameter] = part
+        return start_all_reduce(whole, self.unit.policy.shard_group)().view(self.shape)
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's part [numel] of a tensor of the parameter's shape."""
+        return whole.reshape(-1)[self.in_parameter]
+
+    @torch.no_grad()
+    def write_weights(self, part: torch.Tensor) -> None:
+        """Sets this rank's ``part`` [numel] of the master weights and of the shard. All data-parallel ranks call it
+        together: a rank on which the parameter is resident gets the other ranks' parts."""
+        storage = self.unit.storage
+        self.unit.replace_slice(self.in_shard, part)
+        if storage.gathers and storage.resident:
+            storage.flat[self.in_flat] = self.gather(storage.shard[self.in_shard]).reshape(-1)
+
+    @torch.no_grad()
+    def adopt_weights(self) -> None:
+        """Takes this rank's part of the shard and of the master weights from the full parameter, which user code may
+        have changed after it was gathered. Master weights whose weight has not changed keep their bits."""
+        self.unit.adopt(self.in_shard, keep_bits=True)
+
+
+def parts_of(unit: Unit) -> Iterator[Part]:
+    """Yields this rank's part of every parameter of ``unit``, in the order of its storage."""
+    storage = unit.storage
+    shard_start, shard_end = storage.shard_start, storage.shard_start + storage.shard.numel()
+    for entry, (_, shape, _), start in zip(storage.parameters, storage.contents(), storage.offsets):
+        end = start + torch.Size(shape).numel()
+        first, last = max(start, shard_start), min(end, shard_end)
+        in_shard = in_parameter = slice(0, 0)
+        if first < last:
+            in_shard = slice(first - shard_start, last - shard_start)
+            in_parameter = slice(first - start, last - start)
+        whole = slice(start, end)
+        place = _place(unit.policy.tensor_group, entry.sliced_dimension, shape)
+        yield Part(
+            unit,
+            entry.name,
+            entry.shown,
+            entry.parameter,
+            torch.Size(shape),
+            *place,
+            entry.group,
+            whole,
+            in_shard,
+            in_parameter,
+        )
+
+
+def _place(
+    tensor_group: dist.ProcessGroup | None, dimension: int | None, shape: Sequence[int]
+) -> tuple[torch.Size, tuple[int, ...]]:
+    """Returns the shape of the whole parameter, and where this tensor-parallel rank's slice begins in it."""
+    whole, offsets = list(shape), [0] * len(shape)
+    if dimension is not None and tensor_group is not None:
+        whole[dimension] *= tensor_group.size()
+        offsets[dimension] = tensor_group.rank() * shape[dimension]
+    return torch.Size(whole), tuple(offsets)

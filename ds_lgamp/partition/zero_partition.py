@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from ds_lgamp.partition.flat_storage import UnitParameter
+from ds_lgamp.partition.memory import outside_of_pools
 from ds_lgamp.partition.policy import ZeroPolicy
-from ds_lgamp.partition.pool import outside_of_pools
 from ds_lgamp.partition.segments import Segment
 from ds_lgamp.partition.unit import Unit
 
@@ -203,15 +203,9 @@ class ZeroPartition:
         own = (unit for unit in self.chunk_units[chunk] if unit.trains and unit not in self._shared)
         return [unit for unit in own if unit.policy.host is self.host]
 
-    def start_updates(self, chunk: int) -> None:
-        """Starts the updates that a step left to later, of the units that ``chunk`` uses. Without offloading they are
-        over at once."""
-        for unit in self.chunk_units[chunk]:
-            unit.storage.start_update()
-
-    def catch_up(self, chunk: int | None = None) -> None:
-        """Runs the updates that a step left to later: of the units that ``chunk`` uses, by default of all."""
-        for unit in self.units if chunk is None else self.chunk_units[chunk]:
+    def catch_up(self) -> None:
+        """Ends the updates that were left to later."""
+        for unit in self.units:
             unit.storage.catch_up()
 
     def counted_gradients(self) -> list[torch.Tensor]:
@@ -227,10 +221,10 @@ class ZeroPartition:
             if unit.trains:
                 unit.follow_update()
 
-    def after_update(self) -> None:
+    def drop_gradients(self) -> None:
         """Frees the gradients after the step, except those of updates that it left to later."""
         for unit in self.units:
-            if unit.trains and not unit.storage.is_overdue:
+            if unit.trains and unit.storage.pending is None:
                 unit.drop_gradient()
 
     def gather_stale(self) -> None:

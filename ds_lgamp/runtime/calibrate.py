@@ -10,9 +10,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ds_lgamp.partition.agreement import everyone
+from ds_lgamp.partition.agreement import everyone, own_of_disjoint
 from ds_lgamp.partition.collectives import start_all_gather
-from ds_lgamp.partition.groups import own_of_disjoint
 from ds_lgamp.runtime.node import node_name
 
 REPETITIONS = 7

@@ -1,8 +1,9 @@
-"""A chunk at run time: consecutive layers, called one after another."""
+"""A chunk at run time: consecutive layers, called one after another; and who holds its parameters and gradients."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn import Module
@@ -108,3 +109,65 @@ def _refusal(value: object) -> str:
     if isinstance(value, (list, tuple)):
         described += f" of {', '.join(sorted({type(member).__name__ for member in value}))}"
     return f"a chunk must return a tensor or a tuple of tensors, not {described}"
+
+
+class ParameterHolder(Protocol):
+    """Holds the parameters and gradients of the chunks: ZeroPartition, or a host's own data parallelism.
+
+    Every holder gathers and reduces. Programs of hierarchical shards also refresh and combine, those with offloading
+    also load and store: a holder that lacks these raises NotImplementedError, because a step without them would go
+    on with stale weights or without gradients.
+    """
+
+    @abstractmethod
+    def gather(self, chunk: int) -> None:
+        """Launches the gather of a chunk's parameters."""
+
+    @abstractmethod
+    def wait_gather(self, chunk: int) -> None: ...
+
+    @abstractmethod
+    def release(self, chunk: int) -> None: ...
+
+    @abstractmethod
+    def begin_backward(self, chunk: int) -> None:
+        """Prepares a chunk's gradients for a backward pass. The executor calls it before each one."""
+
+    @abstractmethod
+    def reduce(self, chunk: int) -> None:
+        """Launches the reduction of a chunk's final gradients."""
+
+    @abstractmethod
+    def wait_reduce(self, chunk: int) -> None: ...
+
+    def refresh(self, chunk: int) -> None:
+        """Launches the gather, between nodes, of what the last step updated of a chunk."""
+        raise _lacking(self, "hierarchical shards")
+
+    def wait_refresh(self, chunk: int) -> None:
+        raise _lacking(self, "hierarchical shards")
+
+    def combine(self, chunk: int) -> None:
+        """Launches the sum, between nodes, of a chunk's gradients."""
+        raise _lacking(self, "hierarchical shards")
+
+    def wait_combine(self, chunk: int) -> None:
+        raise _lacking(self, "hierarchical shards")
+
+    def load(self, chunk: int) -> None:
+        """Starts to load a chunk's weights from the host."""
+        raise _lacking(self, "offloading")
+
+    def wait_load(self, chunk: int) -> None:
+        raise _lacking(self, "offloading")
+
+    def store(self, chunk: int) -> None:
+        """Starts to copy a chunk's final gradients to the host."""
+        raise _lacking(self, "offloading")
+
+    def wait_store(self, chunk: int) -> None:
+        raise _lacking(self, "offloading")
+
+
+def _lacking(holder: ParameterHolder, what: str) -> NotImplementedError:
+    return NotImplementedError(f"{type(holder).__name__} cannot run a program with {what}: it has no action for that")

@@ -12,7 +12,16 @@ from torch.autograd import profiler
 from torch.utils._pytree import tree_map_only
 
 from ds_lgamp.runtime.batch import BatchState, Graph
-from ds_lgamp.runtime.chunk import Chunk, Tensors, as_leaves, as_tuple, cloned, detached, differentiable
+from ds_lgamp.runtime.chunk import (
+    Chunk,
+    ParameterHolder,
+    Tensors,
+    as_leaves,
+    as_tuple,
+    cloned,
+    detached,
+    differentiable,
+)
 from ds_lgamp.runtime.clocks import Stopwatch, Timing
 from ds_lgamp.runtime.graph import (
     backpropagate,
@@ -25,7 +34,6 @@ from ds_lgamp.runtime.graph import (
 )
 from ds_lgamp.runtime.layer_state import Moment
 from ds_lgamp.runtime.links import Links
-from ds_lgamp.runtime.partition import Partition
 from ds_lgamp.runtime.recompute import Draws, RandomSource, SavedTensors
 from ds_lgamp.runtime.stored_inputs import StoredInputs
 from ds_lgamp.runtime.trace import Trace
@@ -74,7 +82,7 @@ class Executor:
         placement: Placement,
         rank: int,
         chunks: Mapping[int, Chunk],
-        partition: Partition,
+        partition: ParameterHolder,
         links: Links,
         loss_function: Callable[[Any, Any], torch.Tensor] | None,
         step: Callable[[], None],

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import Module
 
-from ds_lgamp.partition.rows import write
+from ds_lgamp.partition.memory import write
 from ds_lgamp.runtime.references import Held, Place, References, holders
 
 

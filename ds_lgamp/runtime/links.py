@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ds_lgamp.partition.launches import Flight, launched
+from ds_lgamp.partition.collectives import Flight, launched
 from ds_lgamp.runtime.chunk import Tensors, as_tuple, differentiable
 from ds_lgamp.runtime.messages import HEADER_ELEMENTS, MessageSpec, allocate, pack
 from ds_lgamp.schedule.actions import COMPUTE, RECEIVES, Action, Kind

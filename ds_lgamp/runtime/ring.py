@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_lgamp.partition.groups import own_of_disjoint
+from ds_lgamp.partition.agreement import own_of_disjoint
 from ds_lgamp.runtime.links import RESET, Endpoint, Links
 
 _KINDS = ("activations", "gradients")

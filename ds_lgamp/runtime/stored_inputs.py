@@ -3,7 +3,7 @@
 import torch
 
 from ds_lgamp.partition.bus import Bus, Transfer
-from ds_lgamp.partition.host_room import shared_size
+from ds_lgamp.partition.memory import shared_size
 from ds_lgamp.runtime.chunk import Tensors, differentiable
 from ds_lgamp.runtime.graph import placeholder
 

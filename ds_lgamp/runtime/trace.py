@@ -1,7 +1,7 @@
 """Records what a rank does in some training steps, and writes it as a recording (:mod:`ds_lgamp.view.recording`).
 
 The blocks that the executor times become intervals, and so does what is launched beside compute
-(:mod:`ds_lgamp.partition.launches`). On an accelerator, times are those of events in the streams. Nothing waits for
+(:mod:`ds_lgamp.partition.collectives`). On an accelerator, times are those of events in the streams. Nothing waits for
 them in a step: it is written at the end of a later one.
 """
 

@@ -4,11 +4,10 @@ import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
-from ds_lgamp.optimizers.cutting import cut
+from ds_lgamp.optimizers.updates import cut
 from ds_lgamp.partition.flat_storage import UnitParameter
-from ds_lgamp.partition.groups import node_groups
-from ds_lgamp.partition.parts import parts_of
-from ds_lgamp.partition.policy import NodeGroups, ZeroPolicy
+from ds_lgamp.partition.policy import NodeGroups, ZeroPolicy, node_groups
+from ds_lgamp.partition.unit import parts_of
 from ds_lgamp.partition.zero_partition import ZeroPartition, build_partition
 from ds_lgamp.schedule.hierarchy import Hierarchy
 

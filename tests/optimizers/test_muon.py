@@ -10,7 +10,7 @@ from torch.nn import Parameter
 from ds_lgamp.cost.matrices import Matrix, exchange_bytes
 from ds_lgamp.cost.muon import Iteration, step_memory
 from ds_lgamp.optimizers.muon import Muon
-from ds_lgamp.partition.parts import parts_of
+from ds_lgamp.partition.unit import parts_of
 from ds_lgamp.runtime.measure import CollectiveCounter, PeakMemory, live_tensors
 from testing.prompt_gloo import prompt_exchanges
 from testing.ranks import run_on_ranks

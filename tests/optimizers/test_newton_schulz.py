@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ds_lgamp.optimizers.newton_schulz import METHODS, NewtonSchulz
+from ds_lgamp.optimizers.muon import METHODS, NewtonSchulz
 
 SHAPES = [(16, 40), (40, 16), (24, 24), (1, 8)]
 

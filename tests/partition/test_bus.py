@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from ds_lgamp.partition import bus as bus_module
-from ds_lgamp.partition.bus import Bus, Transfer
-from ds_lgamp.partition.host_thread import use_device
+from ds_lgamp.partition.bus import Bus, Transfer, use_device
 
 CPU = torch.device("cpu")
 SECONDS = 10

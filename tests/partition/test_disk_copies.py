@@ -8,9 +8,8 @@ import torch
 
 from ds_lgamp.cost.disk import room
 from ds_lgamp.partition import disk as disks
-from ds_lgamp.partition.bus import Bus
+from ds_lgamp.partition.bus import Bus, buffer_bytes
 from ds_lgamp.partition.disk import Disk
-from ds_lgamp.partition.disk_copies import buffer_bytes
 from ds_lgamp.schedule.offload import DISK_BLOCK
 
 CPU = torch.device("cpu")

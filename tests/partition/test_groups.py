@@ -2,7 +2,7 @@
 
 import torch.distributed as dist
 
-from ds_lgamp.partition.groups import node_groups
+from ds_lgamp.partition.policy import node_groups
 from ds_lgamp.schedule.hierarchy import Hierarchy
 from testing.ranks import run_on_ranks
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_lgamp.partition.host_room import ALIGNMENT, HostRoom, block_bytes, shared_size
+from ds_lgamp.partition.memory import ALIGNMENT, HostRoom, block_bytes, shared_size
 
 REQUESTS = st.lists(st.tuples(st.integers(0, 5000), st.sampled_from([torch.float32, torch.bfloat16])), max_size=40)
 

@@ -5,8 +5,8 @@ import threading
 import pytest
 import torch
 
-from ds_lgamp.partition import host_thread
-from ds_lgamp.partition.host_thread import HostThread
+from ds_lgamp.partition import host
+from ds_lgamp.partition.host import HostThread
 
 SECONDS = 30
 
@@ -67,9 +67,7 @@ def test_after_a_failed_job_no_other_one_runs():
 def test_the_thread_has_the_device_of_its_rank(monkeypatch):
     """Otherwise its first event would make a context on the first device of the node."""
     made = []
-    monkeypatch.setattr(
-        host_thread, "use_device", lambda device: made.append((device, threading.current_thread().name))
-    )
+    monkeypatch.setattr(host, "use_device", lambda device: made.append((device, threading.current_thread().name)))
     HostThread(torch.device("cuda", 3), "updates").start(lambda: None).wait()
     assert made == [(torch.device("cuda", 3), "updates")]
 

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from ds_lgamp.partition import pool
-from ds_lgamp.partition.pool import in_pool, outside_of_pools
+from ds_lgamp.partition import memory
+from ds_lgamp.partition.memory import in_pool, outside_of_pools
 
 
 class Accelerator:
@@ -43,11 +43,11 @@ def accelerator(monkeypatch):
     def make(full):
         made = Accelerator(full)
         monkeypatch.setattr(torch, "get_device_module", lambda _: made)
-        pool._pool.cache_clear()
+        memory._pool.cache_clear()
         return made
 
     yield make
-    pool._pool.cache_clear()
+    memory._pool.cache_clear()
 
 
 @pytest.mark.parametrize("full", [False, True])

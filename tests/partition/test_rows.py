@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ds_lgamp.partition.rows import bytes_of, write
+from ds_lgamp.partition.memory import bytes_of, write
 from ds_lgamp.runtime.layer_state import LayerState
 
 VIEWS = {

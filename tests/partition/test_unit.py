@@ -14,8 +14,7 @@ from ds_lgamp.partition import flat_storage
 from ds_lgamp.partition.bus import Bus
 from ds_lgamp.partition.flat_storage import UnitParameter
 from ds_lgamp.partition.guard import NotGatheredError
-from ds_lgamp.partition.host_home import Host
-from ds_lgamp.partition.host_thread import HostThread
+from ds_lgamp.partition.host import Host, HostThread
 from ds_lgamp.partition.policy import ZeroPolicy
 from ds_lgamp.partition.unit import Unit
 

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from ds_lgamp.partition.agreement import everyone, host_group
 from ds_lgamp.partition.bus import Bus
 from ds_lgamp.partition.flat_storage import UnitParameter
-from ds_lgamp.partition.groups import node_groups
-from ds_lgamp.partition.policy import NodeGroups, ZeroPolicy
+from ds_lgamp.partition.policy import NodeGroups, ZeroPolicy, node_groups
 from ds_lgamp.partition.zero_partition import TiedParameters, ZeroPartition, build_partition
 from ds_lgamp.runtime.chunk import Chunk
 from ds_lgamp.runtime.executor import Executor
@@ -113,7 +112,7 @@ def assemble(
         partition.finish_gradients()
         apply_step()
         partition.follow_update()
-        partition.after_update()
+        partition.drop_gradients()
 
     executor = Executor(
         spec.placement,

@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ds_lgamp.optimizers.norms import exact_norm, global_norm
 from ds_lgamp.partition import collectives, flat_storage, gradient_reduction
 from ds_lgamp.partition.agreement import everyone, host_group
-from ds_lgamp.partition.norms import exact_norm, global_norm
 from ds_lgamp.runtime import links
 from ds_lgamp.runtime.batch import BatchState
 from ds_lgamp.runtime.messages import HEADER_ELEMENTS
@@ -225,9 +225,9 @@ COVERING.append(COVERING[0]._replace(spec=ProgramSpec((0, 1), "1f1b", 2, 2, 0), 
 """Layouts of two ranks that come by every wait, each work as late as it may be."""
 
 
-ELSEWHERE = ("_wait(sent, self.headers.peer)", "updating.wait()", "self._read_ahead.wait()")
-"""Waits that are not tested here: for sent headers, which hosts exchange on gloo; for an update in a thread of the
-host, with offloading, which tests/partition/test_host_home.py is about; and for a gather that a reader has awaited on a
+ELSEWHERE = ("_wait(sent, self.headers.peer)", "update.wait()", "self._read_ahead.wait()")
+"""Waits that are not tested here: for sent headers, which hosts exchange on gloo; for an update of a
+shard, which tests/partition/test_host.py is about; and for a gather that a reader has awaited on a
 stream of its own, which tests/partition/test_unit.py is about."""
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_lgamp.partition import groups
+from ds_lgamp.partition import agreement
 from ds_lgamp.runtime import ring
 from ds_lgamp.runtime.ring import MAX_BLOCKS, edge_colours, link_options, ring_links
 
@@ -85,9 +85,9 @@ def test_no_rank_has_two_edges_of_one_colour(pipeline_ranks, data_ranks):
 def test_no_split_writes_into_the_options_of_the_default_group(monkeypatch):
     """torch up to 2.9 does so if a split has none."""
     stand_in = StandIn(0, splits=True)
-    monkeypatch.setattr(groups, "dist", stand_in)
-    groups.own_of_disjoint([[0, 1], [2, 3]])
-    groups.own_of_disjoint([[0, 2], [1, 3]])
+    monkeypatch.setattr(agreement, "dist", stand_in)
+    agreement.own_of_disjoint([[0, 1], [2, 3]])
+    agreement.own_of_disjoint([[0, 2], [1, 3]])
     first, second = stand_in.options
     assert first is not None and second is not None and first is not second
 
@@ -96,7 +96,7 @@ def test_no_split_writes_into_the_options_of_the_default_group(monkeypatch):
 def test_a_job_of_64_by_64_ranks_splits_four_times(monkeypatch, rank):
     """Two colours of edges and two kinds of messages. A split is collective over all ranks; 8192 would take minutes."""
     stand_in = StandIn(rank, splits=True)
-    for module in (ring, groups):
+    for module in (ring, agreement):
         monkeypatch.setattr(module, "dist", stand_in)
     ring_links(grid(64, 64), torch.device("cpu"))
     assert stand_in.calls == {"split_group": 4}
@@ -107,7 +107,7 @@ def test_a_job_of_64_by_64_ranks_splits_four_times(monkeypatch, rank):
 def test_without_splits_a_rank_connects_to_its_neighbours_only(monkeypatch):
     """``new_group`` then only enters names; members connect when they send."""
     stand_in = StandIn(64, splits=False)
-    for module in (ring, groups):
+    for module in (ring, agreement):
         monkeypatch.setattr(module, "dist", stand_in)
     ring_links(grid(64, 64), torch.device("cpu"))
     assert stand_in.calls == {"new_group": 2 * 64 * 64}
@@ -119,7 +119,7 @@ def test_without_splits_a_rank_connects_to_its_neighbours_only(monkeypatch):
 def test_every_communicator_of_a_link_takes_few_multiprocessors(monkeypatch, splits):
     """Torch writes the name of a group into its options, so no two groups may share them."""
     stand_in = StandIn(0, splits)
-    for module in (ring, groups):
+    for module in (ring, agreement):
         monkeypatch.setattr(module, "dist", stand_in)
     ring_links(grid(4, 2), torch.device("cpu"))
     assert {options.config.max_ctas for options in stand_in.options} == {MAX_BLOCKS}
@@ -140,7 +140,7 @@ def test_links_have_no_options_without_nccl(monkeypatch, backend, lacking):
     stand_in.get_backend = lambda: backend
     if lacking:
         stand_in.ProcessGroupNCCL = None
-    for module in (ring, groups):
+    for module in (ring, agreement):
         monkeypatch.setattr(module, "dist", stand_in)
     assert link_options(TIMEOUT) is None
 
@@ -149,7 +149,7 @@ def test_beside_a_backend_of_hosts_links_have_options_and_no_group_is_split(monk
     """torch would name split groups of both backends by how many groups a rank has, and ranks have unlike numbers."""
     stand_in = StandIn(0, splits=True)
     stand_in.get_backend = lambda: "cpu:gloo,cuda:nccl"
-    for module in (ring, groups):
+    for module in (ring, agreement):
         monkeypatch.setattr(module, "dist", stand_in)
     ring_links(grid(4, 2), torch.device("cpu"))
     assert stand_in.calls.keys() == {"new_group"}
@@ -159,7 +159,7 @@ def test_beside_a_backend_of_hosts_links_have_options_and_no_group_is_split(monk
 def test_connections_open_in_the_direction_of_their_messages(monkeypatch):
     """Activations flow from rank 0 to 1 to 2, gradients back; even links open before odd ones."""
     stand_in = StandIn(1, splits=True)
-    for module in (ring, groups):
+    for module in (ring, agreement):
         monkeypatch.setattr(module, "dist", stand_in)
     ring_links(grid(4, 1), torch.device("cpu"))
     assert stand_in.messages == [
@@ -173,7 +173,7 @@ def test_connections_open_in_the_direction_of_their_messages(monkeypatch):
 def test_two_ranks_share_no_group_between_their_two_edges(monkeypatch):
     """The ring of two ranks leads there and back: 2 edges x 2 kinds of messages are 4 groups."""
     stand_in = StandIn(0, splits=False)
-    for module in (ring, groups):
+    for module in (ring, agreement):
         monkeypatch.setattr(module, "dist", stand_in)
     ring_links(grid(2, 1), torch.device("cpu"))
     assert stand_in.calls == {"new_group": 4}

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ds_lgamp.partition import launches
+from ds_lgamp.partition import collectives
 from ds_lgamp.runtime.clocks import Stopwatch
 from ds_lgamp.runtime.trace import Trace
 from ds_lgamp.schedule.actions import Action
@@ -50,8 +50,8 @@ def block(executor, text, kind):
 
 def launch(executor, text):
     executor.current = Action.parse(text)
-    flight = launches.launched("gather", 8)
-    launches.ends_with(Work(), flight)
+    flight = collectives.launched("gather", 8)
+    collectives.ends_with(Work(), flight)
 
 
 def test_a_collective_without_a_future_ends_with_its_wait(trace, executor):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ds_lgamp.config import BLOCK, ConfigError
-from ds_lgamp.partition.rows import write
+from ds_lgamp.partition.memory import write
 
 
 class Named(NamedTuple):

@@ -13,7 +13,7 @@ from ds_lgamp.checkpoint.shard import FlatShard
 from ds_lgamp.integrations.deepspeed.checkpoint.run import Run, ranks_of
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, persistent_buffers
 from ds_lgamp.partition.agreement import everyone
-from ds_lgamp.partition.rows import bytes_of, row_of, write
+from ds_lgamp.partition.memory import bytes_of, row_of, write
 
 _KINDS_OF_RANKS = ("pipeline_ranks", "data_ranks", "tensor_ranks")
 

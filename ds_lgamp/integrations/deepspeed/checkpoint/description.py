@@ -17,7 +17,7 @@ from ds_lgamp.integrations.deepspeed.checkpoint.run import Run
 from ds_lgamp.integrations.deepspeed.config.precision import parameter_dtype, scaler_state
 from ds_lgamp.integrations.deepspeed.model.module import built_layers, global_names, layer_types
 from ds_lgamp.integrations.split.parts import Tree
-from ds_lgamp.partition.parts import parts_of
+from ds_lgamp.partition.unit import parts_of
 from ds_lgamp.version import __version__
 
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)

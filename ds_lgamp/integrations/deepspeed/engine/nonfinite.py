@@ -10,8 +10,7 @@ from deepspeed.utils.logging import logger
 from ds_lgamp.config import BLOCK, LgampConfig
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, layer_types
 from ds_lgamp.partition.agreement import everyone, host_group
-from ds_lgamp.partition.parts import parts_of
-from ds_lgamp.partition.unit import Unit
+from ds_lgamp.partition.unit import Observer, Part, Unit, parts_of
 from ds_lgamp.partition.zero_partition import ZeroPartition
 from ds_lgamp.runtime.nonfinite import FirstSeen, Origin, Seen, find_origin
 
@@ -27,7 +26,7 @@ class _Batch(NamedTuple):
     losses: list[torch.Tensor]
     sums: torch.Tensor
     norms: list[tuple[list[str], torch.Tensor]]
-    """Of units: the names of their parts, and :attr:`Unit.part_norms`."""
+    """Of units: the names of their parts, and the norms of :class:`_PartNorms`."""
 
 
 class NonfiniteCheck:
@@ -65,7 +64,7 @@ class NonfiniteCheck:
         self._setting, self._module, self._losses, self._steps = setting, module, losses, steps
         self._name, self._gradients_count, self._device = name, gradients_count, device
         self._late = LateFlag(device)
-        self._names = {unit: _watch(unit) for unit in partition.units if unit.trains}
+        self._part_norms = _PartNorms(partition)
         self._last: _Batch | None = None
         """The last batch, of which the host does not know yet whether it is finite."""
         self._due: _Batch | None = None
@@ -90,12 +89,7 @@ class NonfiniteCheck:
         if self._gradients_count:
             bad = bad | ~norm.isfinite()
         flag = bad.float()
-        norms = []
-        for unit, names in self._names.items():
-            if unit.part_norms is not None:
-                norms.append((names, unit.part_norms))
-                unit.part_norms = None
-        batch = _Batch(self._steps() + 1, self._losses(), self.seen.end(), norms)
+        batch = _Batch(self._steps() + 1, self._losses(), self.seen.end(), self._part_norms.take())
         if self._late.exchange(flag):
             self._due = self._last
         self._last = batch
@@ -177,11 +171,30 @@ class NonfiniteCheck:
         return f"{ahead}layer {layer} ({name}) of chunk {self._module.layout.chunk_of(layer)}"
 
 
-def _watch(unit: Unit) -> list[str]:
-    """Lets ``unit`` take the norms of its parameters, as far as they lie in this rank's shard. Returns their names."""
-    parts = [part for part in parts_of(unit) if part.numel and part.group is not None]
-    unit.watched = [part.in_shard for part in parts]
-    return [part.shown for part in parts]
+class _PartNorms(Observer):
+    """Takes the norms of parameters, as far as they lie in this rank's shards: of each final gradient, then of the
+    weights with which it was computed; without the latter if these are on the host."""
+
+    def __init__(self, partition: ZeroPartition) -> None:
+        self._parts: dict[Unit, list[Part]] = {}
+        self._norms: dict[Unit, torch.Tensor] = {}
+        for unit in partition.units:
+            parts = [part for part in parts_of(unit) if part.numel and part.group is not None]
+            if unit.trains and parts:
+                self._parts[unit] = parts
+                unit.observers.append(self)
+
+    def gradient_final(self, unit: Unit, gradient: torch.Tensor) -> None:
+        places = [part.in_shard for part in self._parts[unit]]
+        members = [gradient[place] for place in places]
+        if unit.policy.host is None:
+            members += [unit.master.values[place] for place in places]
+        self._norms[unit] = torch.stack(torch._foreach_norm(members))
+
+    def take(self) -> list[tuple[list[str], torch.Tensor]]:
+        """Returns names and norms of the batch, by unit, and forgets them."""
+        norms, self._norms = self._norms, {}
+        return [([part.shown for part in parts], norms[unit]) for unit, parts in self._parts.items() if unit in norms]
 
 
 def nonfinite_check(

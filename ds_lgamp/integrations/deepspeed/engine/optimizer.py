@@ -1,8 +1,6 @@
 """The optimizer object that DeepSpeed sees: it steps a torch optimizer on this rank's shards."""
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -13,7 +11,6 @@ from deepspeed.runtime.fp16.loss_scaler import LossScaler, LossScalerBase
 from ds_lgamp.config import ConfigError, LgampConfig
 from ds_lgamp.integrations.deepspeed.config.optimizer_choice import skips_by_itself
 from ds_lgamp.integrations.deepspeed.config.precision import checks_overflow, loss_scaler
-from ds_lgamp.integrations.deepspeed.engine.disk_updates import updates_of
 from ds_lgamp.integrations.deepspeed.engine.nonfinite import LateFlag, NonfiniteCheck
 from ds_lgamp.integrations.deepspeed.engine.optimizer_state import (
     complaint_about_class,
@@ -21,11 +18,10 @@ from ds_lgamp.integrations.deepspeed.engine.optimizer_state import (
     names_of_cut,
     state_of,
 )
-from ds_lgamp.integrations.deepspeed.engine.updates import Options
+from ds_lgamp.optimizers.disk_updates import updates_of
+from ds_lgamp.optimizers.norms import GradientNorm, clip_factor
 from ds_lgamp.optimizers.tensors import TensorOptimizer
-from ds_lgamp.partition.host_home import arriving
-from ds_lgamp.partition.norms import clip_factor, exact_norm, global_norm, norm_of_rows
-from ds_lgamp.partition.unit import Unit
+from ds_lgamp.optimizers.updates import start_postponed
 from ds_lgamp.partition.zero_partition import ZeroPartition
 from ds_lgamp.schedule.spec import ProgramSpec
 
@@ -75,19 +71,12 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         self.custom_loss_scaler = False
         self.loss_factor = 1.0
         """The factor of the loss, beside its scale. Gradients accumulate without it; the step multiplies them by it."""
-        self._clipping, self._norm_group, self._skips_overflow = gradient_clipping, norm_group, skips_overflow
-        self._reproducible, self._updates_when = reproducible, updates
+        self._clipping, self._skips_overflow = gradient_clipping, skips_overflow
         self._global_grad_norm: torch.Tensor | None = None
-        self._updates = updates_of(optimizer, partition)
+        self._norm = GradientNorm(partition, norm_group, reproducible)
+        self._updates = updates_of(optimizer, partition, updates)
         self.check: NonfiniteCheck | None = None
         """Looks for losses and gradients that are not finite; None looks for none."""
-        self._row_norms: dict[Unit, list[torch.Tensor]] = {}
-        """Of the gradients of units that are updated ahead of the step."""
-        optimizer.state = _initial_state(optimizer)
-        self._updates.settle_states()
-        # What torch reads and writes of the state is current.
-        optimizer.register_state_dict_pre_hook(lambda _: partition.catch_up())
-        optimizer.register_load_state_dict_pre_hook(lambda _, __: partition.catch_up())
         optimizer.add_param_group = self.add_param_group  # type: ignore[method-assign]
 
     @property
@@ -118,7 +107,7 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
 
     @clip_grad.setter
     def clip_grad(self, limit: float) -> None:
-        if limit > 0 and self._updates_when == "reduction":
+        if limit > 0 and self._updates.when == "reduction":
             raise ConfigError(
                 f"engine.optimizer.clip_grad is set to {limit:g}, but gradient_clipping is 0 and chunks are updated as "
                 "their gradients arrive; write the largest limit of the run into gradient_clipping"
@@ -153,24 +142,19 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         self.loss_scaler, self.custom_loss_scaler = LossScaler(loss_scale), True
 
     def update(self, chunk: int) -> None:
-        """Updates the shards of ``chunk``, as the last step asked or, with ``updates`` "reduction", ahead of the step.
+        """Updates the shards of ``chunk``, as the last step asked or, with ``updates`` "reduction", before the step.
         Then it leaves to the step what several chunks share, and everything if user code watches. With offloading, the
         host's thread has the update to do when this returns."""
-        if self._updates_when == "next_step":
-            self.partition.start_updates(chunk)
+        if self._updates.when == "next_step":
+            start_postponed(self.partition.chunk_units[chunk])
         elif not self._is_watched:
             self.is_half_updated = True
             units = self.partition.finish_gradients_of(chunk)
             self._updates.leave_out_frozen(units)
-            # The optimizer may change the gradient.
-            self._row_norms |= {unit: unit.norm_rows(may_have_changed=False) for unit in units}
-            if self.partition.host is not None:
-                self._postpone(units, self._factor)
-                self.partition.start_updates(chunk)
-                return
-            unchanged: Options = [{}] * len(self.param_groups)
             for unit in units:
-                self._scale_and_update(unit, self._factor, unchanged)
+                # The optimizer may change the gradient.
+                self._norm.measure(unit)
+            self._updates.step_early(units, self._factor)
 
     @property
     def _is_watched(self) -> bool:
@@ -181,7 +165,7 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         if self._is_watched:
             for unit in self.partition.units:
                 unit.settle_store()
-            for unit in self._with_gradients():
+            for unit in self._updates.with_gradients():
                 unit.scale_gradient(self.loss_factor)
             self.loss_factor = 1.0
 
@@ -194,9 +178,9 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         """Unscales the gradients, clips them by their norm over the whole model and updates the shards. Skips the
         update if ``skips_overflow`` is set and any gradient is inf or NaN, or if the :attr:`check` asks for it."""
         factor: Any = self._factor
-        self._updates.leave_out_frozen(self._with_gradients())
+        self._updates.leave_out_frozen(self._updates.with_gradients())
         bad_losses = None if self.check is None else self.check.bad_losses()
-        self._global_grad_norm = self._norm(bad_losses) * abs(factor)
+        self._global_grad_norm = self._norm.take(self._is_watched, bad_losses) * abs(factor)
         skips_now = self._find_overflow(self._global_grad_norm, bad_losses)
         self.loss_scaler.update_scale(self.overflow)
         if skips_now:
@@ -205,56 +189,8 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
             limit = self._clipping or float("inf")
             factor = clip_factor(self._global_grad_norm, limit) * factor
         self.is_half_updated = True
-        self._update_all(factor)
+        self._updates.step(factor, self._is_watched)
         self.is_half_updated = False
-
-    def _update_all(self, factor: Any) -> None:
-        """Updates what is not updated yet, or leaves that to later."""
-        units = self._with_gradients()
-        if not self._is_watched and (self._updates_when == "next_step" or self.partition.host is not None):
-            postponed = [unit for unit in units if unit.policy.host is self.partition.host]
-            self._postpone(postponed, factor)
-            if self._updates_when != "next_step":
-                for unit in postponed:
-                    unit.storage.start_update()
-            # Beside a host that updates some units, the step updates the others.
-            staying = [unit for unit in units if unit not in postponed]
-            if staying:
-                self._updates.update_some(staying, factor)
-            return
-        for unit in units:
-            unit.scale_gradient(factor)
-        self._updates.update(units)
-
-    def _with_gradients(self) -> list[Unit]:
-        """The units whose gradients are final. An update that the host has begun uses its gradient still."""
-        return [unit for unit in self.partition.units if unit.reduction.is_final and not unit.storage.is_overdue]
-
-    def _norm(self, bad_losses: torch.Tensor | None) -> torch.Tensor:
-        """Returns the norm of the gradients as they accumulated. Sums ``bad_losses`` over all ranks."""
-        group, device, watched = self._norm_group, self.partition.device, self._is_watched
-        if self._reproducible or not (self._row_norms or self.partition.host):
-            norm = exact_norm if self._reproducible else global_norm
-            return norm(self.partition.counted_gradients(), group, device, bad_losses)
-        rows: list[torch.Tensor] = []
-        for unit in self.partition.units:
-            known = self._row_norms.pop(unit, None)
-            rows.extend(unit.norm_rows(watched) if known is None else known)
-        return norm_of_rows(rows, group, device, bad_losses)
-
-    def _postpone(self, units: Sequence[Unit], factor: Any) -> None:
-        """Leaves the updates to later, with the hyper-parameters of this step."""
-        options = self._updates.options()
-        if self.partition.host is not None and isinstance(factor, torch.Tensor):
-            factor = arriving(factor)
-        # For schedulers of torch, which warn if they step before the optimizer.
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]
-        for unit in units:
-            update = partial(self._scale_and_update, unit, factor, options)
-            unit.storage.postpone(update, partial(self._updates.announce, unit))
-
-    def _scale_and_update(self, unit: Unit, factor: Any, options: Options) -> Callable[[], None] | None:
-        return self._updates.update_alone(unit, factor() if callable(factor) else factor, options)
 
     def _find_overflow(self, norm: torch.Tensor, bad_losses: torch.Tensor | None) -> bool:
         """Sets ``overflow``. Returns True if the host has to skip this step, because the optimizer would not. The
@@ -343,13 +279,3 @@ def build_optimizer(
         reproducible=settings.reproducible,
         loss_scaler=loss_scaler(config),
     )
-
-
-def _initial_state(optimizer: torch.optim.Optimizer) -> defaultdict[torch.Tensor, Any]:
-    """Returns the state before the first step, for the current parameters of the groups. Adagrad makes its state in its
-    constructor. All other optimizers make it in their first step."""
-    if type(optimizer) is not torch.optim.Adagrad:
-        return defaultdict(dict)
-    value = optimizer.defaults["initial_accumulator_value"]
-    groups = [dict(group) for group in optimizer.param_groups]
-    return torch.optim.Adagrad(groups, initial_accumulator_value=value).state

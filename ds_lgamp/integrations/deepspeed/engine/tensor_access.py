@@ -16,7 +16,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.partition.flat_storage import FlatStorage
-from ds_lgamp.partition.parts import Part, parts_of
+from ds_lgamp.partition.unit import Part, parts_of
 from ds_lgamp.partition.zero_partition import ZeroPartition
 
 _ids = count()
@@ -44,7 +44,7 @@ class CurrentStatus:
         2 it is INFLIGHT until somebody needs the values, or NOT_AVAILABLE if gathers are deferred."""
         if self._storage.gathering is not None:
             return ZeroParamStatus.INFLIGHT
-        complete = self._storage.resident and not self._storage.stale and not self._storage.is_overdue
+        complete = self._storage.resident and not self._storage.stale and self._storage.pending is None
         return ZeroParamStatus.AVAILABLE if complete else ZeroParamStatus.NOT_AVAILABLE
 
 
@@ -209,7 +209,7 @@ class TensorAccess:
 
     def _gradient(self, part: Part) -> torch.Tensor:
         reduction = part.unit.reduction
-        if reduction.shard_gradient is None or not reduction.is_final or part.unit.storage.is_overdue:
+        if reduction.shard_gradient is None or not reduction.is_final or part.unit.storage.pending is not None:
             raise ConfigError(
                 f"the gradient of {part.shown} exists only while the optimizer steps; call this in an optimizer hook, "
                 "or wrap engine.optimizer.step and call it before the wrapped step"

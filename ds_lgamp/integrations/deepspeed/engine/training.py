@@ -19,11 +19,10 @@ from ds_lgamp.integrations.deepspeed.config.client_optimizer import place_with_g
 from ds_lgamp.integrations.deepspeed.config.precision import input_dtype
 from ds_lgamp.integrations.deepspeed.config.zero import live_folder, on_disk_of
 from ds_lgamp.integrations.deepspeed.engine.data import BatchLoader
-from ds_lgamp.integrations.deepspeed.engine.host_updates import HostUpdateError
 from ds_lgamp.integrations.deepspeed.engine.monitor import monitor_if_asked, monitored
 from ds_lgamp.integrations.deepspeed.engine.nonfinite import nonfinite_check
 from ds_lgamp.integrations.deepspeed.engine.optimizer import PartitionedOptimizer, build_optimizer
-from ds_lgamp.integrations.deepspeed.engine.partition import open_disk, partition_parameters
+from ds_lgamp.integrations.deepspeed.engine.parameters import open_disk, partition_parameters
 from ds_lgamp.integrations.deepspeed.engine.plan import plan_training
 from ds_lgamp.integrations.deepspeed.engine.seeding import before_layers, kept_from_script
 from ds_lgamp.integrations.deepspeed.engine.tensor_access import TensorAccess
@@ -39,6 +38,7 @@ from ds_lgamp.integrations.deepspeed.model.recomputation import (
 )
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import SharedBuffers
 from ds_lgamp.integrations.tracing import trace_if_asked
+from ds_lgamp.optimizers.updates import HostUpdateError
 from ds_lgamp.partition.agreement import host_group
 from ds_lgamp.partition.bus import Bus
 from ds_lgamp.partition.zero_partition import ZeroPartition
@@ -366,7 +366,7 @@ class Training:
         with self.executor.timing.time("step"):
             self.door.optimizer.settle_gradients()
             self.door.take_step()
-            self.partition.after_update()
+            self.partition.drop_gradients()
 
     def end_step(self) -> None:
         """Called when nothing of a step changes any more, but by updates that it has postponed."""

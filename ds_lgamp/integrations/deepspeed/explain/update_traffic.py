@@ -13,8 +13,7 @@ from ds_lgamp.cost.storage import offsets
 from ds_lgamp.integrations.deepspeed.config.optimizer_choice import choose_optimizer, counterpart, kernels_of
 from ds_lgamp.integrations.deepspeed.explain.model_sizes import ModelSizes
 from ds_lgamp.optimizers.lamb import Lamb
-from ds_lgamp.optimizers.muon import DEFAULTS, Muon
-from ds_lgamp.optimizers.newton_schulz import NewtonSchulz
+from ds_lgamp.optimizers.muon import DEFAULTS, Muon, NewtonSchulz
 
 _NORMS, _EXACT_NORMS = (2 * 8,), (2 * 8, 2 * 3 * 8)
 """Bytes of what LAMB adds up of each tensor, by collective: two squares or, to the bit, two maxima and six counts."""

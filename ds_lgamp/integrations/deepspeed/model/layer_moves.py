@@ -30,7 +30,7 @@ from ds_lgamp.integrations.deepspeed.model.module import (
 from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import share_values
 from ds_lgamp.partition.agreement import raise_everywhere
-from ds_lgamp.partition.rows import bytes_of
+from ds_lgamp.partition.memory import bytes_of
 from ds_lgamp.runtime.recompute import undisturbed
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.partition.agreement import Term, everyone, raise_everywhere, refuse_differing_terms
-from ds_lgamp.partition.rows import bytes_of, without_repetition
+from ds_lgamp.partition.memory import bytes_of, without_repetition
 
 _PIECE = 2**26
 """Bytes that a device takes at once of a tensor that lies on the host."""

@@ -27,8 +27,7 @@ from ds_lgamp.integrations.deepspeed.plain.state import Elsewhere, release
 from ds_lgamp.integrations.deepspeed.plain.unfinished_batch import Kept
 from ds_lgamp.integrations.split.call import Arguments, Call, Calls
 from ds_lgamp.integrations.transformers.settings import whole_to_layers
-from ds_lgamp.partition.agreement import Term
-from ds_lgamp.partition.groups import own_host_group
+from ds_lgamp.partition.agreement import Term, own_host_group
 from ds_lgamp.runtime.batch import BatchState
 from ds_lgamp.runtime.nonfinite import INPUTS
 from ds_lgamp.schedule.actions import Action, Kind

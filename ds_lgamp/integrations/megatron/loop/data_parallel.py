@@ -18,12 +18,12 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from ds_lgamp.integrations.megatron.loop.batch import Batch
-from ds_lgamp.runtime.partition import Partition
+from ds_lgamp.runtime.chunk import ParameterHolder
 
 SyncFunction = Callable[..., Any]
 
 
-class DistributedData(Partition):
+class DistributedData(ParameterHolder):
     """A rank's part in Megatron-core's data parallelism. It lives as long as the executor and serves every batch."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 import ds_lgamp
 from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.checkpoint.units import weights
-from ds_lgamp.partition.parts import parts_of
+from ds_lgamp.partition.unit import parts_of
 from testing.deepspeed_rank import quiet
 from tests.integrations.deepspeed.linear import mean_square, whole_state
 from tests.integrations.deepspeed.models import seed

@@ -19,9 +19,10 @@ from ds_lgamp.cost.disk import DiskUse, OnDisk, disk_use, host_beside_disk, room
 from ds_lgamp.cost.memory import rank_memory
 from ds_lgamp.cost.state import ElementBytes
 from ds_lgamp.integrations.deepspeed.explain.model_sizes import ModelSizes
-from ds_lgamp.partition import disk_copies, update_buffers
+from ds_lgamp.optimizers import disk_updates
+from ds_lgamp.partition import bus
 from ds_lgamp.partition.agreement import everyone
-from ds_lgamp.partition.host_room import HostRoom
+from ds_lgamp.partition.memory import HostRoom
 from ds_lgamp.runtime.executor import ActionError
 from testing.deepspeed_rank import prepare_rank, quiet
 from testing.ranks import run_on_ranks
@@ -79,7 +80,7 @@ class Recorder:
 
     def __init__(self, stack):
         self.bytes = 0
-        for owner, name in ((HostRoom, "empty"), (disk_copies, "aligned"), (update_buffers, "aligned")):
+        for owner, name in ((HostRoom, "empty"), (bus, "aligned"), (disk_updates, "aligned")):
             stack.enter_context(mock.patch.object(owner, name, self._noting(getattr(owner, name))))
 
     def _noting(self, stock):

@@ -14,7 +14,7 @@ from benchmarks.memory import ADAMW, activation_bytes
 from benchmarks.model import ModelSize
 from ds_lgamp.config import ConfigError, LgampConfig, read_block
 from ds_lgamp.cost.memory import rank_memory
-from ds_lgamp.partition import disk_copies
+from ds_lgamp.partition import bus
 from ds_lgamp.partition.disk import Disk
 from ds_lgamp.runtime import stored_inputs
 from ds_lgamp.runtime.measure import PeakMemory, live_tensors, storage_of
@@ -33,7 +33,7 @@ BLOCKS = {
 
 def keep_the_host_apart(patch):
     """Lets PeakMemory see no memory of the host that a step takes. Here both are main memory."""
-    for owner, name in ((StoredInputs, "_home"), (stored_inputs, "_values"), (Disk, "empty"), (disk_copies, "aligned")):
+    for owner, name in ((StoredInputs, "_home"), (stored_inputs, "_values"), (Disk, "empty"), (bus, "aligned")):
         patch.setattr(owner, name, unseen(getattr(owner, name)))
 
 

@@ -8,7 +8,7 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.deepspeed.engine.updates import Updates
+from ds_lgamp.optimizers.updates import Updates
 from ds_lgamp.partition.guard import NotGatheredError
 from testing.deepspeed_rank import prepare_rank
 from testing.ranks import run_on_ranks
@@ -47,7 +47,7 @@ def step(engine, number=0):
 
 
 def pending(engine):
-    return [unit.name for unit in engine.optimizer.partition.units if unit.storage.is_overdue]
+    return [unit.name for unit in engine.optimizer.partition.units if unit.storage.pending is not None]
 
 
 def in_block(engine):

@@ -21,7 +21,7 @@ from ds_lgamp.integrations.deepspeed.model.module import layout_of
 from ds_lgamp.optimizers.lamb import Lamb
 from ds_lgamp.optimizers.muon import Muon
 from ds_lgamp.partition.agreement import everyone
-from ds_lgamp.partition.parts import parts_of
+from ds_lgamp.partition.unit import parts_of
 from ds_lgamp.runtime.measure import CollectiveCounter, PeakMemory, live_tensors
 from testing.deepspeed_rank import prepare_rank, quiet
 from testing.prompt_gloo import prompt_exchanges

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ds_lgamp.cost.memory import rank_memory
+from ds_lgamp.optimizers.updates import postpone, start_postponed
 from ds_lgamp.partition.policy import NodeGroups, ZeroPolicy
 from ds_lgamp.partition.zero_partition import ZeroPartition
 from ds_lgamp.runtime.measure import PeakMemory
@@ -141,14 +142,14 @@ def follow(partition, actions, updates):
             for unit in partition.finish_gradients_of(action.chunk):
                 update(unit)
         elif action.kind is Kind.UPDATE:
-            partition.catch_up(action.chunk)
+            start_postponed(partition.chunk_units[action.chunk])
         elif action.kind is Kind.STEP:
             partition.finish_gradients()
             final = [unit for unit in partition.units if unit.reduction.is_final]
             gradients = sum(unit.reduction.shard_gradient.nbytes for unit in final)
             for unit in final:
                 if updates == "next_step":
-                    unit.storage.postpone(partial(update, unit))
+                    postpone(unit, partial(update, unit))
                 else:
                     update(unit)
         buffers = max(buffers, sum(bytes_on_the_way(unit) for unit in partition.units))

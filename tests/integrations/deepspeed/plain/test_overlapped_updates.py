@@ -31,7 +31,7 @@ def train(pipeline_ranks, stage, overlap_update):
             engine.backward(loss)
             engine.step()
             told.append(loss.item())
-        overdue = [unit for unit in engine.optimizer.partition.units if unit.storage.is_overdue]
+        overdue = [unit for unit in engine.optimizer.partition.units if unit.storage.pending is not None]
         assert bool(overdue) == overlap_update
         if step == 1:
             with torch.no_grad():

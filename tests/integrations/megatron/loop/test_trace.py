@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 import pytest
 
-from ds_lgamp.partition import launches
+from ds_lgamp.partition import collectives
 from ds_lgamp.schedule.actions import COMPUTE
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.view.figures import show
@@ -46,7 +46,7 @@ def never_ends(folder):
     forward_step = training.forward_step
 
     def launching(*positional, **options):
-        launches.launched("gather", 8)
+        collectives.launched("gather", 8)
         return forward_step(*positional, **options)
 
     training.forward_step = launching

@@ -1,14 +1,14 @@
-"""The executor's partition for chunks that ds_lgamp has sharded."""
+"""Who holds the parameters of chunks that ds_lgamp has sharded."""
 
 import torch
 
 from ds_lgamp.integrations.megatron.loop.batch import Batch
 from ds_lgamp.integrations.megatron.loop.sharded.model import partition_of
 from ds_lgamp.partition.zero_partition import ZeroPartition
-from ds_lgamp.runtime.partition import Partition
+from ds_lgamp.runtime.chunk import ParameterHolder
 
 
-class ShardedData(Partition):
+class ShardedData(ParameterHolder):
     """Runs the actions on the partition of the batch's models. It keeps none alive between batches."""
 
     def __init__(self) -> None:

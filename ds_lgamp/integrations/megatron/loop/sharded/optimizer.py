@@ -18,8 +18,8 @@ from ds_lgamp.integrations.megatron.loop.sharded.flags import refuse_beside_shar
 from ds_lgamp.integrations.megatron.loop.sharded.model import ShardedChunk
 from ds_lgamp.integrations.megatron.loop.sharded.optimizer_state import MASTER, MASTER_OF_DISTRIBUTED, OptimizerState
 from ds_lgamp.integrations.megatron.loop.sharded.parameters import shard
-from ds_lgamp.partition.norms import global_norm
-from ds_lgamp.partition.parts import parts_of
+from ds_lgamp.optimizers.norms import global_norm
+from ds_lgamp.partition.unit import parts_of
 from ds_lgamp.partition.zero_partition import ZeroPartition
 
 RESHARDABLE = "fully_reshardable"
@@ -64,7 +64,7 @@ class ShardedOptimizer(MixedPrecisionOptimizer):
             clip_grad_by_total_norm_fp32(self.get_parameters(), self.config.clip_grad, norm)
         zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
         updated = self.step_with_ready_grads()
-        self.partition.after_update()
+        self.partition.drop_gradients()
         return updated, norm, zeros
 
     def zero_grad(self, set_to_none: bool = True) -> None:

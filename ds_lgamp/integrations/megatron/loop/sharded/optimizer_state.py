@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.optimizer import (
     make_sharded_optimizer_tensor,
 )
 
-from ds_lgamp.partition.parts import Part, parts_of
+from ds_lgamp.partition.unit import Part, parts_of
 from ds_lgamp.partition.zero_partition import ZeroPartition
 
 MASTER, MASTER_OF_DISTRIBUTED = "fp32_param", "param"

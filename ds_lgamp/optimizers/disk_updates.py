@@ -1,22 +1,140 @@
-"""Steps a torch optimizer in the host's thread, for one unit after another, where state lies on a disk."""
+"""Steps a torch optimizer in the host's thread, for one unit after another, where state lies on a disk.
 
-from collections import defaultdict
-from collections.abc import Callable
-from typing import Any
+A unit is updated in a buffer of the host, while another buffer is written and then read for the next unit.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from threading import Condition
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import Parameter
 
-from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.deepspeed.engine.host_updates import HostUpdates
-from ds_lgamp.integrations.deepspeed.engine.updates import Options, Updates
-from ds_lgamp.partition.disk import Disk
+from ds_lgamp.cost.disk import room
+from ds_lgamp.optimizers.updates import HostUpdates, Options, Updates
+from ds_lgamp.partition.disk import Disk, aligned
 from ds_lgamp.partition.flat_storage import UnitParameter
-from ds_lgamp.partition.host_home import Host
+from ds_lgamp.partition.host import Host, HostThread, Job
 from ds_lgamp.partition.segments import Segment
 from ds_lgamp.partition.unit import Unit
-from ds_lgamp.partition.update_buffers import Contents, UpdateBuffers
 from ds_lgamp.partition.zero_partition import ZeroPartition
+from ds_lgamp.schedule.offload import UPDATE_BUFFERS
+
+
+class Contents(NamedTuple):
+    """What of a unit lies on the disk."""
+
+    homes: Sequence[torch.Tensor]
+    """All tensors that the update reads or writes."""
+    read: Sequence[torch.Tensor]
+    """Those that have values for it."""
+
+    @property
+    def bytes(self) -> int:
+        """What the unit takes of a buffer."""
+        return sum(room(home.nbytes) for home in self.homes)
+
+
+class UpdateBuffers:
+    """Reads units in the order in which they were announced, as soon as a buffer is free, and writes them behind.
+
+    One thread announces, another one fetches and puts back one unit after the other, in the same order.
+
+    Args:
+        disk: holds the units.
+        size: bytes of the largest unit.
+    """
+
+    def __init__(self, disk: Disk, size: int) -> None:
+        self._disk = disk
+        self._size = size
+        self._free: deque[_Buffer] = deque()
+        self._announced: deque[tuple[Hashable, Contents]] = deque()
+        self._ahead: dict[Hashable, _Buffer] = {}
+        """Buffers by the unit that they are for."""
+        self._condition = Condition()
+        self._made = False
+
+    def announce(self, unit: Hashable, contents: Contents) -> None:
+        """Lets ``unit`` be read as soon as a buffer is free. Nobody else writes to it until it was put back."""
+        with self._condition:
+            if not self._made:
+                # Taken with the first update, not while the model is built.
+                self._free.extend(_Buffer(self._disk, self._size) for _ in range(UPDATE_BUFFERS))
+                self._made = True
+            self._announced.append((unit, contents))
+            self._read_ahead()
+
+    def fetch(self, unit: Hashable) -> dict[int, torch.Tensor]:
+        """Returns memory for each tensor of ``unit``, by the tensor's id. What was to be read is there.
+
+        Raises:
+            OSError: the unit cannot be read, or what was in its buffer could not be written.
+        """
+        with self._condition:
+            buffer = self._ahead[unit]
+        return buffer.contents()
+
+    def put(self, unit: Hashable, written: Sequence[torch.Tensor]) -> Callable[[], None]:
+        """Begins to write tensors of ``unit`` back. Returns what waits for the end of that, and raises OSError if the
+        disk fails."""
+        with self._condition:
+            buffer = self._ahead.pop(unit)
+            over = buffer.write(written)
+            self._free.append(buffer)
+            self._read_ahead()
+        return over
+
+    def _read_ahead(self) -> None:
+        while self._announced and self._free:
+            unit, contents = self._announced.popleft()
+            self._ahead[unit] = self._free.popleft()
+            self._ahead[unit].read(contents)
+
+
+class _Buffer:
+    """Memory of one unit, with a thread that reads and writes it in the order of the calls."""
+
+    def __init__(self, disk: Disk, size: int) -> None:
+        self._disk, self._memory = disk, aligned(size)
+        self._thread = HostThread(torch.device("cpu"))
+        self._under_way: Job | None = None
+        self._places: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Tensors on the disk and their bytes in the buffer, by the tensor's id."""
+
+    def read(self, contents: Contents) -> None:
+        self._places, start = {}, 0
+        for home in contents.homes:
+            end = start + room(home.nbytes)
+            self._places[id(home)] = home, self._memory[start:end]
+            start = end
+        self._start(self._disk.read, contents.read)
+
+    def write(self, written: Sequence[torch.Tensor]) -> Callable[[], None]:
+        self._start(self._disk.write, written)
+        under_way = self._under_way
+        assert under_way is not None, "it has begun"
+        return under_way.wait
+
+    def contents(self) -> dict[int, torch.Tensor]:
+        assert self._under_way is not None, "the unit was announced"
+        self._under_way.wait()
+        return {key: memory[: home.nbytes].view(home.dtype) for key, (home, memory) in self._places.items()}
+
+    def _start(self, move: Callable, homes: Sequence[torch.Tensor]) -> None:
+        places = [self._places[id(home)] for home in homes]
+        self._under_way = self._thread.start(partial(_run, move, places))
+
+
+def _run(move: Callable, places: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    moving = [move(home, memory) for home, memory in places]
+    for each in moving:
+        each.settle()
+    for each in moving:
+        each.wait()
+
 
 State = dict[str, Any]
 """The optimizer's state of a segment."""
@@ -32,8 +150,10 @@ class DiskUpdates(HostUpdates):
         host: says what lies on the disk.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, partition: ZeroPartition, host: Host, disk: Disk) -> None:
-        super().__init__(optimizer, partition)
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, partition: ZeroPartition, when: str, host: Host, disk: Disk
+    ) -> None:
+        super().__init__(optimizer, partition, when)
         self._disk, self._holds_states = disk, host.on_disk.optimizer
         units = [unit for unit in partition.units if unit.trains and unit.policy.host is not None]
         self._segments = [segment for unit in units for segment in unit.master.segments]
@@ -41,8 +161,9 @@ class DiskUpdates(HostUpdates):
         """Room on the disk for the states of each shard."""
         self._take_room()
         self._buffers = UpdateBuffers(disk, max((self._contents(unit).bytes for unit in units), default=0))
+        self._move_states(self._segments)
         # A state that is loaded is a tensor in memory.
-        optimizer.register_load_state_dict_post_hook(lambda _: self.settle_states())
+        optimizer.register_load_state_dict_post_hook(lambda _: self._move_states(self._segments))
 
     def _take_room(self) -> None:
         """Takes the space of the states, before the optimizer makes them. Raises ValueError if the disk is full."""
@@ -67,9 +188,9 @@ class DiskUpdates(HostUpdates):
         return {key: value.dtype for key, value in self._twin.state[trial].items() if _is_elementwise(value, trial)}
 
     def cut(self, unit: Unit, frozen: UnitParameter) -> None:
-        """Raises ConfigError for a unit of the host: its rooms and buffers are for whole segments."""
+        """Raises ValueError for a unit of the host: its rooms and buffers are for whole segments."""
         if unit.policy.host is not None:
-            raise ConfigError(
+            raise ValueError(
                 f"parameter {frozen.shown} was frozen after deepspeed.initialize, but state of the optimizer lies on "
                 "a disk, where it cannot be left out; freeze it before, or offload to the device cpu"
             )
@@ -153,10 +274,8 @@ class DiskUpdates(HostUpdates):
             homes[key] = self._disk.empty(value.numel(), value.dtype)
         return homes[key]
 
-    def settle_states(self) -> None:
-        self._move_states(self._segments)
-
     def _move_states(self, segments: list[Segment]) -> None:
+        """Moves states that somebody made in memory to the disk."""
         for segment in segments if self._holds_states else ():
             state = self.optimizer.state.get(segment.shard, {})
             for key, value in state.items():
@@ -172,14 +291,14 @@ class DiskUpdates(HostUpdates):
         self._move_states([segment for unit in lagging for segment in unit.master.segments])
 
 
-def updates_of(optimizer: torch.optim.Optimizer, partition: ZeroPartition) -> Updates:
+def updates_of(optimizer: torch.optim.Optimizer, partition: ZeroPartition, when: str) -> Updates:
     """Returns the updates for where the shards of ``partition`` lie."""
     host = partition.host
     if host is None:
-        return Updates(optimizer, partition)
+        return Updates(optimizer, partition, when)
     if host.bus.disk is None or not host.on_disk.state:
-        return HostUpdates(optimizer, partition)
-    return DiskUpdates(optimizer, partition, host, host.bus.disk)
+        return HostUpdates(optimizer, partition, when)
+    return DiskUpdates(optimizer, partition, when, host, host.bus.disk)
 
 
 def _copy_of(segment: Segment, values: torch.Tensor, gradient: torch.Tensor) -> Parameter:

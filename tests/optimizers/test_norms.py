@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_lgamp.partition.norms import exact_norm, global_norm
+from ds_lgamp.optimizers.norms import exact_norm, global_norm
 from testing.ranks import run_on_ranks
 
 CPU = torch.device("cpu")

@@ -18,10 +18,8 @@ from ds_lgamp.partition.agreement import raise_everywhere
 from ds_lgamp.partition.bus import Bus
 from ds_lgamp.partition.disk import Disk
 from ds_lgamp.partition.flat_storage import UnitParameter
-from ds_lgamp.partition.groups import node_groups
-from ds_lgamp.partition.host_home import Host
-from ds_lgamp.partition.host_thread import HostThread
-from ds_lgamp.partition.policy import ZeroPolicy
+from ds_lgamp.partition.host import Host, HostThread
+from ds_lgamp.partition.policy import ZeroPolicy, node_groups
 from ds_lgamp.partition.zero_partition import TiedParameters, ZeroPartition, build_partition
 from ds_lgamp.runtime.node import update_threads
 from ds_lgamp.runtime.recompute import undisturbed

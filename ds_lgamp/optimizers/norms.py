@@ -6,6 +6,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ds_lgamp.partition.unit import Observer, Unit
+from ds_lgamp.partition.zero_partition import ZeroPartition
+
 _ROW = 4096
 """Number of elements whose squares :func:`global_norm` adds up in fp32."""
 _BITS, _CUTS = 22, 3
@@ -21,6 +24,60 @@ _CPU_BLOCK, _BLOCK = 1 << 16, 1 << 24
 On a CPU the fp64 copy of a block stays in the cache. Elsewhere blocks are larger, since every call costs time, but
 small enough that the copy takes little memory.
 """
+
+
+class GradientNorm(Observer):
+    """The norm of the gradient of a partition over all ranks.
+
+    Of a gradient that goes to the host, the norms of its rows are taken while the device has it.
+
+    Args:
+        group: all ranks; None if this rank is alone.
+        reproducible: whether the norm must not depend on how gradients are spread over ranks.
+    """
+
+    def __init__(self, partition: ZeroPartition, group: dist.ProcessGroup | None, reproducible: bool) -> None:
+        self._partition, self._group, self._reproducible = partition, group, reproducible
+        self._stored: dict[Unit, list[torch.Tensor]] = {}
+        """Norms of rows of gradients that went to the host."""
+        self._early: dict[Unit, list[torch.Tensor]] = {}
+        """Norms of rows of gradients of units that are updated before the step."""
+        for unit in partition.units:
+            if unit.policy.host is not None and not reproducible:
+                unit.observers.append(self)
+
+    def gradient_final(self, unit: Unit, gradient: torch.Tensor) -> None:
+        self._stored[unit] = [norm for part in unit.master.counted_parts(gradient) for norm in row_norms(part)]
+
+    def measure(self, unit: Unit) -> None:
+        """Takes the norms of the rows of a unit that is updated before the step."""
+        self._early[unit] = self._rows(unit, may_have_changed=False)
+
+    def take(self, may_have_changed: bool, beside: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns the norm of all final gradients and of those that :meth:`measure` has seen. Collective over
+        ``group``.
+
+        Args:
+            may_have_changed: whether user code may have changed gradients on the host.
+            beside: as for :func:`global_norm`.
+        """
+        partition = self._partition
+        if self._reproducible or not (self._early or partition.host):
+            norm = exact_norm if self._reproducible else global_norm
+            return norm(partition.counted_gradients(), self._group, partition.device, beside)
+        rows: list[torch.Tensor] = []
+        for unit in partition.units:
+            early = self._early.pop(unit, None)
+            rows.extend(self._rows(unit, may_have_changed) if early is None else early)
+        return norm_of_rows(rows, self._group, partition.device, beside)
+
+    def _rows(self, unit: Unit, may_have_changed: bool) -> list[torch.Tensor]:
+        stored = self._stored.pop(unit, None)
+        if stored is not None and not may_have_changed:
+            return stored
+        unit.settle_store()
+        rows = [norm for gradient in unit.master.counted_gradients() for norm in row_norms(gradient)]
+        return rows if unit.policy.host is None else [norm.to(unit.storage.flat.device) for norm in rows]
 
 
 def global_norm(

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from ds_lgamp.optimizers.updates import postpone, start_postponed
 from ds_lgamp.partition.bus import Bus
 from ds_lgamp.partition.flat_storage import UnitParameter
 from ds_lgamp.partition.guard import NotGatheredError
-from ds_lgamp.partition.host_home import Host
-from ds_lgamp.partition.host_thread import HostThread
+from ds_lgamp.partition.host import Host, HostThread
 from ds_lgamp.partition.policy import ZeroPolicy
 from ds_lgamp.partition.unit import Unit
 
@@ -93,8 +93,8 @@ def test_weights_that_stay_on_the_device_are_loaded_once_after_an_update(data_gr
     # The device had them from the beginning.
     assert host.bus.bytes_loaded == 0
     unit.storage.drop(0)
-    unit.storage.postpone(added(unit))
-    unit.storage.start_update()
+    postpone(unit, added(unit))
+    start_postponed([unit])
     for _ in range(2):
         unit.storage.start_load()
         unit.storage.finish_load()
@@ -115,10 +115,10 @@ def test_a_load_waits_for_the_update_and_the_program_does_not(data_group):
         assert go.wait(SECONDS)
         update()
 
-    unit.storage.postpone(slow_update)
-    unit.storage.start_update()
+    postpone(unit, slow_update)
+    start_postponed([unit])
     unit.storage.start_load()
-    assert unit.storage.is_overdue
+    assert unit.storage.pending is not None
     # Time for a load that does not wait.
     time.sleep(0.1)
     go.set()
@@ -133,7 +133,7 @@ def test_an_update_that_fails_fails_the_load_and_all_later_updates(data_group):
     def fail():
         raise ValueError("no luck")
 
-    unit.storage.postpone(fail)
+    postpone(unit, fail)
     unit.storage.start_load()
     with pytest.raises(ValueError, match="no luck"):
         unit.storage.finish_load()
@@ -145,8 +145,8 @@ def test_an_update_that_fails_fails_the_load_and_all_later_updates(data_group):
 
 def test_parameters_are_old_while_the_host_updates_them(data_group):
     unit, weight, _ = unit_of(data_group, 2, parameters=False)
-    unit.storage.postpone(added(unit))
-    unit.storage.start_update()
+    postpone(unit, added(unit))
+    start_postponed([unit])
     if data_group.size() == 1:
         # No other rank is needed to bring them.
         assert weight[0] == 1

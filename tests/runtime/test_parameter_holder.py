@@ -4,7 +4,7 @@ import pytest
 
 from ds_lgamp.integrations.megatron.loop.data_parallel import DistributedData
 from ds_lgamp.integrations.megatron.loop.sharded.data_parallel import ShardedData
-from ds_lgamp.runtime.partition import Partition
+from ds_lgamp.runtime.chunk import ParameterHolder
 
 BETWEEN_NODES = ["refresh", "wait_refresh", "combine", "wait_combine"]
 TO_THE_HOST = ["load", "wait_load", "store", "wait_store"]
@@ -19,7 +19,7 @@ def test_an_action_that_a_partition_lacks_is_an_error(made, method):
 
 
 def test_a_partition_that_cannot_reduce_is_never_made():
-    class Lacking(Partition):
+    class Lacking(ParameterHolder):
         def gather(self, chunk):
             """Gathers."""
 

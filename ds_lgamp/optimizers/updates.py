@@ -1,0 +1,339 @@
+"""Steps a torch optimizer on the shards of all units at once, or of one unit after another: on the device, or in the
+host's thread beside the program."""
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import optimizer as of_torch
+
+from ds_lgamp.optimizers.tensors import TensorOptimizer
+from ds_lgamp.partition.collectives import followed
+from ds_lgamp.partition.flat_storage import UnitParameter
+from ds_lgamp.partition.host import HostThread, Job, Work, arriving
+from ds_lgamp.partition.segments import Segment
+from ds_lgamp.partition.unit import Unit
+from ds_lgamp.partition.zero_partition import ZeroPartition
+
+Options = list[dict[str, Any]]
+"""The hyper-parameters of every parameter group."""
+
+
+def postpone(unit: Unit, update: Work, announce: Callable[[], None] = lambda: None) -> None:
+    """Leaves the update of this rank's shard of ``unit`` to :func:`start_postponed`, or to whoever needs its values.
+    All data-parallel ranks do so together.
+
+    Args:
+        update: with offloading, the host's thread calls it. It changes nothing but the unit's tensors there.
+        announce: is called right before that thread gets the update.
+    """
+    host = unit.policy.host
+    unit.storage.expect(_LaterHere(update) if host is None else _LaterOnHost(update, announce, host.updates))
+
+
+def start_postponed(units: Iterable[Unit]) -> None:
+    """Starts the updates of ``units`` that were left to later. On the device they are over at once."""
+    for unit in units:
+        if unit.policy.host is None:
+            unit.storage.catch_up()
+        elif unit.storage.pending is not None:
+            unit.storage.pending.start()
+
+
+class _LaterHere:
+    """An update on the device, which runs when somebody waits for it."""
+
+    def __init__(self, update: Work) -> None:
+        self._update = update
+
+    def start(self) -> None:
+        """The device begins no update that nobody waits for."""
+
+    def wait(self) -> None:
+        # An evaluation may be in inference mode. State that was made in it could not be updated later.
+        with torch.inference_mode(False), torch.no_grad():
+            self._update()
+
+
+class _LaterOnHost:
+    """An update in the host's ``thread``."""
+
+    def __init__(self, update: Work, announce: Callable[[], None], thread: HostThread) -> None:
+        self._update: Work | None = update
+        self._announce, self._thread = announce, thread
+        self._job: Job | None = None
+
+    def start(self) -> None:
+        if self._update is not None:
+            update, self._update = self._update, None
+            self._announce()
+            self._job = self._thread.start(followed(update, "host update"))
+
+    def wait(self) -> None:
+        self.start()
+        if self._job is not None:
+            self._job.wait()
+
+
+class Updates:
+    """Updates units on the device: all at once, or one after another; at once, or when a program asks for it.
+
+    Args:
+        optimizer: its groups hold the shards of ``partition`` from now on. It begins without state.
+        when: when a step updates a chunk, one of ``schedule.spec.UPDATES``.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, partition: ZeroPartition, when: str) -> None:
+        self.optimizer, self.when, self._partition = optimizer, when, partition
+        self._lagging: Sequence[Unit] = ()
+        """Units whose weights do not equal their master weights, because the optimizer is updating these."""
+        for group in optimizer.param_groups:
+            group["params"] = []
+        for segment in partition.segments():
+            optimizer.param_groups[segment.group]["params"].append(segment.shard)
+        optimizer.state = _initial_state(optimizer)
+        # This hook runs before all others, because those may read parameters.
+        hook = optimizer.register_step_post_hook(self._follow)
+        optimizer._optimizer_step_post_hooks.move_to_end(hook.id, last=False)  # type: ignore[attr-defined]
+        # What torch reads and writes of the state is current.
+        optimizer.register_state_dict_pre_hook(lambda _: partition.catch_up())
+        optimizer.register_load_state_dict_pre_hook(lambda _, __: partition.catch_up())
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether user code runs with each step of the optimizer: hooks, or a function in place of its step. It expects
+        one step per batch, with all gradients."""
+        optimizer = self.optimizer
+        hooks = (
+            *optimizer._optimizer_step_pre_hooks,  # type: ignore[attr-defined]
+            *of_torch._global_optimizer_pre_hooks,
+            *of_torch._global_optimizer_post_hooks,
+        )
+        own_step = vars(optimizer).get("step")
+        # A scheduler of torch wraps the step of the class.
+        replaced = own_step is not None and getattr(own_step, "__wrapped__", None) is not type(optimizer).step
+        return bool(hooks) or len(optimizer._optimizer_step_post_hooks) > 1 or replaced  # type: ignore[attr-defined]
+
+    def options(self) -> Options:
+        """Returns a copy of the current hyper-parameters."""
+        return [
+            {key: deepcopy(value) for key, value in group.items() if key != "params"}
+            for group in self.optimizer.param_groups
+        ]
+
+    def with_gradients(self) -> list[Unit]:
+        """The units whose gradients are final. An update that the host has begun uses its gradient still."""
+        return [unit for unit in self._partition.units if unit.reduction.is_final and unit.storage.pending is None]
+
+    def step(self, factor: Any, is_watched: bool) -> None:
+        """Updates what is not updated yet, or leaves that to later.
+
+        Args:
+            factor: what multiplies the gradients.
+            is_watched: whether somebody expects one step of the optimizer with all gradients.
+        """
+        units, host = self.with_gradients(), self._partition.host
+        if is_watched or (self.when != "next_step" and host is None):
+            for unit in units:
+                unit.scale_gradient(factor)
+            self.update(units)
+            return
+        postponed = [unit for unit in units if unit.policy.host is host]
+        self.step_later(postponed, factor)
+        if self.when != "next_step":
+            start_postponed(postponed)
+        # Beside a host that updates some units, the step updates the others.
+        staying = [unit for unit in units if unit not in postponed]
+        if staying:
+            for unit in staying:
+                unit.scale_gradient(factor)
+            with self._groups_of(staying, self.options()):
+                self.update(staying)
+
+    def step_early(self, units: Sequence[Unit], factor: Any) -> None:
+        """Updates ``units`` before the step. With offloading, the host's thread has that to do when this returns."""
+        if self._partition.host is not None:
+            self.step_later(units, factor)
+            start_postponed(units)
+            return
+        unchanged: Options = [{}] * len(self.optimizer.param_groups)
+        for unit in units:
+            self.update_alone(unit, factor, unchanged)
+
+    def step_later(self, units: Sequence[Unit], factor: Any) -> None:
+        """Leaves the updates to later, with the hyper-parameters of now."""
+        options, moves = self.options(), self._partition.host is not None and isinstance(factor, torch.Tensor)
+        arrived = arriving(factor) if moves else lambda: factor
+        # For schedulers of torch, which warn if they step before the optimizer.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+
+        def update(unit: Unit) -> Callable[[], None] | None:
+            return self.update_alone(unit, arrived(), options)
+
+        for unit in units:
+            postpone(unit, partial(update, unit), partial(self.announce, unit))
+
+    def update(self, units: Sequence[Unit]) -> None:
+        """Steps the optimizer. All other units than ``units`` have no gradient."""
+        for unit in units:
+            unit.before_change()
+        self._lagging = units
+        self.optimizer.step()
+        if self._lagging:
+            # Somebody replaced the optimizer's step and thereby its hooks.
+            self._follow()
+
+    def leave_out_frozen(self, units: Sequence[Unit]) -> None:
+        """Lets the next step leave those parameters of ``units`` alone, with their state, that the script has frozen.
+        The gradients are final."""
+        for unit in units:
+            if unit.reduction.frozen:
+                self.cut(unit, unit.reduction.frozen[0])
+                unit.master.leave_out(unit.reduction.frozen)
+
+    def cut(self, unit: Unit, frozen: UnitParameter) -> None:
+        """Lets the optimizer hold each parameter of ``unit`` by itself, because ``frozen`` is or was frozen for a
+        time."""
+        cut(self.optimizer, self._partition, unit)
+
+    def announce(self, unit: Unit) -> None:
+        """Tells that the host's thread is about to update ``unit``."""
+
+    def update_alone(self, unit: Unit, factor: Any, options: Options) -> Callable[[], None] | None:
+        """Steps the optimizer for ``unit`` alone and frees its gradient. The other units' gradients and states stay.
+        Returns what waits until the update is on the disk; None without one.
+
+        Args:
+            factor: what multiplies the gradient.
+            options: the hyper-parameters of the step, as far as they may have changed since.
+        """
+        unit.scale_gradient(factor)
+        with self._groups_of([unit], options):
+            self.update([unit])
+        unit.drop_gradient()
+        return None
+
+    @staticmethod
+    def shards_of(unit: Unit, group: int) -> list[torch.nn.Parameter]:
+        """Returns the shards of ``unit`` that the optimizer's ``group`` owns."""
+        return [segment.shard for segment in unit.master.segments if segment.group == group]
+
+    @contextmanager
+    def _groups_of(self, units: Sequence[Unit], options: Options) -> Iterator[None]:
+        """Leaves only the shards of ``units`` in the optimizer's groups, and sets their ``options``."""
+        groups = self.optimizer.param_groups
+        before = []
+        for index, group in enumerate(groups):
+            own = {**options[index], "params": [shard for unit in units for shard in self.shards_of(unit, index)]}
+            before.append({key: group[key] for key in own if key in group})
+            group.update(own)
+        try:
+            yield
+        finally:
+            for group, values in zip(groups, before):
+                group.update(values)
+
+    def _follow(self, *_: Any) -> None:
+        for unit in self._lagging:
+            unit.follow_update()
+            unit.after_update()
+        self._lagging = ()
+
+
+class HostUpdateError(RuntimeError):
+    """An update on the host failed; the message names the rank and the unit."""
+
+
+class HostUpdates(Updates):
+    """Updates for shards on the host.
+
+    :meth:`update_alone` runs in the host's thread. There it leaves the optimizer's groups alone, which schedulers and
+    scripts read and write meanwhile: it steps a twin, which has groups of its own and shares the state.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, partition: ZeroPartition, when: str) -> None:
+        super().__init__(optimizer, partition, when)
+        self._twin = _twin_of(optimizer)
+
+    def update_alone(self, unit: Unit, factor: Any, options: Options) -> Callable[[], None] | None:
+        with self._named(unit):
+            unit.scale_gradient(factor)
+            unit.before_change()
+            self._twin.state = self.optimizer.state
+            self._twin.param_groups = [
+                {**group, "params": self.shards_of(unit, index)} for index, group in enumerate(options)
+            ]
+            self._twin.step()
+            unit.round_weights()
+            unit.drop_gradient()
+            unit.after_update()
+        return None
+
+    @contextmanager
+    def _named(self, unit: Unit) -> Iterator[None]:
+        """Lets errors of an update name rank and unit."""
+        try:
+            yield
+        except Exception as error:
+            raise HostUpdateError(
+                f"rank {dist.get_rank()} failed to update {unit.name} on the host ({type(error).__name__}: {error})"
+            ) from error
+
+
+def _twin_of(optimizer: torch.optim.Optimizer) -> Any:
+    """Returns an optimizer with all attributes of ``optimizer`` but its hooks, and without what a scheduler or a script
+    wrapped around its step."""
+    # DeepSpeedCPUAdam would free its part in C++ a second time.
+    kind = type(type(optimizer).__name__, (type(optimizer),), {"__del__": lambda self: None})
+    twin: Any = object.__new__(kind)
+    twin.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
+    twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    return twin
+
+
+def cut(optimizer: torch.optim.Optimizer, partition: ZeroPartition, unit: Unit) -> None:
+    """Gives each parameter of ``unit`` a segment of its own, with its part of the state of ``optimizer``, which counts
+    its steps by itself from now on. No update of the unit is under way."""
+    if unit.master.is_cut:
+        return
+    wholes = unit.master.segments
+    unit.master.cut()
+    for whole in wholes:
+        parts = [segment for segment in unit.master.segments if segment.is_within(whole)]
+        group = optimizer.param_groups[whole.group]
+        if isinstance(optimizer, torch.optim.SGD):
+            # Its fused kernel fails if one parameter has momentum and another has none yet.
+            group["fused"] = False
+        shards = group["params"]
+        index = next(index for index, shard in enumerate(shards) if shard is whole.shard)
+        shards[index : index + 1] = [part.shard for part in parts]
+        state = optimizer.state.pop(whole.shard, None)
+        if state:
+            for part in parts:
+                optimizer.state[part.shard] = {key: _of_part(value, whole, part) for key, value in state.items()}
+    if isinstance(optimizer, TensorOptimizer):
+        optimizer.bind(partition)
+
+
+def _of_part(value: Any, whole: Segment, part: Segment) -> Any:
+    """Returns what of a ``value`` in the state of ``whole`` belongs to ``part``."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.shape == whole.shard.shape:
+        value = value[part.start - whole.start : part.end - whole.start]
+    return value.clone()
+
+
+def _initial_state(optimizer: torch.optim.Optimizer) -> defaultdict[torch.Tensor, Any]:
+    """Returns the state before the first step, for the current parameters of the groups. Adagrad makes its state in its
+    constructor. All other optimizers make it in their first step."""
+    if type(optimizer) is not torch.optim.Adagrad:
+        return defaultdict(dict)
+    value = optimizer.defaults["initial_accumulator_value"]
+    groups = [dict(group) for group in optimizer.param_groups]
+    return torch.optim.Adagrad(groups, initial_accumulator_value=value).state
