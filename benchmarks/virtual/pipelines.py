@@ -101,6 +101,7 @@ def spec_of(
         defers_gathers=True,
         updates=updates,
         offload=offload,
+        recomputes=False,
     )
 
 
@@ -149,7 +150,6 @@ class Executed:
             loss_function,
             self._step_optimizer,
             default_sources(DEVICE),
-            recompute=False,
             update=self._update,
         )
 

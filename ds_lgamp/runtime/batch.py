@@ -39,8 +39,6 @@ class BatchState:
             mean of these numbers if they differ.
         load: loads a micro-batch. The executor calls it once for each, on ranks that own an end of the model.
         training: whether backward passes follow.
-        turns_at_once: whether each backward of the last chunk directly follows its forward. Recomputing that chunk
-            would then save no memory.
         program: the actions of this rank, which say what it waits for where it stands still.
         first_trained: the first chunk with a backward.
         returns_outputs: whether the script computes the loss from outputs, and gives their gradients.
@@ -50,7 +48,6 @@ class BatchState:
     micro_batches: int
     load: LoadMicroBatch
     training: bool = True
-    turns_at_once: bool = False
     program: Sequence[Action] = ()
     first_trained: int = 0
     returns_outputs: bool = False

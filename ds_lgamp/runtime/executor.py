@@ -59,8 +59,6 @@ class Executor:
         step: finishes gradients and steps the optimizer, after the last reduction.
         update: updates a chunk by itself; None if the programs leave all updates to the step.
         random_sources: generators whose states recomputation restores.
-        recompute: whether the backward pass computes chunks again, from their stored input and random states. Otherwise
-            autograd keeps what it saved in the forward pass. A last chunk that turns at once is never recomputed.
         loss_gradient: returns the gradient with respect to the loss of one micro-batch, from (that loss, number of
             micro-batches). The backward pass starts from it.
         timing: records where the time goes.
@@ -79,7 +77,6 @@ class Executor:
         loss_function: Callable[[Any, Any], torch.Tensor] | None,
         step: Callable[[], None],
         random_sources: Sequence[RandomSource],
-        recompute: bool = True,
         loss_gradient: Callable[[torch.Tensor, int], torch.Tensor] = mean_loss,
         timing: Timing | None = None,
         owns: Callable[[int, torch.Tensor], bool] | None = None,
@@ -91,7 +88,6 @@ class Executor:
         self.chunks, self.partition, self.links = chunks, partition, links
         self.loss_function, self._step = loss_function, step
         self.draws = Draws(random_sources)
-        self.recompute = recompute
         self.trace: Trace | None = None
         """Records steps; None if nobody has asked for it."""
         self.loss_gradient = loss_gradient
@@ -128,7 +124,8 @@ class Executor:
         self.current, self.program, self.row = None, batch.program, batch.row
         here.place = Place.BATCH
         # TorchScript saves other tensors once it has optimized a function, in its second call.
-        as_written = torch.jit.optimized_execution(False) if batch.training and self.recompute else nullcontext()
+        recomputes = any(action.recomputed for action in batch.program)
+        as_written = torch.jit.optimized_execution(False) if recomputes else nullcontext()
         try:
             with as_written:
                 yield
@@ -185,13 +182,7 @@ class Executor:
     @property
     def recomputing(self) -> bool:
         """Whether a chunk is being computed for the second time."""
-        return self.current is not None and self.current.kind is Kind.BACKWARD and self._recomputes(self.current.chunk)
-
-    def _recomputes(self, chunk: int) -> bool:
-        """Whether ``chunk`` is computed again in its backward pass."""
-        batch = self._batch
-        trains = batch.training and chunk >= batch.first_trained
-        return trains and self.recompute and not (batch.turns_at_once and chunk == self._last_chunk)
+        return self.current is not None and self.current.kind is Kind.BACKWARD and self.current.recomputed
 
     def run(self, program: Iterable[Action]) -> None:
         """Executes ``program``."""
@@ -215,13 +206,13 @@ class Executor:
         return self.timing.time(kind)
 
     def forward(self, action: Action) -> None:
-        _, chunk, micro_batch = action
+        _, chunk, micro_batch, recomputed = action
         batch = self._batch
         inputs = self._take_input(chunk, micro_batch)
         state: Moment | None = None
         beginning: Tensors = ()
         trains = batch.training and chunk >= batch.first_trained
-        saved = SavedTensors() if self._recomputes(chunk) else None
+        saved = SavedTensors() if recomputed else None
         if saved is not None:
             self.draws.forward(chunk, micro_batch)
             state = self.chunks[chunk].state.read()
@@ -232,12 +223,12 @@ class Executor:
                 # Layers may change their input in place. Only this chunk reads a received input. A result of this rank
                 # is copied if its chunk is not recomputed, because that chunk's graph may have saved it.
                 is_own = chunk > batch.first_trained and self.placement[chunk - 1] == self.rank
-                saved_here = is_own and not self._recomputes(chunk - 1)
+                saved_here = is_own and batch.graphs[chunk - 1, micro_batch].saved is None
                 beginning, inputs = begin_graph(cloned(inputs) if saved_here else inputs)
         hooks = nullcontext() if saved is None else saved.dropped()
         self.doing = "forward"
         with self.timing.time("forward"), torch.set_grad_enabled(trains), hooks:
-            result = self._compute(chunk, micro_batch, inputs)
+            result = self._compute(action, inputs)
             if chunk == self._last_chunk:
                 result = own_loss(result)
             if trains:
@@ -261,7 +252,7 @@ class Executor:
             batch.results[Kind.FORWARD, chunk, micro_batch] = self._independent(chunk, detached(result))
 
     def backward(self, action: Action) -> None:
-        _, chunk, micro_batch = action
+        _, chunk, micro_batch, _ = action
         batch = self._batch
         self.partition.begin_backward(chunk)
         graph = batch.graphs.pop((chunk, micro_batch))
@@ -269,7 +260,7 @@ class Executor:
         if graph.saved is not None:
             self.doing = "backward"
             with self.timing.time("backward"):
-                state = self._recompute(chunk, micro_batch, graph, graph.saved)
+                state = self._recompute(action, graph, graph.saved)
         if chunk == self._last_chunk:
             batch.labels.pop(micro_batch, None)
         gradients = self._take_gradients(chunk, micro_batch, graph.ends)
@@ -285,7 +276,7 @@ class Executor:
             ]
 
     def send_forward(self, action: Action) -> None:
-        _, chunk, micro_batch = action
+        _, chunk, micro_batch, _ = action
         batch = self._batch
         with self._doing("send"):
             self.links.prepare(self.program, self.row)
@@ -310,7 +301,7 @@ class Executor:
             self._update(action.chunk)
 
     def store_input(self, action: Action) -> None:
-        _, chunk, micro_batch = action
+        _, chunk, micro_batch, _ = action
         self._inputs_on_host.store(chunk, micro_batch, self._batch.graphs[chunk, micro_batch].beginning)
 
     def load_input(self, action: Action) -> None:
@@ -351,9 +342,10 @@ class Executor:
         with self._doing("activation"):
             return self.links.take_activations(chunk, micro_batch)
 
-    def _compute(self, chunk: int, micro_batch: int, inputs: Any) -> Any:
+    def _compute(self, action: Action, inputs: Any) -> Any:
         """Returns the chunk's result; for the last chunk, the loss."""
-        if chunk == 0 or self._recomputes(chunk):
+        _, chunk, micro_batch, recomputed = action
+        if chunk == 0 or recomputed:
             # Layers may change their input in place. The stored input and the user's batch must stay as they are.
             inputs = cloned(inputs)
         result = self.chunks[chunk](inputs, micro_batch)
@@ -363,7 +355,7 @@ class Executor:
         if self.loss_function is None:
             return result
         labels = self._batch.labels[micro_batch]
-        return self.loss_function(result, cloned(labels) if self._recomputes(chunk) else labels)
+        return self.loss_function(result, cloned(labels) if recomputed else labels)
 
     def _independent(self, chunk: int, result: Tensors) -> Tensors:
         """Copies members of ``result`` that are views of the chunk's parameters, which a release frees."""
@@ -383,17 +375,18 @@ class Executor:
 
         return tree_map_only(torch.Tensor, output, result)
 
-    def _recompute(self, chunk: int, micro_batch: int, graph: Graph, saved: SavedTensors) -> Moment | None:
+    def _recompute(self, backward: Action, graph: Graph, saved: SavedTensors) -> Moment | None:
         """Restores the tensors that autograd saved, from the input, random states and modules' state of the first
         forward.
 
         Returns the state of the modules before this call; None if nothing changes it.
         """
+        _, chunk, micro_batch, _ = backward
         inputs = as_leaves(graph.beginning) if chunk > 0 else graph.beginning
         assert graph.state is not None, "a forward that is recomputed has noted the state"
         current = self.chunks[chunk].state.rewind(graph.state)
         with torch.enable_grad(), self.draws.again(chunk, micro_batch) as completely:
-            saved.restore(partial(self._compute, chunk, micro_batch, inputs), completely)
+            saved.restore(partial(self._compute, backward, inputs), completely)
         return current
 
     def _take_gradients(self, chunk: int, micro_batch: int, ends: Sequence[Any]) -> Sequence[torch.Tensor | None]:

@@ -6,7 +6,7 @@ under every schedule.
 
 from collections.abc import Callable, Iterable, Iterator
 
-from ds_lgamp.schedule.actions import COMPUTE, Action, Kind
+from ds_lgamp.schedule.actions import Action, Kind
 from ds_lgamp.schedule.placement import Placement
 
 Order = Callable[[Placement, int, int, int], Iterator[Action]]
@@ -141,23 +141,15 @@ def first_turning_chunk(placement: Placement) -> int:
     return 0
 
 
-def turns_at_once(actions: Iterable[Action], last_chunk: int) -> bool:
-    """Whether each backward of the model's last chunk directly follows its forward.
+def turns_at_once(schedule: str, micro_batches: int, pipeline_ranks: int) -> bool:
+    """Whether each backward of the model's last chunk directly follows its forward, unless the script computes the
+    loss in between.
 
-    Such a chunk needs no recomputation, because autograd saves tensors for only one micro-batch at a time.
-
-    Args:
-        actions: the program of the rank that owns ``last_chunk``, or its computes alone.
+    It does not where all forwards of a rank come first: under gpipe, and under interleaved 1F1B with one micro-batch
+    for each rank.
     """
-    computes = [action for action in actions if action.kind in COMPUTE]
-    followers = [
-        (action, follower)
-        for action, follower in zip(computes, computes[1:])
-        if action.kind is Kind.FORWARD and action.chunk == last_chunk
-    ]
-    return bool(followers) and all(
-        follower == Action(Kind.BACKWARD, last_chunk, action.micro_batch) for action, follower in followers
-    )
+    all_forwards_first = schedule == "gpipe" or (schedule == "interleaved_1f1b" and micro_batches == pipeline_ranks)
+    return micro_batches == 1 or not all_forwards_first
 
 
 def order_of(schedule: str) -> Order:

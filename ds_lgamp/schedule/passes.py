@@ -21,6 +21,13 @@ class Window(NamedTuple):
     """Chunks whose GATHER has started, and that are not released."""
 
 
+def mark_recomputed(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> list[Action]:
+    """Marks the forwards and backwards of chunks that are recomputed."""
+    own = {action.chunk for action in actions if action.kind in COMPUTE}
+    recomputed = {chunk for chunk in own if spec.is_recomputed(chunk)}
+    return [action._replace(recomputed=action.kind in COMPUTE and action.chunk in recomputed) for action in actions]
+
+
 def add_residency(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> list[Action]:
     """Adds RELEASE, REFRESH and GATHER before each visit of a chunk. Stage 3 ends by releasing every resident chunk. So
     does each piece that ends with RETURN, because the script may evaluate then."""

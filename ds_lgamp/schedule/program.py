@@ -22,12 +22,14 @@ from ds_lgamp.schedule.passes import (
     add_stored_inputs,
     add_stores,
     add_waits,
+    mark_recomputed,
 )
 from ds_lgamp.schedule.spec import ProgramSpec
 
 Pass = Callable[[ProgramSpec, int, Sequence[Action]], list[Action]]
 """Adds actions to those of one pipeline rank."""
 PASSES = (
+    mark_recomputed,
     add_residency,
     add_postponed_updates,
     add_receives,

@@ -84,8 +84,10 @@ def _on_arrival(spec: ProgramSpec, rank: int, computes: Sequence[Action]) -> lis
     clock = _clock(spec)
     arrivals = []
     for compute in filter(spec.receives_input, computes):
-        sent = compute._replace(chunk=compute.chunk + (-1 if compute.kind is Kind.FORWARD else 1))
-        arrivals.append((clock.ends[sent], compute.kind is Kind.BACKWARD, receive_of(compute)))
+        source = compute.chunk + (-1 if compute.kind is Kind.FORWARD else 1)
+        arrivals.append(
+            (clock.ends[compute.kind, source, compute.micro_batch], compute.kind is Kind.BACKWARD, receive_of(compute))
+        )
     for arrival, _, receive in sorted(arrivals, key=itemgetter(0, 1)):
         posts[bisect_left(clock.starts[rank], arrival)].append(receive)
     return posts
@@ -94,8 +96,8 @@ def _on_arrival(spec: ProgramSpec, rank: int, computes: Sequence[Action]) -> lis
 class _Clock(NamedTuple):
     starts: list[list[float]]
     """When each compute of each rank starts, in the rank's order."""
-    ends: dict[Action, float]
-    """When each compute ends."""
+    ends: dict[tuple[Kind, int, int], float]
+    """When each compute ends, by kind, chunk and micro-batch."""
 
 
 @lru_cache(maxsize=1)
@@ -104,4 +106,4 @@ def _clock(spec: ProgramSpec) -> _Clock:
     program = [list(spec.computes(rank)) for rank in range(spec.pipeline_ranks)]
     spans = simulate(spec, program, sends_at_once=True).spans
     starts = [[span.start for span in of_rank] for of_rank in spans]
-    return _Clock(starts, {span.action: span.end for of_rank in spans for span in of_rank})
+    return _Clock(starts, {span.action[:3]: span.end for of_rank in spans for span in of_rank})

@@ -69,6 +69,8 @@ class ProgramSpec:
 
     stores_inputs: bool = False
     """Whether the inputs of recomputed chunks wait for their backward on the host."""
+    recomputes: bool = True
+    """Whether backwards compute their chunks again, from stored inputs. :meth:`is_recomputed` says which chunks."""
     first_trained: int = 0
     """The first chunk with something to train. Gradients end there: chunks below it have no backward."""
     returns_outputs: bool = False
@@ -199,10 +201,16 @@ class ProgramSpec:
         source = action.chunk - 1 if action.kind is Kind.FORWARD else action.chunk + 1
         return source if 0 <= source < len(self.placement) else None
 
-    @cached_property
-    def turns_at_once(self) -> bool:
-        """Whether each backward of the last chunk directly follows its forward. The chunk is then not recomputed."""
-        return not self.returns_outputs and turns_at_once(self.computes(self.loss_rank), self.chunks - 1)
+    def is_recomputed(self, chunk: int) -> bool:
+        """Whether the backwards of ``chunk`` compute it again.
+
+        The model's last chunk is not recomputed if each of its backwards directly follows its forward: autograd then
+        keeps the tensors of only one micro-batch at a time.
+        """
+        if not self.recomputes or self.forward_only or chunk < self.first_trained:
+            return False
+        at_once = not self.returns_outputs and turns_at_once(self.schedule, self.micro_batches, self.pipeline_ranks)
+        return chunk < self.chunks - 1 or not at_once
 
     @property
     def end_of_reduction(self) -> Kind:

@@ -1,8 +1,8 @@
 """Stores the inputs of chunks, from which backward passes recompute, on the host.
 
-An input leaves for the host behind its forward and comes back one compute ahead of its backward, but not ahead of the
-script's turn. One of them leaves at a time. An input that is needed soon stays on the device, as all do of a last chunk
-that turns at once, which is not recomputed. Inputs of chunk 0 stay where the user's batch has them.
+An input leaves for the host after its forward and comes back one compute before its backward, but not before the
+script's turn. One of them leaves at a time. An input that is needed soon stays on the device. Inputs of chunk 0 stay
+where the user's batch has them.
 """
 
 from collections import defaultdict
@@ -51,12 +51,12 @@ def _leaving(order: Sequence[Action]) -> set[Action]:
     place = 0
     for action in order:
         place += NEAREST if action.kind is Kind.RETURN else 1
-        if action.kind is Kind.RETURN or action.chunk == 0:
+        if action.chunk == 0 or not action.recomputed:
             continue
         if action.kind is Kind.FORWARD:
-            forwards[action[1:]] = place, action
+            forwards[action.chunk, action.micro_batch] = place, action
             continue
-        since, forward = forwards[action[1:]]
+        since, forward = forwards[action.chunk, action.micro_batch]
         if place - since >= NEAREST:
             leaving |= {forward, action}
     return leaving

@@ -87,7 +87,6 @@ def assemble(
     model: Model,
     bounds: list[int],
     apply_step: Callable[[], None],
-    recompute: bool = True,
     communication_dtype: torch.dtype | None = None,
     in_rank_order: bool = False,
 ) -> Assembled:
@@ -124,7 +123,6 @@ def assemble(
         loss_function,
         step,
         default_sources(DEVICE),
-        recompute,
         owns=partition.owns if partition.frees_weights else None,
         stored_inputs=StoredInputs(Bus(DEVICE)) if spec.stores_inputs else None,
         alike=dist.get_process_group_ranks(grid.data_group),

@@ -1,6 +1,6 @@
 """Runs chunks on one rank, without a process group."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -11,7 +11,7 @@ from ds_lgamp.runtime.chunk import Chunk
 from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.links import Endpoint, Links
 from ds_lgamp.runtime.random_state import default_sources
-from ds_lgamp.schedule.actions import Action
+from ds_lgamp.schedule.actions import COMPUTE, Action
 
 NOWHERE = Endpoint(0, None, 0)
 
@@ -23,7 +23,7 @@ class WholeParameters:
         pass
 
 
-def one_rank(chunks: Sequence[Sequence[Callable[[Any], Any]]], recompute: bool) -> Executor:
+def one_rank(chunks: Sequence[Sequence[Callable[[Any], Any]]]) -> Executor:
     """Returns an executor of chunks, each given as its layers. The loss is the sum of the last result."""
     firsts = [sum(map(len, chunks[:number])) for number in range(len(chunks))]
     device = torch.device("cpu")
@@ -36,14 +36,20 @@ def one_rank(chunks: Sequence[Sequence[Callable[[Any], Any]]], recompute: bool) 
         loss_function=lambda output, label: output.sum(),
         step=lambda: None,
         random_sources=default_sources(device),
-        recompute=recompute,
     )
 
 
-def run(executor: Executor, micro_batches: Sequence[torch.Tensor], order: str) -> list[float]:
+def all_recomputed(actions: Iterable[Action]) -> list[Action]:
+    """Returns ``actions`` with every chunk recomputed."""
+    return [action._replace(recomputed=action.kind in COMPUTE) for action in actions]
+
+
+def run(executor: Executor, micro_batches: Sequence[torch.Tensor], order: str, recompute: bool) -> list[float]:
     """Executes the actions of ``order``, such as "F0.0 B0.0", as one batch. Returns the losses by micro-batch."""
-    batch = BatchState(len(micro_batches), lambda index: (micro_batches[index], None))
+    actions = [Action.parse(text) for text in order.split()]
+    program = all_recomputed(actions) if recompute else actions
+    batch = BatchState(len(micro_batches), lambda index: (micro_batches[index], None), program=program)
     # Errors name the rank.
     with patch("torch.distributed.get_rank", return_value=0), executor.run_batch(batch):
-        executor.run([Action.parse(text) for text in order.split()])
+        executor.run(program)
     return [loss.item() for loss in executor.losses]

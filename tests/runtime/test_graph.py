@@ -111,7 +111,7 @@ def test_a_batch_that_fails_in_a_backward_pass_holds_no_memory_afterwards(monkey
 
     executor = executor_of(layer)
     with pytest.raises(ActionError, match="B0.0: ValueError: a layer fails"):
-        with executor.run_batch(BatchState(1, lambda _: (torch.ones(ELEMENTS), None), turns_at_once=True)):
+        with executor.run_batch(BatchState(1, lambda _: (torch.ones(ELEMENTS), None))):
             executor.run(map(Action.parse, ("F0.0", "B0.0")))
     gc.collect()
     assert memory[0]() is None

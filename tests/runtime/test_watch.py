@@ -17,7 +17,6 @@ from ds_lgamp.runtime import last_resort, lifeline
 from ds_lgamp.runtime.last_resort import LastResort, dump_flight_recorder
 from ds_lgamp.runtime.watch import ANSWER, Asking, AwakeClock, Rounds, stalls
 from ds_lgamp.runtime.whereabouts import FIRST_BATCH, Observer, Place, Whereabouts, here
-from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.schedule.standing import Neighbours, Standing, Wait
@@ -112,7 +111,7 @@ class Stands(SimpleNamespace):
 
 
 def running(action, doing):
-    row = PROGRAM.index(Action.parse(action))
+    row = [str(each) for each in PROGRAM].index(action)
     return Stands(
         program=PROGRAM,
         **{"row": row, "doing": doing, "current": PROGRAM[row], "neighbours": Neighbours(0, 0, (1, 3)), "begun": set()},

@@ -50,6 +50,7 @@ def program_specs(draw, max_ranks: int = 5, max_chunks_per_rank: int = 4, max_mi
         # Mostly, everything trains.
         first_trained=draw(st.just(0) | st.integers(0, chunks - 1)),
         returns_outputs=returns_outputs,
+        recomputes=draw(st.integers(0, 3)) > 0,
     )
 
 

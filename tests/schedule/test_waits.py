@@ -21,7 +21,7 @@ class Held:
 
     def check(self, spec, action, before):
         """Checks one action. ``before`` is the action before it."""
-        kind, chunk, _ = action
+        kind, chunk, *_ = action
         if kind is Kind.WAIT_GATHER:
             self.gathering.remove(chunk)
         elif kind is Kind.WAIT_REDUCE:

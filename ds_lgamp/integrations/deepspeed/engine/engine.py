@@ -296,9 +296,7 @@ class LgampEngine(PipelineEngine):
             self._partition.catch_up()
         load = self._loader.take if spec.forward_only else self._noting(self._loader.take, spec)
         actions = pipe_schedule.actions
-        batch = BatchState(
-            self.micro_batches, load, not spec.forward_only, spec.turns_at_once, actions, spec.first_trained
-        )
+        batch = BatchState(self.micro_batches, load, not spec.forward_only, actions, spec.first_trained)
         kept = kept_from_script(self.random_sources, self.lgamp_settings.reproducible)
         with kept, self.executor.run_batch(batch):
             super()._exec_schedule(pipe_schedule)

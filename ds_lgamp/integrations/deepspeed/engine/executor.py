@@ -73,7 +73,6 @@ def build_executor(
         step,
         # Seeded ahead of every layer, generators need not be restored.
         [] if reproducible else random_sources,
-        recompute=settings.recompute == "full",
         loss_gradient=loss_gradient,
         timing=stopwatch,
         owns=partition.owns if partition.frees_weights else None,

@@ -354,7 +354,6 @@ class ModelEngine(LgampEngine):
         state = BatchState(
             spec.micro_batches,
             self._noting(self._load, spec),
-            turns_at_once=spec.turns_at_once,
             program=schedule.actions,
             first_trained=spec.first_trained,
             returns_outputs=spec.returns_outputs,

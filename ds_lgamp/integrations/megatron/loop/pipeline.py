@@ -109,7 +109,6 @@ class Pipeline:
                 loss_function=None,
                 step=self._finish_gradients,
                 random_sources=[],
-                recompute=False,
                 loss_gradient=self._loss_gradient,
                 timing=self._timing,
                 owns=data.owns if isinstance(data, ShardedData) else None,
