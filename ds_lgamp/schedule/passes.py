@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from ds_lgamp.schedule import offload, stored_inputs
 from ds_lgamp.schedule.actions import COMPUTE, Action, Kind, send_of
 from ds_lgamp.schedule.orders import pieces_of
 from ds_lgamp.schedule.receives import receive_posts
@@ -52,39 +51,6 @@ def add_residency(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> li
     if spec.zero_stage == 3:
         lowered.extend(Action(Kind.RELEASE, chunk) for chunk in sorted(resident))
     return lowered
-
-
-def add_postponed_updates(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> list[Action]:
-    """Adds each UPDATE that the step before left to this one, ahead of the first gather or forward of its chunk."""
-    if spec.forward_only or spec.updates_on_device != "next_step":
-        return list(actions)
-    lowered: list[Action] = []
-    updated: set[int] = set()
-    for action in actions:
-        if action.chunk >= spec.first_trained and action.chunk not in updated:
-            updated.add(action.chunk)
-            lowered.append(Action(Kind.UPDATE, action.chunk))
-        lowered.append(action)
-    return lowered
-
-
-def add_loads(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> list[Action]:
-    """Adds LOAD and its waits, where the host holds what a GATHER needs."""
-    return list(actions) if spec.offload is None else offload.add_loads(spec.offload, actions)
-
-
-def add_stores(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> list[Action]:
-    """Adds STORE, its wait, and UPDATE, where the host updates the chunks."""
-    if spec.offload is None or spec.forward_only:
-        return list(actions)
-    return offload.add_stores(spec.offload, spec.updates, spec.end_of_reduction, actions)
-
-
-def add_stored_inputs(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> list[Action]:
-    """Adds STORE_A, LOAD_A and their waits, where the host holds the inputs of chunks."""
-    if not spec.stores_inputs or spec.forward_only:
-        return list(actions)
-    return stored_inputs.add_stored_inputs(actions)
 
 
 def add_receives(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> list[Action]:
@@ -141,19 +107,6 @@ def add_waits(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> list[A
     return lowered
 
 
-def add_final_updates(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> list[Action]:
-    """Adds each UPDATE that need not wait for STEP, behind the end of its chunk's last reduction."""
-    if spec.forward_only or spec.updates_on_device != "reduction":
-        return list(actions)
-    last = {action.chunk: row for row, action in enumerate(actions) if action.kind is spec.end_of_reduction}
-    lowered: list[Action] = []
-    for row, action in enumerate(actions):
-        lowered.append(action)
-        if last.get(action.chunk) == row:
-            lowered.append(Action(Kind.UPDATE, action.chunk))
-    return lowered
-
-
 def windows_of(spec: ProgramSpec, actions: Iterable[Action]) -> Iterator[Window]:
     """Returns what must have started at each visit, in the order of the visits.
 
@@ -166,25 +119,31 @@ def windows_of(spec: ProgramSpec, actions: Iterable[Action]) -> Iterator[Window]
     refreshed = resident = nothing
     if spec.zero_stage == 3:
         resident = [window for piece in pieces for window in next_distinct(piece, spec.resident_chunks)]
-    if spec.updated_by is Kind.GATHER:
-        resident = updated_windows(visits, 1, spec.defers_gathers)
-    elif spec.updated_by is Kind.REFRESH:
-        refreshed = updated_windows(visits, spec.resident_chunks, spec.defers_gathers)
+    update = spec.update_of(visits[0])  # All travel alike.
+    if update.brought_by is Kind.GATHER:
+        resident = updated_windows(visits, 1, update.is_deferred)
+    elif update.brought_by is Kind.REFRESH:
+        refreshed = updated_windows(visits, spec.resident_chunks, update.is_deferred)
     return map(Window, refreshed, resident)
 
 
 def started_of(spec: ProgramSpec, actions: Iterable[Action]) -> Window:
     """Returns what the previous step has started."""
-    chunks = [action.chunk for action in behind_step(spec, actions)]
-    return Window(chunks, []) if spec.updated_by is Kind.REFRESH else Window([], chunks)
+    started = behind_step(spec, actions)
+    refreshed, resident = (
+        [action.chunk for action in started if action.kind is kind] for kind in (Kind.REFRESH, Kind.GATHER)
+    )
+    return Window(refreshed, resident)
 
 
 def behind_step(spec: ProgramSpec, actions: Iterable[Action]) -> list[Action]:
     """Returns the collectives that stand behind STEP, in the order in which the next step needs them."""
-    kind = spec.updated_by
-    if kind is None or spec.defers_gathers:
-        return []
-    return [Action(kind, chunk) for chunk in dict.fromkeys(chunk_visits(_computes(actions)))]
+    updates = {chunk: spec.update_of(chunk) for chunk in chunk_visits(_computes(actions))}
+    return [
+        Action(update.brought_by, chunk)
+        for chunk, update in updates.items()
+        if update.brought_by is not None and not update.is_deferred
+    ]
 
 
 def _computes(actions: Iterable[Action]) -> list[Action]:

@@ -135,12 +135,20 @@ def _sections(spec: ProgramSpec) -> list[set[Kind]]:
     refreshes, gathers = {Kind.REFRESH}, {Kind.WAIT_REFRESH, Kind.WAIT_LOAD, Kind.GATHER}
     reductions = {Kind.WAIT_REDUCE, Kind.COMBINE, Kind.WAIT_COMBINE, Kind.STORE, Kind.WAIT_STORE}
     if spec.offload is None and spec.updates == "next_step":
-        (refreshes if spec.updated_by is Kind.REFRESH else gathers).add(Kind.UPDATE)
+        (refreshes if brought_by(spec) is Kind.REFRESH else gathers).add(Kind.UPDATE)
     elif spec.updates != "step":
         reductions.add(Kind.UPDATE)
     of_first = [{Kind.SEND_FORWARD, Kind.SEND_BACKWARD}, {Kind.REDUCE}]
     receives = {Kind.RECV_FORWARD, Kind.RECV_BACKWARD}
     return [*of_first, {Kind.RELEASE}, refreshes, gathers, {Kind.LOAD}, receives, {Kind.WAIT_GATHER}, reductions]
+
+
+def brought_by(spec: ProgramSpec) -> Kind | None:
+    """The kind of collective that brings what other ranks have updated: once per step, of every chunk. None if all
+    ranks update alike, or if stage 3 gathers it with each use."""
+    if spec.zero_stage in (1, 2):
+        return Kind.GATHER
+    return Kind.REFRESH if spec.hierarchy is not None and not spec.hierarchy.replicated else None
 
 
 def texts(actions: Sequence[Action]) -> str:
