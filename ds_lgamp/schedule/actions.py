@@ -126,6 +126,18 @@ class Action(NamedTuple):
 
 Program = list[list[Action]]
 """The actions of every pipeline rank."""
+Segments = list[list[Action]]
+"""The actions of one pipeline rank while passes add to them: those up to each turn of the script, and those after the
+last one. All backwards are in the last segment."""
+
+
+def joined(segments: Segments) -> list[Action]:
+    """Returns the actions of all segments, with RETURN between them."""
+    actions = list(segments[0])
+    for call, segment in enumerate(segments[1:]):
+        actions.append(Action(Kind.RETURN, micro_batch=call))
+        actions.extend(segment)
+    return actions
 
 
 def send_of(compute: Action) -> Action:

@@ -4,9 +4,9 @@ Every order runs the backwards of a chunk in ascending micro-batches. Gradients 
 under every schedule.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
-from ds_lgamp.schedule.actions import Action, Kind
+from ds_lgamp.schedule.actions import Action, Kind, Segments
 from ds_lgamp.schedule.placement import Placement
 
 Order = Callable[[Placement, int, int, int], Iterator[Action]]
@@ -99,28 +99,14 @@ def forward_only(placement: Placement, rank: int, micro_batches: int, group: int
     return _forward(chunks_of(placement, rank), range(micro_batches))
 
 
-def by_calls(order: Order, placement: Placement, rank: int, micro_batches: int, group: int) -> Iterator[Action]:
+def by_calls(order: Order, placement: Placement, rank: int, micro_batches: int, group: int) -> Segments:
     """For a script that computes the loss: it calls the model on every pipeline rank, for one micro-batch each, and
-    needs the outputs before its next call. So the forwards of one call follow those of another. The backwards of
-    ``order`` follow the last call."""
+    needs the outputs before its next call. So each call is a segment of forwards. The backwards of ``order`` follow the
+    last call."""
     chunks, pipeline_ranks = chunks_of(placement, rank), max(placement) + 1
-    for call, members in enumerate(micro_batch_groups(micro_batches, pipeline_ranks)):
-        yield from _forward(chunks, members)
-        yield Action(Kind.RETURN, micro_batch=call)
-    for action in order(placement, rank, micro_batches, group):
-        if action.kind is Kind.BACKWARD:
-            yield action
-
-
-def pieces_of(actions: Iterable[Action]) -> Iterator[list[Action]]:
-    """Yields ``actions`` in pieces, cut behind each RETURN."""
-    piece: list[Action] = []
-    for action in actions:
-        piece.append(action)
-        if action.kind is Kind.RETURN:
-            yield piece
-            piece = []
-    yield piece
+    calls = [list(_forward(chunks, members)) for members in micro_batch_groups(micro_batches, pipeline_ranks)]
+    backwards = [action for action in order(placement, rank, micro_batches, group) if action.kind is Kind.BACKWARD]
+    return [*calls, backwards]
 
 
 def chunks_of(placement: Placement, rank: int) -> list[int]:

@@ -7,9 +7,9 @@ UPDATE stands behind the end of a reduction or ahead of a GATHER. :mod:`ds_lgamp
 stands, :mod:`ds_lgamp.schedule.updates` where STORE stands.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
-from ds_lgamp.schedule.actions import COLLECTIVES, Action, Program
+from ds_lgamp.schedule.actions import COLLECTIVES, Action, Program, Segments, joined
 from ds_lgamp.schedule.passes import (
     add_receives,
     add_reductions,
@@ -23,7 +23,7 @@ from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.schedule.transfers import add_loads, add_stored_inputs
 from ds_lgamp.schedule.updates import add_final_updates, add_postponed_updates, add_stores
 
-Pass = Callable[[ProgramSpec, int, Sequence[Action]], list[Action]]
+Pass = Callable[[ProgramSpec, int, Segments], Segments]
 """Adds actions to those of one pipeline rank."""
 PASSES = (
     mark_recomputed,
@@ -60,10 +60,10 @@ def build_timed_program(spec: ProgramSpec) -> Program:
 
 def build_rank_program(spec: ProgramSpec, rank: int, passes: Iterable[Pass] = PASSES) -> list[Action]:
     """Builds the program of one pipeline rank: applies every pass to its compute order."""
-    actions = list(spec.computes(rank))
+    segments = spec.segments(rank)
     for add in passes:
-        actions = add(spec, rank, actions)
-    return actions
+        segments = add(spec, rank, segments)
+    return joined(segments)
 
 
 def collectives_agree(replicas: Iterable[ProgramSpec]) -> bool:

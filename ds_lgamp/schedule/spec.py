@@ -1,11 +1,10 @@
 """The specification from which a program is derived."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import NamedTuple
 
-from ds_lgamp.schedule.actions import Action, Kind
+from ds_lgamp.schedule.actions import Action, Kind, Segments, joined
 from ds_lgamp.schedule.hierarchy import Hierarchy
 from ds_lgamp.schedule.offload import Offload
 from ds_lgamp.schedule.orders import (
@@ -200,14 +199,22 @@ class ProgramSpec:
         count = self.micro_batches if micro_batches is None else micro_batches
         return replace(self, micro_batches=count, micro_batch_group=count, forward_only=True, returns_outputs=False)
 
-    def computes(self, rank: int) -> Iterator[Action]:
-        """Returns the compute order of ``rank``, with RETURN where the script computes."""
+    def segments(self, rank: int) -> Segments:
+        """Returns the compute order of ``rank``, cut where the script has its turn."""
         order = forward_only if self.forward_only else order_of(self.schedule)
+        counts = self.micro_batches, self.micro_batch_group
         if self.returns_outputs:
-            order = partial(by_calls, order)
-        for action in order(self.placement, rank, self.micro_batches, self.micro_batch_group):
-            if action.kind is not Kind.BACKWARD or action.chunk >= self.first_trained:
-                yield action
+            segments = by_calls(order, self.placement, rank, *counts)
+        else:
+            segments = [list(order(self.placement, rank, *counts))]
+        return [
+            [action for action in segment if action.kind is not Kind.BACKWARD or action.chunk >= self.first_trained]
+            for segment in segments
+        ]
+
+    def computes(self, rank: int) -> list[Action]:
+        """Returns the compute order of ``rank``, with RETURN where the script has its turn."""
+        return joined(self.segments(rank))
 
     def receives_input(self, action: Action) -> bool:
         """Whether the input of a compute comes from another pipeline rank."""

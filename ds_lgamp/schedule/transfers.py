@@ -7,34 +7,29 @@ takes a load of its own.
 
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import pairwise
 
-from ds_lgamp.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind
+from ds_lgamp.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, Segments
 from ds_lgamp.schedule.offload import Offload
-from ds_lgamp.schedule.orders import pieces_of
+from ds_lgamp.schedule.passes import computes_of
 from ds_lgamp.schedule.spec import NEAREST, ProgramSpec
 
 _BEHIND_LOADS = RECEIVES | {Kind.WAIT_GATHER, Kind.WAIT_REDUCE}
 """What runs between the loads for the next visit and the first compute of this one."""
 
 
-def add_loads(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> list[Action]:
+def add_loads(spec: ProgramSpec, rank: int, segments: Segments) -> Segments:
     """Adds LOAD during the visit before the GATHER that needs it, so that the copy runs beside compute, and WAIT_LOAD
-    directly before that GATHER. The loads for the first visit of each piece come before all else, the others before
+    directly before that GATHER. The loads for the first visit of each segment come before all else, the others before
     what their visit waits for. A LOAD begins when the update of its chunk is over, without a wait of the program.
     """
-    offload = spec.offload
-    if offload is None:
-        return list(actions)
-    known = set(offload.on_device)
-    lowered: list[Action] = []
-    for piece in pieces_of(actions):
-        lowered.extend(_with_loads(offload, piece, known))
-    return lowered
+    if spec.offload is None:
+        return segments
+    known = set(spec.offload.on_device)
+    return [_with_loads(spec.offload, segment, known) for segment in segments]
 
 
 def _with_loads(offload: Offload, actions: Sequence[Action], known: set[int]) -> list[Action]:
-    """Returns a piece with its loads. Adds to ``known`` the chunks that the device has from then on."""
+    """Returns a segment with its loads. Adds to ``known`` the chunks that the device has from then on."""
     gathers = _gathers_by_visit(actions)
     loads = [[chunk for chunk in visit if chunk in new] for visit, new in zip(gathers, _new(gathers, offload, known))]
     lowered = [Action(Kind.LOAD, chunk) for chunk in loads[0]] if loads else []
@@ -54,7 +49,7 @@ def _with_loads(offload: Offload, actions: Sequence[Action], known: set[int]) ->
 
 
 def _gathers_by_visit(actions: Sequence[Action]) -> list[list[int]]:
-    """Returns the chunks whose GATHER stands ahead of each visit."""
+    """Returns the chunks that are gathered before each visit."""
     gathers: list[list[int]] = [[]]
     visited = None
     for action in actions:
@@ -78,58 +73,62 @@ def _new(gathers: Sequence[Sequence[int]], offload: Offload, known: set[int]) ->
     return new
 
 
-def add_stored_inputs(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> list[Action]:
+def add_stored_inputs(spec: ProgramSpec, rank: int, segments: Segments) -> Segments:
     """Adds STORE_A after forwards, LOAD_A one compute before their backwards, and the waits for both.
 
-    An input comes back no earlier than the script's turn. One of them leaves at a time. An input that is needed soon
-    stays on the device. Inputs of chunk 0 stay where the user's batch has them.
+    An input comes back in the segment of its backward. One of them leaves at a time. An input that is needed soon stays
+    on the device. Inputs of chunk 0 stay where the user's batch has them.
     """
     if not spec.stores_inputs or spec.forward_only:
-        return list(actions)
-    order = [action for action in actions if action.kind in COMPUTE or action.kind is Kind.RETURN]
-    leaving = _leaving(order)
+        return segments
+    leaving = _leaving(segments)
     loads: defaultdict[Action, list[Action]] = defaultdict(list)
-    for before, action in pairwise(order):
-        if action.kind is Kind.BACKWARD and action in leaving:
-            loads[action if before.kind is Kind.RETURN else before].append(action)
-    lowered: list[Action] = []
-    computed: Action | None = None
-    """A forward whose input leaves next."""
+    for computes in map(computes_of, segments):
+        for before, action in zip([*computes[:1], *computes], computes):
+            if action.kind is Kind.BACKWARD and action in leaving:
+                loads[before].append(action)
+    lowered: Segments = []
     stored: Action | None = None
     """A forward whose input is on its way to the host."""
-    for action in actions:
-        if computed is not None and action.kind not in SENDS:
-            lowered.extend(_of(Kind.WAIT_STORE_INPUT, stored))
-            lowered.extend(_of(Kind.STORE_INPUT, computed))
-            computed, stored = None, computed
-        if action in loads:
-            lowered.extend(_of(Kind.WAIT_STORE_INPUT, stored))
-            stored = None
-            lowered.extend(load for backward in loads[action] for load in _of(Kind.LOAD_INPUT, backward))
-        if action in leaving:
-            if action.kind is Kind.FORWARD:
+    for segment in segments:
+        lowered.append([])
+        computed: Action | None = None
+        """A forward whose input leaves next."""
+        for action in [*segment, None]:
+            if computed is not None and (action is None or action.kind not in SENDS):
+                lowered[-1].extend(_of(Kind.WAIT_STORE_INPUT, stored))
+                lowered[-1].extend(_of(Kind.STORE_INPUT, computed))
+                computed, stored = None, computed
+            if action is None:
+                break
+            if action in loads:
+                lowered[-1].extend(_of(Kind.WAIT_STORE_INPUT, stored))
+                stored = None
+                lowered[-1].extend(load for backward in loads[action] for load in _of(Kind.LOAD_INPUT, backward))
+            if action in leaving and action.kind is Kind.FORWARD:
                 computed = action
-            else:
-                lowered.extend(_of(Kind.WAIT_LOAD_INPUT, action))
-        lowered.append(action)
+            elif action in leaving:
+                lowered[-1].extend(_of(Kind.WAIT_LOAD_INPUT, action))
+            lowered[-1].append(action)
     return lowered
 
 
-def _leaving(order: Sequence[Action]) -> set[Action]:
-    """Returns the forwards whose inputs leave, and their backwards."""
+def _leaving(segments: Segments) -> set[Action]:
+    """Returns the forwards whose inputs leave, and their backwards. The script's turn is long enough for that."""
     forwards: dict[tuple[int, int], tuple[int, Action]] = {}
     leaving: set[Action] = set()
-    place = 0
-    for action in order:
-        place += NEAREST if action.kind is Kind.RETURN else 1
-        if action.chunk == 0 or not action.recomputed:
-            continue
-        if action.kind is Kind.FORWARD:
-            forwards[action.chunk, action.micro_batch] = place, action
-            continue
-        since, forward = forwards[action.chunk, action.micro_batch]
-        if place - since >= NEAREST:
-            leaving |= {forward, action}
+    begin = 0
+    for computes in map(computes_of, segments):
+        for place, action in enumerate(computes, begin):
+            if action.chunk == 0 or not action.recomputed:
+                continue
+            if action.kind is Kind.FORWARD:
+                forwards[action.chunk, action.micro_batch] = place, action
+                continue
+            since, forward = forwards[action.chunk, action.micro_batch]
+            if place - since >= NEAREST:
+                leaving |= {forward, action}
+        begin += len(computes) + NEAREST
     return leaving
 
 

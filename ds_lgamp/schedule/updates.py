@@ -5,43 +5,47 @@
 
 from collections.abc import Iterator, Sequence
 
-from ds_lgamp.schedule.actions import COMPUTE, Action, Kind
+from ds_lgamp.schedule.actions import COMPUTE, Action, Kind, Segments
 from ds_lgamp.schedule.spec import ProgramSpec, Update
 
 
-def add_postponed_updates(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> list[Action]:
+def add_postponed_updates(spec: ProgramSpec, rank: int, segments: Segments) -> Segments:
     """Adds each UPDATE that the step before left to this one, before the first gather or forward of its chunk."""
     if spec.forward_only:
-        return list(actions)
+        return segments
     updates = {chunk: spec.update_of(chunk) for chunk in range(spec.chunks)}
     postponed = {chunk for chunk, update in updates.items() if update.when == "next_step" and not update.on_host}
-    lowered: list[Action] = []
-    for action in actions:
-        if action.chunk in postponed:
-            postponed.remove(action.chunk)
-            lowered.append(Action(Kind.UPDATE, action.chunk))
-        lowered.append(action)
+    lowered: Segments = []
+    for segment in segments:
+        lowered.append([])
+        for action in segment:
+            if action.chunk in postponed:
+                postponed.remove(action.chunk)
+                lowered[-1].append(Action(Kind.UPDATE, action.chunk))
+            lowered[-1].append(action)
     return lowered
 
 
-def add_final_updates(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> list[Action]:
+def add_final_updates(spec: ProgramSpec, rank: int, segments: Segments) -> Segments:
     """Adds each UPDATE that need not wait for STEP, after the end of its chunk's last reduction."""
     if spec.forward_only:
-        return list(actions)
+        return segments
+    *calls, actions = segments
     lowered: list[Action] = []
     for action, update in ready_gradients(spec, actions):
         lowered.append(action)
         if update is not None and update.when == "reduction" and not update.on_host:
             lowered.append(Action(Kind.UPDATE, action.chunk))
-    return lowered
+    return [*calls, lowered]
 
 
-def add_stores(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> list[Action]:
+def add_stores(spec: ProgramSpec, rank: int, segments: Segments) -> Segments:
     """Adds STORE after the end of the last reduction of each chunk that the host updates. One STORE is under way at a
     time; its WAIT_STORE comes before the next one, or before STEP. UPDATE follows that wait, or STEP if that decides
     whether and how to update."""
     if spec.offload is None or spec.forward_only:
-        return list(actions)
+        return segments
+    *calls, actions = segments
     lowered: list[Action] = []
     stored: list[int] = []
     under_way: int | None = None
@@ -62,10 +66,10 @@ def add_stores(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> list[
             stored.append(under_way)
             lowered.append(Action(Kind.STORE, under_way))
         if action.kind is Kind.STEP:
-            visits = dict.fromkeys(each.chunk for each in actions if each.kind in COMPUTE)
+            visits = dict.fromkeys(each.chunk for segment in segments for each in segment if each.kind in COMPUTE)
             postponed = {chunk for chunk in stored if spec.update_of(chunk).when == "next_step"}
             lowered.extend(Action(Kind.UPDATE, chunk) for chunk in visits if chunk in postponed)
-    return lowered
+    return [*calls, lowered]
 
 
 def ready_gradients(spec: ProgramSpec, actions: Sequence[Action]) -> Iterator[tuple[Action, Update | None]]:

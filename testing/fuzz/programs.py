@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import replace
 from random import Random
 
-from ds_lgamp.schedule.actions import Action, Kind, Program
+from ds_lgamp.schedule.actions import Action, Kind, Program, joined
 from ds_lgamp.schedule.hierarchy import Hierarchy
 from ds_lgamp.schedule.offload import Offload
 from ds_lgamp.schedule.passes import mark_recomputed
@@ -87,7 +87,7 @@ def run_case(random: Random) -> Outcome:
         check_counts(spec, program)
         written = [[str(action) for action in actions] for actions in program]
         read = [[Action.parse(text) for text in actions] for actions in written]
-        marked = [mark_recomputed(spec, rank, actions) for rank, actions in enumerate(read)]
+        marked = [joined(mark_recomputed(spec, rank, [actions])) for rank, actions in enumerate(read)]
         assert marked == program, "the text reads back"
         assert simulate(spec, program).step_time > 0
         on_arrival = replace(spec, receives_on_arrival=True)

@@ -24,7 +24,6 @@ from ds_lgamp.runtime.messages import HEADER_ELEMENTS
 from ds_lgamp.runtime.ring import posts_on_arrival
 from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.hierarchy import Hierarchy
-from ds_lgamp.schedule.orders import pieces_of
 from ds_lgamp.schedule.placement import place_chunks, split_balanced
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.spec import ProgramSpec
@@ -32,6 +31,7 @@ from testing import simnccl
 from testing.ranks import run_on_ranks
 from tests.runtime.assembly import DEVICE, Grid, assemble, build_grid
 from tests.runtime.models import LEARNING_RATE, build_model, micro_batch
+from tests.schedule.strategies import pieces_of
 from tests.slow import slow_except
 
 STEPS = 2

@@ -3,12 +3,12 @@
 import torch
 
 from ds_lgamp.runtime.batch import BatchState
-from ds_lgamp.schedule.orders import pieces_of
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.spec import ProgramSpec
 from testing.ranks import run_on_ranks
 from tests.runtime.assembly import assemble, build_grid
 from tests.runtime.models import Model, Recording, build_model, micro_batch
+from tests.schedule.strategies import pieces_of
 
 CALLS = 3
 

@@ -46,7 +46,7 @@ def test_every_action_is_parsed_from_its_text_form(kind, chunk, micro_batch):
 @given(program_specs())
 def test_every_action_of_a_program_round_trips(spec):
     for rank, actions in enumerate(build_program(spec)):
-        assert mark_recomputed(spec, rank, [Action.parse(str(action)) for action in actions]) == actions
+        assert mark_recomputed(spec, rank, [[Action.parse(str(action)) for action in actions]]) == [actions]
 
 
 @pytest.mark.parametrize("text", ["", "F3", "GATHER", "GATHER3.1", "STEP1", "X1.2", "F-1.0", "F1.2 F1.3"])

@@ -7,12 +7,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ds_lgamp.schedule.actions import COMPUTE, RECEIVES, Action, Kind
-from ds_lgamp.schedule.orders import pieces_of
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import simulate
 from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.schedule.validate import ProgramError, validate
-from tests.schedule.strategies import program_specs
+from tests.schedule.strategies import pieces_of, program_specs
 
 
 def texts(actions):

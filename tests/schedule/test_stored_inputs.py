@@ -46,7 +46,7 @@ def test_every_program_is_sound(spec):
     program = build_program(spec)
     validate(spec, program)
     for rank, actions in enumerate(program):
-        assert mark_recomputed(spec, rank, [Action.parse(str(action)) for action in actions]) == actions
+        assert mark_recomputed(spec, rank, [[Action.parse(str(action)) for action in actions]]) == [actions]
 
 
 @given(storing_specs)

@@ -104,7 +104,7 @@ def measure_peaks():
             del trained
     actions, units = program_of(layout, 0, MICRO_BATCHES, 2, 2)
     storing = ProgramSpec((0,) * SIZE.blocks, "layered", MICRO_BATCHES, MICRO_BATCHES, 2, 2, stores_inputs=True)
-    programs = {"none": actions, "cpu": add_stored_inputs(storing, 0, actions)}
+    programs = {"none": actions, "cpu": add_stored_inputs(storing, 0, [actions])[0]}
     told = {
         key: rank_memory(program, units, 2, 1, ADAMW, True, activation_bytes(SIZE)) for key, program in programs.items()
     }
