@@ -34,7 +34,7 @@ from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
 from ds_lgamp.partition.flat_storage import UnitParameter
 from ds_lgamp.partition.policy import ZeroPolicy
 from ds_lgamp.partition.zero_partition import build_partition
-from ds_lgamp.runtime.batch import BatchState
+from ds_lgamp.runtime.batch import BatchState, Calls, Position, Storage
 from ds_lgamp.runtime.chunk import Chunk
 from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.ring import ring_links
@@ -202,13 +202,11 @@ def engine_step(spec: ProgramSpec, rank: int, program: Sequence[Action]) -> Step
         partition.after_update()
 
     executor = Executor(
-        spec.placement,
-        rank,
+        Position(spec.placement, rank),
         {chunk: Chunk([partial(_multiplied, parameter, False)], chunk) for chunk, parameter in parameters.items()},
-        partition,
+        Storage(partition),
         ring_links([list(range(spec.pipeline_ranks))], DEVICE),
-        _loss,
-        update,
+        Calls(_loss, update),
         layer_sources(DEVICE),
     )
     inputs = torch.ones(SIZE)

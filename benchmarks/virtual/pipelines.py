@@ -33,7 +33,7 @@ from ds_lgamp.partition.host_thread import HostThread
 from ds_lgamp.partition.policy import ZeroPolicy
 from ds_lgamp.partition.unit import Unit
 from ds_lgamp.partition.zero_partition import build_partition
-from ds_lgamp.runtime.batch import BatchState
+from ds_lgamp.runtime.batch import BatchState, Calls, Position, Storage
 from ds_lgamp.runtime.chunk import Chunk
 from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.random_state import default_sources
@@ -142,15 +142,12 @@ class Executed:
         self._updates = kind(torch.optim.SGD(shards, lr=0.0), self.partition)
         self._updates_when = updates
         self.executor = Executor(
-            setting.placement,
-            rank,
+            Position(setting.placement, rank),
             {index: Chunk([chunk], index) for index, chunk in self.chunks.items()},
-            self.partition,
+            Storage(self.partition),
             ring_links(_pipelines(setting), DEVICE),
-            loss_function,
-            self._step_optimizer,
+            Calls(loss_function, self._step_optimizer, self._update),
             default_sources(DEVICE),
-            update=self._update,
         )
 
     def step(self) -> float | None:

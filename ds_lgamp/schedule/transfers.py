@@ -84,9 +84,9 @@ def add_stored_inputs(spec: ProgramSpec, rank: int, segments: Segments) -> Segme
     leaving = _leaving(segments)
     loads: defaultdict[Action, list[Action]] = defaultdict(list)
     for computes in map(computes_of, segments):
-        for before, action in zip([*computes[:1], *computes], computes):
-            if action.kind is Kind.BACKWARD and action in leaving:
-                loads[before].append(action)
+        for before, compute in zip([*computes[:1], *computes], computes):
+            if compute.kind is Kind.BACKWARD and compute in leaving:
+                loads[before].append(compute)
     lowered: Segments = []
     stored: Action | None = None
     """A forward whose input is on its way to the host."""
@@ -94,13 +94,10 @@ def add_stored_inputs(spec: ProgramSpec, rank: int, segments: Segments) -> Segme
         lowered.append([])
         computed: Action | None = None
         """A forward whose input leaves next."""
-        for action in [*segment, None]:
-            if computed is not None and (action is None or action.kind not in SENDS):
-                lowered[-1].extend(_of(Kind.WAIT_STORE_INPUT, stored))
-                lowered[-1].extend(_of(Kind.STORE_INPUT, computed))
+        for action in segment:
+            if computed is not None and action.kind not in SENDS:
+                lowered[-1].extend([*_of(Kind.WAIT_STORE_INPUT, stored), *_of(Kind.STORE_INPUT, computed)])
                 computed, stored = None, computed
-            if action is None:
-                break
             if action in loads:
                 lowered[-1].extend(_of(Kind.WAIT_STORE_INPUT, stored))
                 stored = None
@@ -110,6 +107,9 @@ def add_stored_inputs(spec: ProgramSpec, rank: int, segments: Segments) -> Segme
             elif action in leaving:
                 lowered[-1].extend(_of(Kind.WAIT_LOAD_INPUT, action))
             lowered[-1].append(action)
+        if computed is not None:
+            lowered[-1].extend([*_of(Kind.WAIT_STORE_INPUT, stored), *_of(Kind.STORE_INPUT, computed)])
+            stored = computed
     return lowered
 
 

@@ -14,6 +14,7 @@ from ds_lgamp.partition.flat_storage import UnitParameter
 from ds_lgamp.partition.groups import node_groups
 from ds_lgamp.partition.policy import NodeGroups, ZeroPolicy
 from ds_lgamp.partition.zero_partition import TiedParameters, ZeroPartition, build_partition
+from ds_lgamp.runtime.batch import Calls, Position, Storage
 from ds_lgamp.runtime.chunk import Chunk
 from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.links import Links
@@ -115,17 +116,16 @@ def assemble(
         partition.after_update()
 
     executor = Executor(
-        spec.placement,
-        rank,
+        Position(spec.placement, rank, tuple(dist.get_process_group_ranks(grid.data_group))),
         chunks,
-        partition,
+        Storage(
+            partition,
+            partition.owns if partition.frees_weights else None,
+            StoredInputs(Bus(DEVICE)) if spec.stores_inputs else None,
+        ),
         grid.links(),
-        loss_function,
-        step,
+        Calls(loss_function, step),
         default_sources(DEVICE),
-        owns=partition.owns if partition.frees_weights else None,
-        stored_inputs=StoredInputs(Bus(DEVICE)) if spec.stores_inputs else None,
-        alike=dist.get_process_group_ranks(grid.data_group),
     )
     users = [[*each.chunks] for each in tied]
     return Assembled(executor, partition, users, [chunk for chunk in own if parameters[chunk]])

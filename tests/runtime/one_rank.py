@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import torch
 
-from ds_lgamp.runtime.batch import BatchState
+from ds_lgamp.runtime.batch import BatchState, Calls, Position, Storage
 from ds_lgamp.runtime.chunk import Chunk
 from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.links import Endpoint, Links
@@ -28,13 +28,11 @@ def one_rank(chunks: Sequence[Sequence[Callable[[Any], Any]]]) -> Executor:
     firsts = [sum(map(len, chunks[:number])) for number in range(len(chunks))]
     device = torch.device("cpu")
     return Executor(
-        (0,) * len(chunks),
-        0,
+        Position((0,) * len(chunks), 0),
         {number: Chunk(layers, firsts[number]) for number, layers in enumerate(chunks)},
-        WholeParameters(),
+        Storage(WholeParameters()),
         Links(device, *[NOWHERE] * 6),
-        loss_function=lambda output, label: output.sum(),
-        step=lambda: None,
+        Calls(lambda output, label: output.sum(), lambda: None),
         random_sources=default_sources(device),
     )
 

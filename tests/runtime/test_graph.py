@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_lgamp.runtime.batch import BatchState
+from ds_lgamp.runtime.batch import BatchState, Calls, Position, Storage
 from ds_lgamp.runtime.chunk import Chunk
 from ds_lgamp.runtime.executor import ActionError, Executor
 from ds_lgamp.runtime.graph import backpropagate, begin_graph, drop_unfinished, end_graph
@@ -128,4 +128,5 @@ def test_a_layer_that_raises_stop_iteration_fails_instead_of_ending_the_scripts_
 def executor_of(layer):
     """Runs a model of one layer on one rank."""
     links = Links(torch.device("cpu"), *[NOWHERE] * 6)
-    return Executor((0,), 0, {0: Chunk([layer])}, WholeParameters(), links, None, lambda: None, [])
+    calls = Calls(None, lambda: None)
+    return Executor(Position((0,), 0), {0: Chunk([layer])}, Storage(WholeParameters()), links, calls, [])

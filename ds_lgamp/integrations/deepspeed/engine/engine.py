@@ -52,7 +52,7 @@ from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
 from ds_lgamp.integrations.deepspeed.model.selective import offers_selective, refuse_unless_offered, switch_on
 from ds_lgamp.integrations.deepspeed.model.shared_buffers import SharedBuffers
 from ds_lgamp.integrations.tracing import trace_if_asked
-from ds_lgamp.runtime.batch import BatchState, LoadMicroBatch
+from ds_lgamp.runtime.batch import BatchState, Calls, LoadMicroBatch
 from ds_lgamp.runtime.stopwatch import Stopwatch
 from ds_lgamp.runtime.whereabouts import here
 from ds_lgamp.schedule.spec import ProgramSpec
@@ -138,10 +138,7 @@ class LgampEngine(PipelineEngine):
             self._disk,
             lambda: self.global_steps,
             self.random_sources,
-            self._loss,
-            partial(scaled_mean_gradient, self.optimizer),
-            self._step,
-            self.optimizer.update,
+            Calls(self._loss, self._step, self.optimizer.update, partial(scaled_mean_gradient, self.optimizer)),
             self._stopwatch,
             self.device,
             None if self._check is None else self._check.seen.after_layer,

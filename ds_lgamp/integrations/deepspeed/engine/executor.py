@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ds_lgamp.config import LgampConfig
 from ds_lgamp.integrations.deepspeed.engine.seeding import before_layers
@@ -14,6 +13,7 @@ from ds_lgamp.partition.agreement import host_group
 from ds_lgamp.partition.bus import Bus
 from ds_lgamp.partition.disk import Disk
 from ds_lgamp.partition.zero_partition import ZeroPartition
+from ds_lgamp.runtime.batch import Calls, Position, Storage
 from ds_lgamp.runtime.chunk import Chunk
 from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.random_state import RandomSource
@@ -35,10 +35,7 @@ def build_executor(
     disk: Disk | None,
     global_step: Callable[[], int],
     random_sources: list[RandomSource],
-    loss: Callable[[Any, Any], Tensor],
-    loss_gradient: Callable[[Tensor, int], Tensor],
-    step: Callable[[], None],
-    update: Callable[[int], None],
+    calls: Calls,
     stopwatch: Stopwatch,
     device: torch.device,
     after_layer: Callable[[int, int, Any], None] | None = None,
@@ -49,7 +46,7 @@ def build_executor(
         disk: where inputs of chunks may wait; None if nothing lies on one.
         global_step: returns the number of the training step.
         random_sources: the generators that layers draw from.
-        loss, loss_gradient, step, update, stopwatch: see :class:`Executor`.
+        calls, stopwatch: see :class:`Executor`.
         after_layer: see :class:`Chunk`.
     """
     reproducible = settings.reproducible
@@ -63,20 +60,14 @@ def build_executor(
     if settings.offload_activations != "none":
         bus = Bus(device, disk=disk) if partition.host is None else partition.host.bus
         stored_inputs = StoredInputs(bus, on_disk=settings.offload_activations == "nvme")
+    alike = dist.get_process_group_ranks(module._grid.get_data_parallel_group())
     return Executor(
-        module.layout.placement,
-        module.stage_id,
+        Position(module.layout.placement, module.stage_id, tuple(alike)),
         chunks,
-        partition,
+        Storage(partition, partition.owns if partition.frees_weights else None, stored_inputs),
         ring_links(module._grid.pipe_groups, device, host_group(), module.dynamic_shape, _SHAPES_ADVICE),
-        loss,
-        step,
-        # Seeded ahead of every layer, generators need not be restored.
+        calls,
+        # Seeded before every layer, generators need not be restored.
         [] if reproducible else random_sources,
-        loss_gradient=loss_gradient,
-        timing=stopwatch,
-        owns=partition.owns if partition.frees_weights else None,
-        update=update,
-        stored_inputs=stored_inputs,
-        alike=dist.get_process_group_ranks(module._grid.get_data_parallel_group()),
+        stopwatch,
     )
