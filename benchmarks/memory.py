@@ -66,7 +66,7 @@ def predicted(
     micro_batch_group: int | None = None,
 ) -> Memory:
     """The formula's memory of a global rank."""
-    actions, units = program_of(layout, rank, micro_batches, zero_stage, resident_chunks, micro_batch_group)
+    actions, units = program_of(layout, rank, micro_batches, zero_stage, resident_chunks, micro_batch_group, recompute)
     activations = activation_bytes(layout.size, recompute)
     # The benchmark runs on gloo, where an all-to-all replaces the reduce-scatter.
     return rank_memory(actions, units, zero_stage, layout.data_ranks, ADAMW, True, activations)
@@ -89,7 +89,6 @@ def activation_bytes(size: ModelSize, recompute: bool = True) -> ActivationBytes
         labels.nbytes,
         [first, *[middle] * (size.blocks - 2), last],
         sum(state.nbytes for state in states),
-        recompute=recompute,
     )
 
 

@@ -34,11 +34,11 @@ from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources
 from ds_lgamp.partition.flat_storage import UnitParameter
 from ds_lgamp.partition.policy import ZeroPolicy
 from ds_lgamp.partition.zero_partition import build_partition
-from ds_lgamp.runtime.batch import BatchState
+from ds_lgamp.runtime.batch import BatchState, Calls, Position, Storage
 from ds_lgamp.runtime.chunk import Chunk
 from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.ring import ring_links
-from ds_lgamp.schedule.actions import Action, Kind
+from ds_lgamp.schedule.actions import COMPUTE, Action, Kind
 from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.program import build_rank_program
 from ds_lgamp.schedule.spec import ProgramSpec
@@ -202,20 +202,20 @@ def engine_step(spec: ProgramSpec, rank: int, program: Sequence[Action]) -> Step
         partition.drop_gradients()
 
     executor = Executor(
-        spec.placement,
-        rank,
+        Position(spec.placement, rank),
         {chunk: Chunk([partial(_multiplied, parameter, False)], chunk) for chunk, parameter in parameters.items()},
-        partition,
+        Storage(partition),
         ring_links([list(range(spec.pipeline_ranks))], DEVICE),
-        _loss,
-        update,
+        Calls(_loss, update),
         layer_sources(DEVICE),
     )
     inputs = torch.ones(SIZE)
+    # The other contenders recompute the last chunk too.
+    whole = [action._replace(recomputed=action.kind in COMPUTE) for action in program]
 
     def step() -> list[torch.Tensor]:
         with executor.run_batch(BatchState(spec.micro_batches, lambda index: (inputs, inputs))):
-            executor.run(program)
+            executor.run(whole)
         return executor.losses
 
     return step

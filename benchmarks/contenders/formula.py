@@ -23,12 +23,14 @@ def program_of(
     zero_stage: int,
     resident_chunks: int,
     micro_batch_group: int | None = None,
+    recomputes: bool = True,
 ) -> tuple[Sequence[Action], list[UnitSize]]:
     """Returns the program of a global rank and the units of its chunks. Without ``micro_batch_group``, all
     micro-batches form one group."""
     placement = place_chunks("modular", layout.size.blocks, layout.pipeline_ranks)
     group = micro_batch_group or micro_batches
-    spec = ProgramSpec(placement, "layered", micro_batches, group, zero_stage, resident_chunks)
+    counts = micro_batches, group
+    spec = ProgramSpec(placement, "layered", *counts, zero_stage, resident_chunks, recomputes=recomputes)
     pipeline_rank = rank // layout.data_ranks
     stored = sum(aligned(parameter.numel()) for parameter in Block(0, layout.size).parameters())
     units = [UnitSize(stored, stored, (chunk,)) for chunk in chunks_of(placement, pipeline_rank)]

@@ -31,7 +31,7 @@ from ds_lgamp.partition.host import Host, HostThread
 from ds_lgamp.partition.policy import ZeroPolicy
 from ds_lgamp.partition.unit import Unit
 from ds_lgamp.partition.zero_partition import build_partition
-from ds_lgamp.runtime.batch import BatchState
+from ds_lgamp.runtime.batch import BatchState, Calls, Position, Storage
 from ds_lgamp.runtime.chunk import Chunk
 from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.recompute import default_sources
@@ -99,6 +99,7 @@ def spec_of(
         defers_gathers=True,
         updates=updates,
         offload=offload,
+        recomputes=False,
     )
 
 
@@ -138,16 +139,12 @@ class Executed:
         kind = Updates if offload is None else HostUpdates
         self._updates = kind(torch.optim.SGD(shards, lr=0.0), self.partition, updates)
         self.executor = Executor(
-            setting.placement,
-            rank,
+            Position(setting.placement, rank),
             {index: Chunk([chunk], index) for index, chunk in self.chunks.items()},
-            self.partition,
+            Storage(self.partition),
             ring_links(_pipelines(setting), DEVICE),
-            loss_function,
-            self._step_optimizer,
+            Calls(loss_function, self._step_optimizer, self._update),
             default_sources(DEVICE),
-            recompute=False,
-            update=self._update,
         )
 
     def step(self) -> float | None:

@@ -138,11 +138,12 @@ def _exposed(cluster: IslandCluster, assignment: Assignment, demand: Demand, fac
         defers_gathers=facts["defers_gathers"],
         updates=facts["updates"],
         hierarchy=demand.hierarchy,
+        recomputes=facts["recompute"] == "full",
         first_trained=facts["first_trained"],
         returns_outputs=facts["returns_outputs"],
     )
     parameters, flops = ([chunk[name] for _, chunk in chunks] for name in ("parameters", "forward_flops"))
-    return exposed(cluster, assignment, demand, spec, parameters, flops, facts["recompute"] == "full")
+    return exposed(cluster, assignment, demand, spec, parameters, flops)
 
 
 def _environment(cluster: IslandCluster, island: int) -> dict[str, str]:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, fields
 
 from ds_lgamp.cost.ledger import Ledger
 from ds_lgamp.schedule.actions import COMPUTE, Action, Kind
-from ds_lgamp.schedule.orders import turns_at_once
 from ds_lgamp.schedule.spec import SENDS_IN_FLIGHT
 
 Tensor = tuple[Kind, int, int]
@@ -18,8 +17,8 @@ micro-batch) the gradient of that result."""
 class ChunkBytes:
     """Bytes that one micro-batch takes on one chunk. The last chunk includes the loss.
 
-    They depend on the chunk's layers and on whether it is recomputed. A last chunk that turns at once is not
-    recomputed. Of a chunk without a backward, only result and forward count.
+    They depend on the chunk's layers and on whether it is recomputed. Of a chunk without a backward, only result and
+    forward count.
     """
 
     result: int
@@ -50,8 +49,6 @@ class ActivationBytes:
     """One state of every generator that recomputation restores; 0 if they lie in other memory, as beside a GPU."""
     draws: bool = False
     """Whether layers draw random numbers. Every stored input then has random states of its own."""
-    recompute: bool = True
-    """Whether chunks are recomputed. A last chunk that turns at once never is."""
     flops: Sequence[int] = ()
     """Floating-point operations of every chunk's forward; empty if they were not counted."""
 
@@ -91,16 +88,13 @@ class ActivationWalk:
         lower = {action.chunk - 1 for action in actions if action.kind is Kind.SEND_BACKWARD}
         self.first_trained = min(self.trained | lower, default=len(size.chunks))
         """The lowest chunk with a backward, as far as this rank knows."""
-        # Behind a RETURN the script has its turn, ahead of the backward.
-        returns = any(action.kind is Kind.RETURN for action in actions)
-        self.kept = {self.last} if turns_at_once(actions, self.last) and not returns else set()
-        """Chunks that are never recomputed."""
+        self.recomputed = {action.chunk for action in actions if action.recomputed}
         self.holders: dict[Tensor, list[str]] = defaultdict(list)
         self.under_way: dict[Kind, deque[Tensor]] = {Kind.FORWARD: deque(), Kind.BACKWARD: deque()}
         if self.own & {0, self.last}:
             micro_batches = 1 + max(action.micro_batch for action in actions)
             ledger.take("batch", micro_batches * (size.inputs + size.labels))
-        if size.recompute:
+        if self.recomputed:
             ledger.take("random_states", size.random_states)
 
     def memory(self) -> ActivationMemory:
@@ -109,7 +103,7 @@ class ActivationWalk:
         return ActivationMemory(**kinds | {"on_host": self.host.most["inputs"]})
 
     def follow(self, action: Action) -> None:
-        kind, chunk, micro_batch = action
+        kind, chunk, micro_batch, _ = action
         if kind is Kind.FORWARD:
             self.forward(chunk, micro_batch)
         elif kind is Kind.BACKWARD:
@@ -153,7 +147,7 @@ class ActivationWalk:
         self.take_input(chunk, micro_batch)
         size, result = self.size.chunks[chunk], (Kind.FORWARD, chunk, micro_batch)
         self.ledger.pass_by("working", self.input_bytes(chunk) + size.forward)
-        if not self.recomputes(chunk):
+        if chunk not in self.recomputed:
             if chunk == 0:
                 self.ledger.free("batch", self.size.inputs)
             if chunk in self.trained:
@@ -172,20 +166,20 @@ class ActivationWalk:
             self.ledger.free("batch", self.size.labels * (self.last not in self.own))
         if chunk > 0:
             taken, on_this_rank = (Kind.FORWARD, chunk - 1, micro_batch), chunk - 1 in self.own
-            if self.recomputes(chunk):
+            if chunk in self.recomputed:
                 self.hold(taken, "inputs")
-            elif on_this_rank and chunk > self.first_trained and not self.recomputes(chunk - 1):
+            elif on_this_rank and chunk > self.first_trained and chunk - 1 not in self.recomputed:
                 # The executor copies this input, then drops the original.
                 self.ledger.pass_by("working", self.input_bytes(chunk))
             self.drop(taken, "handed_over" if on_this_rank else "receives")
 
     def backward(self, chunk: int, micro_batch: int) -> None:
         size = self.size.chunks[chunk]
-        copy = self.input_bytes(chunk) if self.recomputes(chunk) else 0
+        copy = self.input_bytes(chunk) if chunk in self.recomputed else 0
         if chunk == self.last:
             self.ledger.free("batch", self.size.labels)
         self.ledger.pass_by("working", copy + size.backward)
-        if not self.recomputes(chunk):
+        if chunk not in self.recomputed:
             self.ledger.free("saved", size.saved)
             if size.keeps_result:
                 self.drop((Kind.FORWARD, chunk, micro_batch), "saved")
@@ -193,7 +187,7 @@ class ActivationWalk:
             self.ledger.free("random_states", self.size.random_states)
         if chunk < self.last:
             self.drop((Kind.BACKWARD, chunk, micro_batch), "handed_over" if chunk + 1 in self.own else "receives")
-        if self.recomputes(chunk):
+        if chunk in self.recomputed:
             if chunk > 0:
                 self.drop((Kind.FORWARD, chunk - 1, micro_batch), "inputs")
             else:
@@ -206,9 +200,6 @@ class ActivationWalk:
         under_way.append(tensor)
         if len(under_way) > SENDS_IN_FLIGHT:
             self.drop(under_way.popleft(), "sends")
-
-    def recomputes(self, chunk: int) -> bool:
-        return self.size.recompute and chunk in self.trained and chunk not in self.kept
 
     def input_bytes(self, chunk: int) -> int:
         return self.size.chunks[chunk - 1].result if chunk > 0 else self.size.inputs

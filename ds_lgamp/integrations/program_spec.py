@@ -176,6 +176,7 @@ def program_spec(
             hierarchy=hierarchy,
             offload=offload,
             stores_inputs=settings.offload_activations != "none",
+            recomputes=settings.recompute == "full",
             returns_outputs=settings.outputs == "all",
             first_trained=first_trained,
         )

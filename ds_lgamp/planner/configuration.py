@@ -150,6 +150,7 @@ class Configuration:
             hierarchy=self.hierarchy,
             offload=None if self.offload is None else Offload(self.offload == "parameters"),
             stores_inputs=self.stores_inputs,
+            recomputes=self.recompute == "full",
         )
 
     @property

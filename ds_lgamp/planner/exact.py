@@ -43,7 +43,7 @@ def costs_of(model: Model, cluster: Cluster, configuration: Configuration) -> Co
     counts, sums = configuration.layers_of_chunks(model), 2 * work.tensor_sum
     forward = [count * (work.layer.forward + sums) for count in counts]
     backward = [count * (work.layer.backward + sums) for count in counts]
-    recompute = list(forward) if configuration.recompute == "full" else [0.0] * len(counts)
+    recompute = list(forward)
     elements = [count * work.layer_parameters for count in counts]
     for chunk, end, own in work.ends:
         forward[chunk] += end.forward + work.tensor_sum / 2

@@ -35,14 +35,12 @@ def exposed(
     spec: ProgramSpec,
     parameters: Sequence[int],
     flops: Sequence[float | None],
-    recompute: bool,
 ) -> Exposed:
     """Runs the program of ``spec`` on the clock.
 
     Args:
         parameters: of every chunk. Gathers and reductions share the bytes of ``demand`` in proportion.
         flops: of every chunk's forward for one micro-batch; None if unknown. A backward has twice as many.
-        recompute: whether backwards repeat forwards.
     """
     program = build_program(spec)
     network = network_costs(cluster, assignment, demand, spec, parameters, program)
@@ -52,9 +50,9 @@ def exposed(
         return Exposed(alone, None, None)
     rates = [cluster.peak * assignment.pipeline_speeds[rank] for rank in spec.placement]
     forward = [each / rate for each, rate in zip(known, rates)]
-    backward, again = [2 * each for each in forward], forward if recompute else [0.0] * len(forward)
+    backward = [2 * each for each in forward]
     step, ideal = (
-        simulate(spec, program, replace(costs, forward=forward, backward=backward, recompute=again)).step_time
+        simulate(spec, program, replace(costs, forward=forward, backward=backward, recompute=forward)).step_time
         for costs in (network, uniform_costs(spec, _NOTHING))
     )
     return Exposed(alone, step, step - ideal)

@@ -28,7 +28,6 @@ from ds_lgamp.planner.sizes import (
     default_software,
     followed,
     own_chunks,
-    recomputes,
     units_of,
 )
 from ds_lgamp.schedule.spec import RECEIVES_POSTED, SENDS_IN_FLIGHT
@@ -151,7 +150,8 @@ class _Rank:
         self.configuration, self.software, self.element, self.rank = configuration, software, software.element, rank
         own, stage, data_ranks = own_chunks(configuration, rank), configuration.zero_stage, configuration.data_ranks
         self.sizes = chunks_of(model, configuration, software, own)
-        self.recomputed = [recomputes(configuration, chunk) for chunk in own]
+        spec = configuration.spec
+        self.recomputed = [spec.is_recomputed(chunk) for chunk in own]
         self.has_input = [chunk > 0 for chunk in own]
         self.result = layer_bytes(model, configuration.micro_batch, configuration.tensor_ranks, software).result
         self.units = []

@@ -61,7 +61,7 @@ def chunks_of(model: Model, configuration: Configuration, software: Software, ch
     """Returns the bytes of one micro-batch on each of ``chunks``."""
     layer = layer_bytes(model, configuration.micro_batch, configuration.tensor_ranks, software)
     ends = end_bytes(model, configuration.micro_batch, configuration.tensor_ranks, software)
-    last = configuration.chunks - 1
+    last, spec = configuration.chunks - 1, configuration.spec
     return [
         chunk_bytes(
             layer,
@@ -69,7 +69,7 @@ def chunks_of(model: Model, configuration: Configuration, software: Software, ch
             layers_of_chunk(model, configuration, chunk),
             chunk == 0,
             chunk == last,
-            recomputes(configuration, chunk),
+            spec.is_recomputed(chunk),
         )
         for chunk in chunks
     ]
@@ -81,20 +81,6 @@ def layers_of_chunk(model: Model, configuration: Configuration, chunk: int) -> i
         return configuration.layers_of_chunks(model)[chunk]
     size, larger = divmod(model.layers, configuration.chunks)
     return size + (chunk < larger)
-
-
-def recomputes(configuration: Configuration, chunk: int) -> bool:
-    """Whether ``chunk`` is computed again in its backward. A last chunk that turns at once is not."""
-    return configuration.recompute == "full" and not (
-        chunk == configuration.chunks - 1 and turns_at_once(configuration)
-    )
-
-
-def turns_at_once(configuration: Configuration) -> bool:
-    """Whether each backward of the model's last chunk directly follows its forward."""
-    if configuration.micro_batches == 1 or configuration.schedule in ("layered", "1f1b"):
-        return True
-    return configuration.schedule == "interleaved_1f1b" and configuration.micro_batches > configuration.pipeline_ranks
 
 
 def followed(
@@ -110,7 +96,7 @@ def followed(
         configuration.data_ranks,
         software.element,
         all_to_all=software.all_to_all,
-        activation_bytes=ActivationBytes(0, 0, chunks, recompute=configuration.recompute == "full"),
+        activation_bytes=ActivationBytes(0, 0, chunks),
         hierarchy=configuration.hierarchy,
         offload=spec.offload,
     )

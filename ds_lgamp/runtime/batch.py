@@ -1,15 +1,20 @@
-"""The state of one batch on a pipeline rank."""
+"""What an executor works with: its place in the pipeline, where data lie, and the state of the batch that runs."""
 
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from ds_lgamp.runtime.chunk import Tensors
+from ds_lgamp.runtime.chunk import ParameterHolder, Tensors
 from ds_lgamp.runtime.layer_state import Moment
 from ds_lgamp.runtime.recompute import SavedTensors
-from ds_lgamp.schedule.actions import Action, Kind
+from ds_lgamp.runtime.stored_inputs import StoredInputs
+from ds_lgamp.schedule.actions import COMPUTE, Action, Kind
+from ds_lgamp.schedule.placement import Placement
+from ds_lgamp.watch.this_rank import this_rank
 
 LoadMicroBatch = Callable[[int], tuple[Any, Any]]
 """Returns a micro-batch by its number, as (inputs of the first chunk, labels)."""
@@ -30,6 +35,50 @@ class Graph(NamedTuple):
     """The state of the chunk's modules before this forward; None if the chunk is not recomputed."""
 
 
+class ActionError(RuntimeError):
+    """An action failed. The message names the rank and the action."""
+
+
+def mean_loss(loss: torch.Tensor, micro_batches: int) -> torch.Tensor:
+    """Returns the gradient of the mean loss of all micro-batches with respect to the loss of one."""
+    return torch.ones_like(loss) * (1 / micro_batches)
+
+
+class Position(NamedTuple):
+    """Where a rank is."""
+
+    placement: Placement
+    """Pipeline rank of every chunk."""
+    rank: int
+    """This pipeline rank."""
+    alike: tuple[int, ...] = ()
+    """The global ranks with the same chunks, including this one."""
+
+
+class Storage(NamedTuple):
+    """What holds parameters and inputs."""
+
+    partition: ParameterHolder
+    owns: Callable[[int, torch.Tensor], bool] | None = None
+    """Tells whether a tensor is a view of a chunk's parameters; None if parameters are never released."""
+    inputs: StoredInputs | None = None
+    """Moves inputs to the host and back; None if the programs leave them on the device."""
+
+
+class Calls(NamedTuple):
+    """What a program calls besides chunks."""
+
+    loss_function: Callable[[Any, Any], torch.Tensor] | None
+    """Returns the loss from (output of the last chunk, labels); None if the last chunk returns the loss."""
+    step: Callable[[], None]
+    """Finishes gradients and steps the optimizer, after the last reduction."""
+    update: Callable[[int], None] | None = None
+    """Updates a chunk by itself; None if the programs leave all updates to the step."""
+    loss_gradient: Callable[[torch.Tensor, int], torch.Tensor] = mean_loss
+    """Returns the gradient with respect to the loss of one micro-batch, from (that loss, number of micro-batches). The
+    backward pass starts from it."""
+
+
 @dataclass
 class BatchState:
     """One batch while it runs.
@@ -39,8 +88,6 @@ class BatchState:
             mean of these numbers if they differ.
         load: loads a micro-batch. The executor calls it once for each, on ranks that own an end of the model.
         training: whether backward passes follow.
-        turns_at_once: whether each backward of the last chunk directly follows its forward. Recomputing that chunk
-            would then save no memory.
         program: the actions of this rank, which say what it waits for where it stands still.
         first_trained: the first chunk with a backward.
         returns_outputs: whether the script computes the loss from outputs, and gives their gradients.
@@ -50,7 +97,6 @@ class BatchState:
     micro_batches: int
     load: LoadMicroBatch
     training: bool = True
-    turns_at_once: bool = False
     program: Sequence[Action] = ()
     first_trained: int = 0
     returns_outputs: bool = False
@@ -68,3 +114,31 @@ class BatchState:
     """What the script gave for outputs, by micro-batch: one for every floating-point tensor, or None."""
     row: int = -1
     """The index of the last action that was executed when the script had its turn."""
+    recomputes: bool = field(init=False)
+    """Whether a backward computes its chunk again."""
+
+    def __post_init__(self) -> None:
+        self.recomputes = any(action.recomputed for action in self.program)
+
+    def clear(self) -> None:
+        """Drops all tensors of a batch that failed, except losses and labels."""
+        for held in (self.graphs, self.results, self.output_gradients):
+            held.clear()
+
+    def failure(self, pipeline_rank: int, action: Action | None, error: Exception) -> ActionError:
+        """Returns an error that says where the batch failed, and why.
+
+        Args:
+            action: the action that failed; None if all had run.
+        """
+        where = "the end of the batch" if action is None else str(action)
+        if self.name is not None and action is not None and action.kind in COMPUTE:
+            where += f" ({self.name(action.micro_batch)})"
+        of_batch = this_rank.whereabouts.label
+        label = f" of {of_batch}" if of_batch else ""
+        frames = traceback.extract_tb(error.__traceback__)
+        source = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+        return ActionError(
+            f"rank {dist.get_rank()} (pipeline rank {pipeline_rank}) failed at {where}{label}: "
+            f"{type(error).__name__}: {error}{source}"
+        )

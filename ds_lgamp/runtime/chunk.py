@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.nn import Module
+from torch.utils._pytree import tree_map_only
 
 from ds_lgamp.runtime.layer_state import LayerState
 
@@ -93,6 +94,18 @@ def detached(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(detached, value))
     return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def partly_cloned(value: Tensors, copies: Callable[[torch.Tensor], bool]) -> Tensors:
+    """Copies those tensors in ``value`` for which ``copies`` holds."""
+    members = tuple(member.clone() if copies(member) else member for member in as_tuple(value))
+    return members if isinstance(value, tuple) else members[0]
+
+
+def detached_outputs(outputs: Any, copies: Callable[[torch.Tensor], bool]) -> Any:
+    """Returns ``outputs`` of any structure with their tensors without a graph, and a copy of each tensor for which
+    ``copies`` holds."""
+    return tree_map_only(torch.Tensor, lambda each: each.detach().clone() if copies(each) else each.detach(), outputs)
 
 
 def as_leaves(inputs: Tensors) -> Tensors:

@@ -1,6 +1,5 @@
 """Executes a pipeline rank's program, action by action."""
 
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -9,18 +8,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.autograd import profiler
-from torch.utils._pytree import tree_map_only
 
-from ds_lgamp.runtime.batch import BatchState, Graph
+from ds_lgamp.runtime.batch import ActionError, BatchState, Calls, Graph, Position, Storage
 from ds_lgamp.runtime.chunk import (
     Chunk,
-    ParameterHolder,
     Tensors,
     as_leaves,
     as_tuple,
     cloned,
     detached,
+    detached_outputs,
     differentiable,
+    partly_cloned,
 )
 from ds_lgamp.runtime.clocks import Stopwatch, Timing
 from ds_lgamp.runtime.graph import (
@@ -38,74 +37,39 @@ from ds_lgamp.runtime.recompute import Draws, RandomSource, SavedTensors
 from ds_lgamp.runtime.stored_inputs import StoredInputs
 from ds_lgamp.runtime.trace import Trace
 from ds_lgamp.schedule.actions import COMPUTE, Action, Kind
-from ds_lgamp.schedule.placement import Placement
 from ds_lgamp.watch.standing import Neighbours
 from ds_lgamp.watch.this_rank import this_rank
 from ds_lgamp.watch.whereabouts import Place
-
-
-class ActionError(RuntimeError):
-    """An action failed. The message names the rank and the action."""
-
-
-def mean_loss(loss: torch.Tensor, micro_batches: int) -> torch.Tensor:
-    """Returns the gradient of the mean loss of all micro-batches with respect to the loss of one."""
-    return torch.ones_like(loss) * (1 / micro_batches)
 
 
 class Executor:
     """Executes the program of one pipeline rank: chunks compute, links carry, the partition gathers and reduces.
 
     Args:
-        placement: pipeline rank of every chunk.
-        rank: this pipeline rank.
         chunks: the chunks of this rank.
-        partition: holds their parameters.
         links: connect this rank to its neighbours in the ring.
-        loss_function: returns the loss from (output of the last chunk, labels); None if the last chunk returns the
-            loss.
-        step: finishes gradients and steps the optimizer, after the last reduction.
-        update: updates a chunk by itself; None if the programs leave all updates to the step.
         random_sources: generators whose states recomputation restores.
-        recompute: whether the backward pass computes chunks again, from their stored input and random states. Otherwise
-            autograd keeps what it saved in the forward pass. A last chunk that turns at once is never recomputed.
-        loss_gradient: returns the gradient with respect to the loss of one micro-batch, from (that loss, number of
-            micro-batches). The backward pass starts from it.
         timing: records where the time goes.
-        owns: tells whether a tensor is a view of a chunk's parameters; None if parameters are never released.
-        stored_inputs: moves inputs to the host and back; None if the programs leave them on the device.
-        alike: the global ranks with the same chunks, including this one.
     """
 
     def __init__(
         self,
-        placement: Placement,
-        rank: int,
+        position: Position,
         chunks: Mapping[int, Chunk],
-        partition: ParameterHolder,
+        storage: Storage,
         links: Links,
-        loss_function: Callable[[Any, Any], torch.Tensor] | None,
-        step: Callable[[], None],
+        calls: Calls,
         random_sources: Sequence[RandomSource],
-        recompute: bool = True,
-        loss_gradient: Callable[[torch.Tensor, int], torch.Tensor] = mean_loss,
         timing: Timing | None = None,
-        owns: Callable[[int, torch.Tensor], bool] | None = None,
-        update: Callable[[int], None] | None = None,
-        stored_inputs: StoredInputs | None = None,
-        alike: Sequence[int] = (),
     ) -> None:
-        self.placement, self.rank = placement, rank
-        self.chunks, self.partition, self.links = chunks, partition, links
-        self.loss_function, self._step = loss_function, step
+        self.placement, self.rank, alike = position
+        self.chunks, self.links = chunks, links
+        self.partition, self._owns, self._stored_inputs = storage
+        self._calls = calls
         self.draws = Draws(random_sources)
-        self.recompute = recompute
         self.trace: Trace | None = None
         """Records steps; None if nobody has asked for it."""
-        self.loss_gradient = loss_gradient
         self.timing = Stopwatch(torch.device("cpu")) if timing is None else timing
-        self._owns, self._update = owns, update
-        self._stored_inputs = stored_inputs
         self.current: Action | None = None
         """The action that runs; None between actions."""
         self.program: Sequence[Action] = ()
@@ -115,12 +79,12 @@ class Executor:
         """The index of the last action that began; the length of the program once only sends are left."""
         self.doing = ""
         """What the current action does, as it is timed."""
-        self.neighbours = Neighbours(*links.neighbours, tuple(alike))
+        self.neighbours = Neighbours(*links.neighbours, alike)
         self.begun: set[bool] = set()
         """Whether batches for training, and others, have run."""
         self._batch: BatchState
         """The current batch; between batches, the last one."""
-        self._last_chunk = len(placement) - 1
+        self._last_chunk = len(self.placement) - 1
 
     @contextmanager
     def run_batch(self, batch: BatchState) -> Iterator[None]:
@@ -136,7 +100,7 @@ class Executor:
         self.current, self.program, self.row = None, batch.program, batch.row
         this_rank.whereabouts.place = Place.BATCH
         # TorchScript saves other tensors once it has optimized a function, in its second call.
-        as_written = torch.jit.optimized_execution(False) if batch.training and self.recompute else nullcontext()
+        as_written = torch.jit.optimized_execution(False) if batch.recomputes else nullcontext()
         try:
             with as_written:
                 yield
@@ -156,22 +120,14 @@ class Executor:
             if not batch.training and dist.get_world_size() == 1 and self.current is not None:
                 self._release_all()
                 raise
-            for held in (batch.graphs, batch.results, batch.output_gradients):
-                held.clear()
+            batch.clear()
             drop_unfinished()
             if self._stored_inputs is not None:
                 self._stored_inputs.clear()
-            action = "the end of the batch" if self.current is None else str(self.current)
-            if batch.name is not None and self.current is not None and self.current.kind in COMPUTE:
-                action += f" ({batch.name(self.current.micro_batch)})"
-            label = f" of {this_rank.whereabouts.label}" if this_rank.whereabouts.label else ""
             # contextlib would raise the StopIteration instead of the RuntimeError that it caused, and end a loop of the
             # script.
             cause = None if isinstance(error, StopIteration) else error
-            raise ActionError(
-                f"rank {dist.get_rank()} (pipeline rank {self.rank}) failed at {action}{label}: "
-                f"{type(error).__name__}: {error}{_place_of(error)}"
-            ) from cause
+            raise batch.failure(self.rank, self.current, error) from cause
 
     def _release_all(self) -> None:
         """Ends a batch in which a compute has failed, as if the rest had been computed."""
@@ -193,13 +149,7 @@ class Executor:
     @property
     def recomputing(self) -> bool:
         """Whether a chunk is being computed for the second time."""
-        return self.current is not None and self.current.kind is Kind.BACKWARD and self._recomputes(self.current.chunk)
-
-    def _recomputes(self, chunk: int) -> bool:
-        """Whether ``chunk`` is computed again in its backward pass."""
-        batch = self._batch
-        trains = batch.training and chunk >= batch.first_trained
-        return trains and self.recompute and not (batch.turns_at_once and chunk == self._last_chunk)
+        return self.current is not None and self.current.kind is Kind.BACKWARD and self.current.recomputed
 
     def run(self, program: Iterable[Action]) -> None:
         """Executes ``program``."""
@@ -223,13 +173,13 @@ class Executor:
         return self.timing.time(kind)
 
     def forward(self, action: Action) -> None:
-        _, chunk, micro_batch = action
+        _, chunk, micro_batch, recomputed = action
         batch = self._batch
         inputs = self._take_input(chunk, micro_batch)
         state: Moment | None = None
         beginning: Tensors = ()
         trains = batch.training and chunk >= batch.first_trained
-        saved = SavedTensors() if self._recomputes(chunk) else None
+        saved = SavedTensors() if recomputed else None
         if saved is not None:
             self.draws.forward(chunk, micro_batch)
             state = self.chunks[chunk].state.read()
@@ -240,12 +190,12 @@ class Executor:
                 # Layers may change their input in place. Only this chunk reads a received input. A result of this rank
                 # is copied if its chunk is not recomputed, because that chunk's graph may have saved it.
                 is_own = chunk > batch.first_trained and self.placement[chunk - 1] == self.rank
-                saved_here = is_own and not self._recomputes(chunk - 1)
+                saved_here = is_own and batch.graphs[chunk - 1, micro_batch].saved is None
                 beginning, inputs = begin_graph(cloned(inputs) if saved_here else inputs)
         hooks = nullcontext() if saved is None else saved.dropped()
         self.doing = "forward"
         with self.timing.time("forward"), torch.set_grad_enabled(trains), hooks:
-            result = self._compute(chunk, micro_batch, inputs)
+            result = self._compute(action, inputs)
             if chunk == self._last_chunk:
                 result = own_loss(result)
             if trains:
@@ -262,14 +212,22 @@ class Executor:
             if batch.training and not batch.returns_outputs:
                 batch.losses.append(detached(result))
             else:
-                batch.losses.append(self._outputs(chunk, result, is_saved=trains and saved is None))
+                # The script may change in place what autograd has saved, and a release frees parameters.
+                saves, owns = trains and saved is None, self._owns
+                batch.losses.append(
+                    detached_outputs(result, lambda each: saves or (owns is not None and owns(chunk, each)))
+                )
             if not batch.training:
                 batch.labels.pop(micro_batch, None)
         else:
-            batch.results[Kind.FORWARD, chunk, micro_batch] = self._independent(chunk, detached(result))
+            result = detached(result)
+            if self._owns is not None:
+                # A release frees the chunk's parameters.
+                result = partly_cloned(result, partial(self._owns, chunk))
+            batch.results[Kind.FORWARD, chunk, micro_batch] = result
 
     def backward(self, action: Action) -> None:
-        _, chunk, micro_batch = action
+        _, chunk, micro_batch, _ = action
         batch = self._batch
         self.partition.begin_backward(chunk)
         graph = batch.graphs.pop((chunk, micro_batch))
@@ -277,7 +235,7 @@ class Executor:
         if graph.saved is not None:
             self.doing = "backward"
             with self.timing.time("backward"):
-                state = self._recompute(chunk, micro_batch, graph, graph.saved)
+                state = self._recompute(action, graph, graph.saved)
         if chunk == self._last_chunk:
             batch.labels.pop(micro_batch, None)
         gradients = self._take_gradients(chunk, micro_batch, graph.ends)
@@ -293,7 +251,7 @@ class Executor:
             ]
 
     def send_forward(self, action: Action) -> None:
-        _, chunk, micro_batch = action
+        _, chunk, micro_batch, _ = action
         batch = self._batch
         with self._doing("send"):
             self.links.prepare(self.program, self.row)
@@ -313,24 +271,16 @@ class Executor:
         self.links.post_gradients(action.chunk, action.micro_batch)
 
     def update(self, action: Action) -> None:
-        assert self._update is not None, "programs with UPDATE come with an update"
+        assert self._calls.update is not None, "programs with UPDATE come with an update"
         with self._doing("step"):
-            self._update(action.chunk)
+            self._calls.update(action.chunk)
 
     def store_input(self, action: Action) -> None:
-        _, chunk, micro_batch = action
+        _, chunk, micro_batch, _ = action
         self._inputs_on_host.store(chunk, micro_batch, self._batch.graphs[chunk, micro_batch].beginning)
 
     def load_input(self, action: Action) -> None:
         self._inputs_on_host.load(action.chunk, action.micro_batch)
-
-    def wait_store_input(self, action: Action) -> None:
-        with self._doing("store"):
-            self._inputs_on_host.wait_store(action.chunk, action.micro_batch)
-
-    def wait_load_input(self, action: Action) -> None:
-        with self._doing("load"):
-            self._inputs_on_host.wait_load(action.chunk, action.micro_batch)
 
     @property
     def _inputs_on_host(self) -> StoredInputs:
@@ -344,7 +294,7 @@ class Executor:
             self.links.drain()
 
     def step(self, action: Action) -> None:
-        self._step()
+        self._calls.step()
 
     def _take_input(self, chunk: int, micro_batch: int) -> Tensors:
         batch = self._batch
@@ -359,49 +309,33 @@ class Executor:
         with self._doing("activation"):
             return self.links.take_activations(chunk, micro_batch)
 
-    def _compute(self, chunk: int, micro_batch: int, inputs: Any) -> Any:
+    def _compute(self, action: Action, inputs: Any) -> Any:
         """Returns the chunk's result; for the last chunk, the loss."""
-        if chunk == 0 or self._recomputes(chunk):
+        _, chunk, micro_batch, recomputed = action
+        if chunk == 0 or recomputed:
             # Layers may change their input in place. The stored input and the user's batch must stay as they are.
             inputs = cloned(inputs)
         result = self.chunks[chunk](inputs, micro_batch)
         if chunk < self._last_chunk:
             as_tuple(result)
             return result
-        if self.loss_function is None:
+        if self._calls.loss_function is None:
             return result
         labels = self._batch.labels[micro_batch]
-        return self.loss_function(result, cloned(labels) if self._recomputes(chunk) else labels)
+        return self._calls.loss_function(result, cloned(labels) if recomputed else labels)
 
-    def _independent(self, chunk: int, result: Tensors) -> Tensors:
-        """Copies members of ``result`` that are views of the chunk's parameters, which a release frees."""
-        if self._owns is None:
-            return result
-        members = as_tuple(result)
-        cut = tuple(member.clone() if self._owns(chunk, member) else member for member in members)
-        return cut if isinstance(result, tuple) else cut[0]
-
-    def _outputs(self, chunk: int, result: Any, is_saved: bool) -> Any:
-        """Returns the model's outputs without their graph. Copies views of the chunk's parameters, which a release
-        frees, and all that autograd may have saved, because the script may change it in place."""
-
-        def output(tensor: torch.Tensor) -> torch.Tensor:
-            copies = is_saved or (self._owns is not None and self._owns(chunk, tensor))
-            return tensor.detach().clone() if copies else tensor.detach()
-
-        return tree_map_only(torch.Tensor, output, result)
-
-    def _recompute(self, chunk: int, micro_batch: int, graph: Graph, saved: SavedTensors) -> Moment | None:
+    def _recompute(self, backward: Action, graph: Graph, saved: SavedTensors) -> Moment | None:
         """Restores the tensors that autograd saved, from the input, random states and modules' state of the first
         forward.
 
         Returns the state of the modules before this call; None if nothing changes it.
         """
+        _, chunk, micro_batch, _ = backward
         inputs = as_leaves(graph.beginning) if chunk > 0 else graph.beginning
         assert graph.state is not None, "a forward that is recomputed has noted the state"
         current = self.chunks[chunk].state.rewind(graph.state)
         with torch.enable_grad(), self.draws.again(chunk, micro_batch) as completely:
-            saved.restore(partial(self._compute, chunk, micro_batch, inputs), completely)
+            saved.restore(partial(self._compute, backward, inputs), completely)
         return current
 
     def _take_gradients(self, chunk: int, micro_batch: int, ends: Sequence[Any]) -> Sequence[torch.Tensor | None]:
@@ -410,32 +344,47 @@ class Executor:
         if chunk == self._last_chunk:
             if self._batch.returns_outputs:
                 return self._batch.output_gradients.pop(micro_batch)
-            return [self.loss_gradient(checked_loss(ends[0]), self._batch.micro_batches)]
+            return [self._calls.loss_gradient(checked_loss(ends[0]), self._batch.micro_batches)]
         if self.placement[chunk + 1] == self.rank:
             return self._batch.results.pop((Kind.BACKWARD, chunk + 1, micro_batch))
         with self._doing("gradient"):
             return self.links.take_gradients(chunk, micro_batch)
 
 
-def _does(name: str) -> Callable[[Executor, Action], None]:
-    """Returns what lets the partition's method ``name`` act on an action's chunk."""
+def _of_partition(name: str, kind: str = "") -> Callable[[Executor, Action], None]:
+    """Returns what calls the partition's method ``name`` for an action's chunk, and times it as ``kind``, if given."""
 
     def act(executor: Executor, action: Action) -> None:
         getattr(executor.partition, name)(action.chunk)
 
-    return act
+    def timed(executor: Executor, action: Action) -> None:
+        with executor._doing(kind):
+            getattr(executor.partition, name)(action.chunk)
+
+    return timed if kind else act
 
 
-def _waits(name: str, kind: str) -> Callable[[Executor, Action], None]:
-    """Returns what lets the partition's method ``name`` wait for an action's chunk, and times it as ``kind``."""
+def _of_input(name: str, kind: str) -> Callable[[Executor, Action], None]:
+    """Returns what calls the method ``name`` of the stored inputs for an action's input, and times it as ``kind``."""
 
     def wait(executor: Executor, action: Action) -> None:
         with executor._doing(kind):
-            getattr(executor.partition, name)(action.chunk)
+            getattr(executor._inputs_on_host, name)(action.chunk, action.micro_batch)
 
     return wait
 
 
+_LAUNCHES = (Kind.GATHER, Kind.RELEASE, Kind.REDUCE, Kind.REFRESH, Kind.COMBINE, Kind.LOAD, Kind.STORE)
+"""What the partition does by a method of the same name."""
+_WAITS = {
+    Kind.WAIT_GATHER: "gather",
+    Kind.WAIT_REDUCE: "reduce",
+    Kind.WAIT_REFRESH: "gather",
+    Kind.WAIT_COMBINE: "reduce",
+    Kind.WAIT_LOAD: "load",
+    Kind.WAIT_STORE: "store",
+}
+"""What the partition waits for by a method of the same name, and how that is timed."""
 _EXECUTE: dict[Kind, Callable[[Executor, Action], None]] = {
     Kind.FORWARD: Executor.forward,
     Kind.BACKWARD: Executor.backward,
@@ -443,32 +392,15 @@ _EXECUTE: dict[Kind, Callable[[Executor, Action], None]] = {
     Kind.RECV_FORWARD: Executor.receive_forward,
     Kind.SEND_BACKWARD: Executor.send_backward,
     Kind.RECV_BACKWARD: Executor.receive_backward,
-    Kind.GATHER: _does("gather"),
-    Kind.RELEASE: _does("release"),
-    Kind.REDUCE: _does("reduce"),
-    Kind.WAIT_GATHER: _waits("wait_gather", "gather"),
-    Kind.WAIT_REDUCE: _waits("wait_reduce", "reduce"),
-    Kind.REFRESH: _does("refresh"),
-    Kind.COMBINE: _does("combine"),
-    Kind.WAIT_REFRESH: _waits("wait_refresh", "gather"),
-    Kind.WAIT_COMBINE: _waits("wait_combine", "reduce"),
-    Kind.LOAD: _does("load"),
-    Kind.WAIT_LOAD: _waits("wait_load", "load"),
-    Kind.STORE: _does("store"),
-    Kind.WAIT_STORE: _waits("wait_store", "store"),
+    **{kind: _of_partition(kind.value.lower()) for kind in _LAUNCHES},
+    **{wait: _of_partition(wait.value.lower(), kind) for wait, kind in _WAITS.items()},
     Kind.STORE_INPUT: Executor.store_input,
     Kind.LOAD_INPUT: Executor.load_input,
-    Kind.WAIT_STORE_INPUT: Executor.wait_store_input,
-    Kind.WAIT_LOAD_INPUT: Executor.wait_load_input,
+    Kind.WAIT_STORE_INPUT: _of_input("wait_store", "store"),
+    Kind.WAIT_LOAD_INPUT: _of_input("wait_load", "load"),
     Kind.UPDATE: Executor.update,
     Kind.RETURN: Executor.return_outputs,
     Kind.STEP: Executor.step,
 }
 """Functions, because bound methods would form a reference cycle with the executor that only the garbage collector
 frees."""
-
-
-def _place_of(error: BaseException) -> str:
-    """Returns the file and line that raised the error."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""

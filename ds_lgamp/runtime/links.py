@@ -246,7 +246,9 @@ class Links:
             following = program[later]
             if following.kind in RECEIVES:
                 activations = following.kind is Kind.RECV_FORWARD
-                (self._activations_in if activations else self._gradients_in).prepare(*following[1:])
+                (self._activations_in if activations else self._gradients_in).prepare(
+                    following.chunk, following.micro_batch
+                )
             elif following.kind in COMPUTE or following.kind is Kind.RETURN:
                 return
 

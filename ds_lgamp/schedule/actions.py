@@ -95,6 +95,8 @@ class Action(NamedTuple):
     kind: Kind
     chunk: int = -1
     micro_batch: int = -1
+    recomputed: bool = False
+    """Of a forward and its backward: whether the backward computes the chunk again. The text form leaves it out."""
 
     def __str__(self) -> str:
         if self.kind is Kind.STEP:
@@ -107,7 +109,8 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Action":
-        """Parses the text form of an action. Raises ValueError if ``text`` is not an action."""
+        """Parses the text form of an action, which does not say whether a compute is ``recomputed``. Raises ValueError
+        if ``text`` is not an action."""
         match = _TEXT.fullmatch(text.strip())
         if match is None:
             raise ValueError(f"'{text}' is no action; actions look like F3.5, SEND_B3.5, GATHER3 or STEP")
@@ -123,6 +126,18 @@ class Action(NamedTuple):
 
 Program = list[list[Action]]
 """The actions of every pipeline rank."""
+Segments = list[list[Action]]
+"""The actions of one pipeline rank while passes add to them: those up to each turn of the script, and those after the
+last one. All backwards are in the last segment."""
+
+
+def joined(segments: Segments) -> list[Action]:
+    """Returns the actions of all segments, with RETURN between them."""
+    actions = list(segments[0])
+    for call, segment in enumerate(segments[1:]):
+        actions.append(Action(Kind.RETURN, micro_batch=call))
+        actions.extend(segment)
+    return actions
 
 
 def send_of(compute: Action) -> Action:

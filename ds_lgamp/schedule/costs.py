@@ -32,7 +32,7 @@ class Durations(NamedTuple):
     message: float = 0.0
     """How long one message keeps the sender's link busy: its transfer."""
     recompute: float = 0.0
-    """Added to the backward of a recomputed chunk. A last chunk that turns at once is not recomputed."""
+    """Added to the backward of a chunk that is recomputed."""
     update: float = 0.0
     """The optimizer's update of one chunk, with the tied modules that move with it."""
     refresh: float = 0.0
@@ -60,7 +60,7 @@ class Costs:
     backward: Sequence[float]
     """By chunk, for one micro-batch, without recomputation."""
     recompute: Sequence[float]
-    """By chunk. Added to its backward, unless it is a last chunk that turns at once."""
+    """By chunk. Added to its backward if that is recomputed."""
     gather: Sequence[float]
     """By chunk, with the tied modules that move with it."""
     reduce: Sequence[float]

@@ -4,9 +4,9 @@ Every order runs the backwards of a chunk in ascending micro-batches. Gradients 
 under every schedule.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
-from ds_lgamp.schedule.actions import COMPUTE, Action, Kind
+from ds_lgamp.schedule.actions import Action, Kind, Segments
 from ds_lgamp.schedule.placement import Placement
 
 Order = Callable[[Placement, int, int, int], Iterator[Action]]
@@ -99,28 +99,14 @@ def forward_only(placement: Placement, rank: int, micro_batches: int, group: int
     return _forward(chunks_of(placement, rank), range(micro_batches))
 
 
-def by_calls(order: Order, placement: Placement, rank: int, micro_batches: int, group: int) -> Iterator[Action]:
+def by_calls(order: Order, placement: Placement, rank: int, micro_batches: int, group: int) -> Segments:
     """For a script that computes the loss: it calls the model on every pipeline rank, for one micro-batch each, and
-    needs the outputs before its next call. So the forwards of one call follow those of another. The backwards of
-    ``order`` follow the last call."""
+    needs the outputs before its next call. So each call is a segment of forwards. The backwards of ``order`` follow the
+    last call."""
     chunks, pipeline_ranks = chunks_of(placement, rank), max(placement) + 1
-    for call, members in enumerate(micro_batch_groups(micro_batches, pipeline_ranks)):
-        yield from _forward(chunks, members)
-        yield Action(Kind.RETURN, micro_batch=call)
-    for action in order(placement, rank, micro_batches, group):
-        if action.kind is Kind.BACKWARD:
-            yield action
-
-
-def pieces_of(actions: Iterable[Action]) -> Iterator[list[Action]]:
-    """Yields ``actions`` in pieces, cut behind each RETURN."""
-    piece: list[Action] = []
-    for action in actions:
-        piece.append(action)
-        if action.kind is Kind.RETURN:
-            yield piece
-            piece = []
-    yield piece
+    calls = [list(_forward(chunks, members)) for members in micro_batch_groups(micro_batches, pipeline_ranks)]
+    backwards = [action for action in order(placement, rank, micro_batches, group) if action.kind is Kind.BACKWARD]
+    return [*calls, backwards]
 
 
 def chunks_of(placement: Placement, rank: int) -> list[int]:
@@ -141,23 +127,15 @@ def first_turning_chunk(placement: Placement) -> int:
     return 0
 
 
-def turns_at_once(actions: Iterable[Action], last_chunk: int) -> bool:
-    """Whether each backward of the model's last chunk directly follows its forward.
+def turns_at_once(schedule: str, micro_batches: int, pipeline_ranks: int) -> bool:
+    """Whether each backward of the model's last chunk directly follows its forward, unless the script computes the
+    loss in between.
 
-    Such a chunk needs no recomputation, because autograd saves tensors for only one micro-batch at a time.
-
-    Args:
-        actions: the program of the rank that owns ``last_chunk``, or its computes alone.
+    It does not where all forwards of a rank come first: under gpipe, and under interleaved 1F1B with one micro-batch
+    for each rank.
     """
-    computes = [action for action in actions if action.kind in COMPUTE]
-    followers = [
-        (action, follower)
-        for action, follower in zip(computes, computes[1:])
-        if action.kind is Kind.FORWARD and action.chunk == last_chunk
-    ]
-    return bool(followers) and all(
-        follower == Action(Kind.BACKWARD, last_chunk, action.micro_batch) for action, follower in followers
-    )
+    all_forwards_first = schedule == "gpipe" or (schedule == "interleaved_1f1b" and micro_batches == pipeline_ranks)
+    return micro_batches == 1 or not all_forwards_first
 
 
 def order_of(schedule: str) -> Order:

@@ -1,13 +1,10 @@
-"""Lowering passes. Each takes the actions of a pipeline rank and returns them with new actions added."""
+"""Lowering passes. Each takes the segments of a pipeline rank and returns them with new actions."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from ds_lgamp.schedule import offload, stored_inputs
-from ds_lgamp.schedule.actions import COMPUTE, Action, Kind, send_of
-from ds_lgamp.schedule.orders import pieces_of
+from ds_lgamp.schedule.actions import COMPUTE, Action, Kind, Segments, send_of
 from ds_lgamp.schedule.receives import receive_posts
-from ds_lgamp.schedule.residency import chunk_visits, next_distinct, updated_windows
 from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.schedule.waits import Waits
 
@@ -21,88 +18,62 @@ class Window(NamedTuple):
     """Chunks whose GATHER has started, and that are not released."""
 
 
-def add_residency(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> list[Action]:
-    """Adds RELEASE, REFRESH and GATHER before each visit of a chunk. Stage 3 ends by releasing every resident chunk. So
-    does each piece that ends with RETURN, because the script may evaluate then."""
-    windows = windows_of(spec, actions)
-    refreshed, resident = started_of(spec, actions)
-    lowered: list[Action] = []
-    visited = None
-    for action in actions:
-        if action.kind is Kind.RETURN:
-            visited = None
-            if spec.zero_stage == 3:
-                lowered.extend(Action(Kind.RELEASE, chunk) for chunk in sorted(resident))
-                resident = []
-        elif action.chunk != visited:
-            visited = action.chunk
-            window = next(windows)
-            lowered.extend(Action(Kind.RELEASE, chunk) for chunk in sorted(set(resident) - set(window.resident)))
-            lowered.extend(Action(Kind.REFRESH, chunk) for chunk in window.refreshed if chunk not in refreshed)
-            lowered.extend(Action(Kind.GATHER, chunk) for chunk in window.resident if chunk not in resident)
-            refreshed, resident = window
-        lowered.append(action)
-    if spec.zero_stage == 3:
-        lowered.extend(Action(Kind.RELEASE, chunk) for chunk in sorted(resident))
+def each_action(segments: Segments, lower: Callable[[Action], Iterable[Action]]) -> Segments:
+    """Returns the segments with what ``lower`` makes of each action, in the order of the program."""
+    return [[lowered for action in segment for lowered in lower(action)] for segment in segments]
+
+
+def mark_recomputed(spec: ProgramSpec, rank: int, segments: Segments) -> Segments:
+    """Marks the forwards and backwards of chunks that are recomputed."""
+    recomputed = {chunk for chunk in range(spec.chunks) if spec.is_recomputed(chunk)}
+    return each_action(
+        segments,
+        lambda action: [action._replace(recomputed=action.kind in COMPUTE and action.chunk in recomputed)],
+    )
+
+
+def add_residency(spec: ProgramSpec, rank: int, segments: Segments) -> Segments:
+    """Adds RELEASE, REFRESH and GATHER before each visit of a chunk. At stage 3, each segment ends by releasing every
+    resident chunk, because the script may evaluate in its turn."""
+    windows = windows_of(spec, segments)
+    refreshed, resident = started_of(spec, segments)
+    lowered: Segments = []
+    for segment in segments:
+        lowered.append([])
+        visited = None
+        for action in segment:
+            if action.chunk != visited:
+                visited = action.chunk
+                window = next(windows)
+                released = sorted(set(resident) - set(window.resident))
+                lowered[-1].extend(Action(Kind.RELEASE, chunk) for chunk in released)
+                lowered[-1].extend(Action(Kind.REFRESH, chunk) for chunk in window.refreshed if chunk not in refreshed)
+                lowered[-1].extend(Action(Kind.GATHER, chunk) for chunk in window.resident if chunk not in resident)
+                refreshed, resident = window
+            lowered[-1].append(action)
+        if spec.zero_stage == 3:
+            lowered[-1].extend(Action(Kind.RELEASE, chunk) for chunk in sorted(resident))
+            resident = []
     return lowered
 
 
-def add_postponed_updates(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> list[Action]:
-    """Adds each UPDATE that the step before left to this one, ahead of the first gather or forward of its chunk."""
-    if spec.forward_only or spec.updates_on_device != "next_step":
-        return list(actions)
-    lowered: list[Action] = []
-    updated: set[int] = set()
-    for action in actions:
-        if action.chunk >= spec.first_trained and action.chunk not in updated:
-            updated.add(action.chunk)
-            lowered.append(Action(Kind.UPDATE, action.chunk))
-        lowered.append(action)
-    return lowered
+def add_receives(spec: ProgramSpec, rank: int, segments: Segments) -> Segments:
+    """Adds each RECV, well before the compute that consumes the message or when the message arrives."""
+    posts = iter(receive_posts(spec, rank, [computes_of(segment) for segment in segments]))
+    return each_action(segments, lambda action: [*next(posts), action] if action.kind in COMPUTE else [action])
 
 
-def add_loads(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> list[Action]:
-    """Adds LOAD and its waits, where the host holds what a GATHER needs."""
-    return list(actions) if spec.offload is None else offload.add_loads(spec.offload, actions)
-
-
-def add_stores(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> list[Action]:
-    """Adds STORE, its wait, and UPDATE, where the host updates the chunks."""
-    if spec.offload is None or spec.forward_only:
-        return list(actions)
-    return offload.add_stores(spec.offload, spec.updates, spec.end_of_reduction, actions)
-
-
-def add_stored_inputs(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> list[Action]:
-    """Adds STORE_A, LOAD_A and their waits, where the host holds the inputs of chunks."""
-    if not spec.stores_inputs or spec.forward_only:
-        return list(actions)
-    return stored_inputs.add_stored_inputs(actions)
-
-
-def add_receives(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> list[Action]:
-    """Adds each RECV, ahead of the compute that consumes the message or when the message arrives."""
-    posts = iter(receive_posts(spec, rank, _computes(actions)))
-    lowered: list[Action] = []
-    for action in actions:
-        if action.kind in COMPUTE:
-            lowered.extend(next(posts))
-        lowered.append(action)
-    return lowered
-
-
-def add_sends(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> list[Action]:
+def add_sends(spec: ProgramSpec, rank: int, segments: Segments) -> Segments:
     """Adds SEND directly after each compute whose result another rank consumes."""
-    lowered: list[Action] = []
-    for action in actions:
-        lowered.append(action)
-        if action.kind in COMPUTE and spec.sends_output(action):
-            lowered.append(send_of(action))
-    return lowered
+    return each_action(
+        segments,
+        lambda action: [action, send_of(action)] if action.kind in COMPUTE and spec.sends_output(action) else [action],
+    )
 
 
-def add_reductions(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> list[Action]:
+def add_reductions(spec: ProgramSpec, rank: int, segments: Segments) -> Segments:
     """Adds REDUCE once a chunk's gradient is final, after the SEND of the last backward."""
+    *calls, actions = segments
     lowered: list[Action] = []
     final = None
     for action in actions:
@@ -114,71 +85,104 @@ def add_reductions(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> l
             final = action.chunk
     if final is not None:
         lowered.append(Action(Kind.REDUCE, final))
-    return lowered
+    return [*calls, lowered]
 
 
-def add_step(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> list[Action]:
+def add_step(spec: ProgramSpec, rank: int, segments: Segments) -> Segments:
     """Ends a training program with STEP and what brings its update to other ranks, unless that is deferred."""
     if spec.forward_only:
-        return list(actions)
-    return [*actions, Action(Kind.STEP), *behind_step(spec, actions)]
+        return segments
+    *calls, actions = segments
+    return [*calls, [*actions, Action(Kind.STEP), *after_step(spec, segments)]]
 
 
-def add_waits(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> list[Action]:
-    """Adds the waits for collectives, as late as possible, and COMBINE behind the wait for a reduction inside nodes."""
-    waits = Waits(spec, behind_step(spec, actions))
-    lowered: list[Action] = []
-    for action in actions:
-        lowered.extend(waits.before(action))
-        lowered.append(action)
-    return lowered
+def add_waits(spec: ProgramSpec, rank: int, segments: Segments) -> Segments:
+    """Adds the waits for collectives, as late as possible, and COMBINE after the wait for a reduction inside nodes."""
+    waits = Waits(spec, after_step(spec, segments))
+    return each_action(segments, lambda action: [*waits.before(action), action])
 
 
-def add_final_updates(spec: ProgramSpec, rank: int, actions: Sequence[Action]) -> list[Action]:
-    """Adds each UPDATE that need not wait for STEP, behind the end of its chunk's last reduction."""
-    if spec.forward_only or spec.updates_on_device != "reduction":
-        return list(actions)
-    last = {action.chunk: row for row, action in enumerate(actions) if action.kind is spec.end_of_reduction}
-    lowered: list[Action] = []
-    for row, action in enumerate(actions):
-        lowered.append(action)
-        if last.get(action.chunk) == row:
-            lowered.append(Action(Kind.UPDATE, action.chunk))
-    return lowered
-
-
-def windows_of(spec: ProgramSpec, actions: Iterable[Action]) -> Iterator[Window]:
+def windows_of(spec: ProgramSpec, segments: Segments) -> Iterator[Window]:
     """Returns what must have started at each visit, in the order of the visits.
 
     Deferred collectives cover one visit more than those that need them: at stages 1 and 2 the compute, at stage 3 the
     gathers inside a node.
     """
-    pieces = [chunk_visits(_computes(piece)) for piece in pieces_of(actions)]
-    visits = [chunk for piece in pieces for chunk in piece]
+    by_segment = [chunk_visits(computes_of(segment)) for segment in segments]
+    visits = [chunk for segment in by_segment for chunk in segment]
     nothing: list[list[int]] = [[] for _ in visits]
     refreshed = resident = nothing
     if spec.zero_stage == 3:
-        resident = [window for piece in pieces for window in next_distinct(piece, spec.resident_chunks)]
-    if spec.updated_by is Kind.GATHER:
-        resident = updated_windows(visits, 1, spec.defers_gathers)
-    elif spec.updated_by is Kind.REFRESH:
-        refreshed = updated_windows(visits, spec.resident_chunks, spec.defers_gathers)
+        resident = [window for segment in by_segment for window in next_distinct(segment, spec.resident_chunks)]
+    update = spec.update_of(visits[0])  # All travel alike.
+    if update.brought_by is Kind.GATHER:
+        resident = updated_windows(visits, 1, update.is_deferred)
+    elif update.brought_by is Kind.REFRESH:
+        refreshed = updated_windows(visits, spec.resident_chunks, update.is_deferred)
     return map(Window, refreshed, resident)
 
 
-def started_of(spec: ProgramSpec, actions: Iterable[Action]) -> Window:
+def started_of(spec: ProgramSpec, segments: Segments) -> Window:
     """Returns what the previous step has started."""
-    chunks = [action.chunk for action in behind_step(spec, actions)]
-    return Window(chunks, []) if spec.updated_by is Kind.REFRESH else Window([], chunks)
+    started = after_step(spec, segments)
+    refreshed, resident = (
+        [action.chunk for action in started if action.kind is kind] for kind in (Kind.REFRESH, Kind.GATHER)
+    )
+    return Window(refreshed, resident)
 
 
-def behind_step(spec: ProgramSpec, actions: Iterable[Action]) -> list[Action]:
-    """Returns the collectives that stand behind STEP, in the order in which the next step needs them."""
-    kind = spec.updated_by
-    if kind is None or spec.defers_gathers:
-        return []
-    return [Action(kind, chunk) for chunk in dict.fromkeys(chunk_visits(_computes(actions)))]
+def after_step(spec: ProgramSpec, segments: Segments) -> list[Action]:
+    """Returns the collectives that follow STEP, in the order in which the next step needs them."""
+    updates = {chunk: spec.update_of(chunk) for segment in segments for chunk in chunk_visits(computes_of(segment))}
+    return [
+        Action(kind, chunk)
+        for chunk, update in updates.items()
+        for kind in (Kind.GATHER, Kind.REFRESH)
+        if kind is update.brought_by and not update.is_deferred
+    ]
 
 
-def _computes(actions: Iterable[Action]) -> list[Action]:
+def computes_of(actions: Iterable[Action]) -> list[Action]:
+    """Returns the forwards and backwards among ``actions``."""
     return [action for action in actions if action.kind in COMPUTE]
+
+
+def chunk_visits(computes: Iterable[Action]) -> list[int]:
+    """Returns the chunks in the order of their visits. A visit is a run of computes on one chunk."""
+    visits: list[int] = []
+    for action in computes:
+        if not visits or visits[-1] != action.chunk:
+            visits.append(action.chunk)
+    return visits
+
+
+def updated_windows(visits: Sequence[int], ahead: int, defers_gathers: bool) -> list[list[int]]:
+    """Returns, for each visit, the chunks whose updated weights must be under way when it begins, in order of need.
+
+    Every chunk is gathered once: behind the step, so that all are under way at the first visit, or deferred. Deferred
+    gathers cover the chunk that computes and the ``ahead`` next ones.
+    """
+    if not defers_gathers:
+        everything = list(dict.fromkeys(visits))
+        return [everything for _ in visits]
+    gathered: list[int] = []
+    windows = []
+    for upcoming in next_distinct(visits, 1 + ahead):
+        gathered.extend(chunk for chunk in upcoming if chunk not in gathered)
+        windows.append(list(gathered))
+    return windows
+
+
+def next_distinct(visits: Sequence[int], count: int) -> list[list[int]]:
+    """Returns, for each visit, the first ``count`` different chunks from there on; fewer if there are no more.
+
+    At stage 3 these are the resident chunks. With two or more, a gather overlaps the compute of the chunk before it,
+    and the turn drops no chunk that is still needed. With N chunks on the rank, the layered order in K groups takes
+    K(2N - 2B) + B gathers for B < N resident chunks, else N.
+    """
+    windows: list[list[int]] = []
+    upcoming: list[int] = []
+    for chunk in reversed(visits):
+        upcoming = [chunk, *(other for other in upcoming if other != chunk)][:count]
+        windows.append(upcoming)
+    return windows[::-1]

@@ -3,31 +3,30 @@
 Around each compute, actions stand in this order: RELEASE, GATHER, RECV (posted ahead of use), WAIT_GATHER and
 WAIT_REDUCE, the compute, its SEND, and REDUCE if the chunk's gradient is final. The program ends with the last
 WAIT_REDUCEs, STEP, and the gathers that stages 1 and 2 do not defer. Where the optimizer updates chunks one by one,
-UPDATE stands behind the end of a reduction or ahead of a GATHER. :mod:`ds_lgamp.schedule.offload` says where LOAD and
-STORE stand.
+UPDATE stands behind the end of a reduction or ahead of a GATHER. :mod:`ds_lgamp.schedule.transfers` says where LOAD
+stands, :mod:`ds_lgamp.schedule.updates` where STORE stands.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
-from ds_lgamp.schedule.actions import COLLECTIVES, Action, Program
+from ds_lgamp.schedule.actions import COLLECTIVES, Action, Program, Segments, joined
 from ds_lgamp.schedule.passes import (
-    add_final_updates,
-    add_loads,
-    add_postponed_updates,
     add_receives,
     add_reductions,
     add_residency,
     add_sends,
     add_step,
-    add_stored_inputs,
-    add_stores,
     add_waits,
+    mark_recomputed,
 )
 from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.schedule.transfers import add_loads, add_stored_inputs
+from ds_lgamp.schedule.updates import add_final_updates, add_postponed_updates, add_stores
 
-Pass = Callable[[ProgramSpec, int, Sequence[Action]], list[Action]]
+Pass = Callable[[ProgramSpec, int, Segments], Segments]
 """Adds actions to those of one pipeline rank."""
 PASSES = (
+    mark_recomputed,
     add_residency,
     add_postponed_updates,
     add_receives,
@@ -61,10 +60,10 @@ def build_timed_program(spec: ProgramSpec) -> Program:
 
 def build_rank_program(spec: ProgramSpec, rank: int, passes: Iterable[Pass] = PASSES) -> list[Action]:
     """Builds the program of one pipeline rank: applies every pass to its compute order."""
-    actions = list(spec.computes(rank))
+    segments = spec.segments(rank)
     for add in passes:
-        actions = add(spec, rank, actions)
-    return actions
+        segments = add(spec, rank, segments)
+    return joined(segments)
 
 
 def collectives_agree(replicas: Iterable[ProgramSpec]) -> bool:

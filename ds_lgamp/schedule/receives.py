@@ -15,26 +15,24 @@ Two ways exist, because two kinds of transport exist.
 from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
 
-from ds_lgamp.schedule.actions import Action, Kind, receive_of
+from ds_lgamp.schedule.actions import Action, Kind, Segments, receive_of
 from ds_lgamp.schedule.orders import first_turning_chunk
 from ds_lgamp.schedule.simulate import simulate
 from ds_lgamp.schedule.spec import RECEIVES_POSTED, ProgramSpec
 
 
-def receive_posts(spec: ProgramSpec, rank: int, computes: Sequence[Action]) -> list[list[Action]]:
-    """Returns, for each compute of ``rank``, the receives to post directly before it."""
+def receive_posts(spec: ProgramSpec, rank: int, segments: Segments) -> list[list[Action]]:
+    """Returns, for each compute of ``rank``, the receives to post directly before it.
+
+    Args:
+        segments: its computes. All messages of a segment arrive in it.
+    """
     if spec.receives_on_arrival:
-        return _on_arrival(spec, rank, computes)
-    if not spec.returns_outputs:
-        return _ahead(spec, rank, computes)
-    # None is posted ahead of the script's turn: all messages of a call have arrived when it ends.
-    ranks = spec.pipeline_ranks
-    pieces = groupby(computes, lambda action: action.micro_batch // ranks if action.kind is Kind.FORWARD else None)
-    return [posts for _, piece in pieces for posts in _ahead(spec, rank, list(piece))]
+        return _on_arrival(spec, rank, [action for segment in segments for action in segment])
+    return [posts for segment in segments for posts in _ahead(spec, rank, segment)]
 
 
 def _ahead(spec: ProgramSpec, rank: int, computes: Sequence[Action]) -> list[list[Action]]:
@@ -84,8 +82,10 @@ def _on_arrival(spec: ProgramSpec, rank: int, computes: Sequence[Action]) -> lis
     clock = _clock(spec)
     arrivals = []
     for compute in filter(spec.receives_input, computes):
-        sent = compute._replace(chunk=compute.chunk + (-1 if compute.kind is Kind.FORWARD else 1))
-        arrivals.append((clock.ends[sent], compute.kind is Kind.BACKWARD, receive_of(compute)))
+        source = compute.chunk + (-1 if compute.kind is Kind.FORWARD else 1)
+        arrivals.append(
+            (clock.ends[compute.kind, source, compute.micro_batch], compute.kind is Kind.BACKWARD, receive_of(compute))
+        )
     for arrival, _, receive in sorted(arrivals, key=itemgetter(0, 1)):
         posts[bisect_left(clock.starts[rank], arrival)].append(receive)
     return posts
@@ -94,14 +94,14 @@ def _on_arrival(spec: ProgramSpec, rank: int, computes: Sequence[Action]) -> lis
 class _Clock(NamedTuple):
     starts: list[list[float]]
     """When each compute of each rank starts, in the rank's order."""
-    ends: dict[Action, float]
-    """When each compute ends."""
+    ends: dict[tuple[Kind, int, int], float]
+    """When each compute ends, by kind, chunk and micro-batch."""
 
 
 @lru_cache(maxsize=1)
 def _clock(spec: ProgramSpec) -> _Clock:
     """Runs the computes and sends of all ranks on the clock. The programs of all ranks share the result."""
-    program = [list(spec.computes(rank)) for rank in range(spec.pipeline_ranks)]
+    program = [spec.computes(rank) for rank in range(spec.pipeline_ranks)]
     spans = simulate(spec, program, sends_at_once=True).spans
     starts = [[span.start for span in of_rank] for of_rank in spans]
-    return _Clock(starts, {span.action: span.end for of_rank in spans for span in of_rank})
+    return _Clock(starts, {span.action[:3]: span.end for of_rank in spans for span in of_rank})

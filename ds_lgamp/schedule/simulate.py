@@ -122,8 +122,8 @@ def _ideal(spec: ProgramSpec, costs: Costs) -> float:
     """Returns the compute time of a rank if work were spread evenly and no rank waited."""
     cost = sum(costs.forward)
     if not spec.forward_only:
-        recomputed = spec.chunks - spec.turns_at_once
-        cost += sum(costs.backward[spec.first_trained :]) + sum(costs.recompute[spec.first_trained : recomputed])
+        again = (cost for chunk, cost in enumerate(costs.recompute) if spec.is_recomputed(chunk))
+        cost += sum(costs.backward[spec.first_trained :]) + sum(again)
     return cost * spec.micro_batches / spec.pipeline_ranks
 
 
@@ -143,10 +143,10 @@ def peak_live_activations(actions: Sequence[Action]) -> int:
 class _Way:
     """One direction of a chunk: what it costs, and when its inputs arrive."""
 
-    __slots__ = ("arrivals", "cost", "crosses", "latency", "message", "owner", "target")
+    __slots__ = ("arrivals", "cost", "crosses", "latency", "message", "owner", "recomputed_cost", "target")
 
-    def __init__(self, owner: int, cost: float, micro_batches: int) -> None:
-        self.owner, self.cost = owner, cost
+    def __init__(self, owner: int, cost: float, again: float, micro_batches: int) -> None:
+        self.owner, self.cost, self.recomputed_cost = owner, cost, cost + again
         self.arrivals: list[float | None] = [None] * micro_batches
         """When the input of each micro-batch is there; None while nobody knows."""
         self.target: _Way | None = None
@@ -167,12 +167,9 @@ class _Way:
 def _ways(spec: ProgramSpec, costs: Costs) -> dict[Kind, list[_Way]]:
     """Connects forwards to the next chunk, the last forward to its own backward, and backwards to the chunk before, as
     far as chunks train."""
-    backward = [cost + again for cost, again in zip(costs.backward, costs.recompute)]
-    if not spec.forward_only and spec.turns_at_once:
-        backward[-1] = costs.backward[-1]
     forwards, backwards = (
-        [_Way(owner, cost, spec.micro_batches) for owner, cost in zip(spec.placement, by_chunk)]
-        for by_chunk in (costs.forward, backward)
+        [_Way(owner, cost, again, spec.micro_batches) for owner, cost, again in zip(spec.placement, by_chunk, more)]
+        for by_chunk, more in ((costs.forward, [0.0] * spec.chunks), (costs.backward, costs.recompute))
     )
     forwards[0].arrivals = [0.0] * spec.micro_batches
     path = [*forwards, *reversed(backwards[spec.first_trained :])]
@@ -227,7 +224,7 @@ class _Run:
         self.awaited[rank] = None
         while row < len(actions):
             action = actions[row]
-            kind, chunk, micro_batch = action
+            kind, chunk, micro_batch, recomputed = action
             if kind is _FORWARD or kind is _BACKWARD:
                 way = self.ways[kind][chunk]
                 start = way.arrivals[micro_batch]
@@ -236,7 +233,7 @@ class _Run:
                     break
                 if now > start:
                     start = now
-                now = start + way.cost
+                now = start + (way.recomputed_cost if recomputed else way.cost)
                 spans.append(Span(start, now, action))
                 if not way.crosses:
                     self.deliver(way, micro_batch, now, woken)

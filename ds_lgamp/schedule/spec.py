@@ -1,10 +1,10 @@
 """The specification from which a program is derived."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
+from typing import NamedTuple
 
-from ds_lgamp.schedule.actions import Action, Kind
+from ds_lgamp.schedule.actions import Action, Kind, Segments, joined
 from ds_lgamp.schedule.hierarchy import Hierarchy
 from ds_lgamp.schedule.offload import Offload
 from ds_lgamp.schedule.orders import (
@@ -33,9 +33,25 @@ UPDATES = ("step", "reduction", "next_step")
 
 - step: at STEP, with all other chunks.
 - reduction: as soon as its gradient is final. STEP updates what several chunks share.
-- next_step: during the next step, ahead of the chunk's first gather, or of its first forward at stage 0. STEP decides
-  whether and how. With offloading, the host begins directly behind STEP.
+- next_step: during the next step, before the chunk's first gather, or before its first forward at stage 0. STEP decides
+  whether and how. With offloading, the host begins directly after STEP.
 """
+
+
+class Update(NamedTuple):
+    """When the optimizer updates a chunk, and how the result travels."""
+
+    when: str | None
+    """One of :data:`UPDATES`; None if nothing of the chunk trains."""
+    on_host: bool
+    """Whether the host updates it, beside the program."""
+    ready_after: Kind
+    """The kind of wait after which a rank has the chunk's reduced gradient."""
+    brought_by: Kind | None
+    """The kind of collective that brings other ranks' updates once per step; None if every use gathers them, or if
+    there are none."""
+    is_deferred: bool
+    """Whether that collective runs during the next step instead of directly after STEP."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +85,8 @@ class ProgramSpec:
 
     stores_inputs: bool = False
     """Whether the inputs of recomputed chunks wait for their backward on the host."""
+    recomputes: bool = True
+    """Whether backwards compute their chunks again, from stored inputs. :meth:`is_recomputed` says which chunks."""
     first_trained: int = 0
     """The first chunk with something to train. Gradients end there: chunks below it have no backward."""
     returns_outputs: bool = False
@@ -91,7 +109,7 @@ class ProgramSpec:
             _require(whole, "micro_batches", self.micro_batches, "a call gives one to each pipeline rank")
         if self.offload is not None:
             self._require_offloadable(self.offload)
-        if self.updates == "next_step" and self.updated_by is not None:
+        if self.updates == "next_step" and self._brought_by is not None:
             _require(self.defers_gathers, "updates", self.updates, "nothing is updated yet to gather; defer gathers")
         if self.schedule == "interleaved_1f1b":
             self._require_interleaved()
@@ -154,10 +172,19 @@ class ProgramSpec:
     def chunks(self) -> int:
         return len(self.placement)
 
+    def update_of(self, chunk: int) -> Update:
+        """Returns when ``chunk`` is updated. STEP updates on the device what the host leaves there."""
+        when: str | None = self.updates
+        on_host = self.offload is not None and chunk not in self.offload.on_device
+        if chunk < self.first_trained:
+            when = None
+        elif self.offload is not None and not on_host:
+            when = "step"
+        ready_after = Kind.WAIT_REDUCE if self.hierarchy is None else Kind.WAIT_COMBINE
+        return Update(when, on_host, ready_after, self._brought_by, self.defers_gathers)
+
     @property
-    def updated_by(self) -> Kind | None:
-        """The kind of collective that brings other ranks' updates once per step; None if every use gathers them, or if
-        there are none."""
+    def _brought_by(self) -> Kind | None:
         if self.zero_stage == 3:
             return Kind.REFRESH if self.hierarchy is not None and not self.hierarchy.replicated else None
         return Kind.GATHER if self.zero_stage > 0 else None
@@ -172,14 +199,22 @@ class ProgramSpec:
         count = self.micro_batches if micro_batches is None else micro_batches
         return replace(self, micro_batches=count, micro_batch_group=count, forward_only=True, returns_outputs=False)
 
-    def computes(self, rank: int) -> Iterator[Action]:
-        """Returns the compute order of ``rank``, with RETURN where the script computes."""
+    def segments(self, rank: int) -> Segments:
+        """Returns the compute order of ``rank``, cut where the script has its turn."""
         order = forward_only if self.forward_only else order_of(self.schedule)
+        counts = self.micro_batches, self.micro_batch_group
         if self.returns_outputs:
-            order = partial(by_calls, order)
-        for action in order(self.placement, rank, self.micro_batches, self.micro_batch_group):
-            if action.kind is not Kind.BACKWARD or action.chunk >= self.first_trained:
-                yield action
+            segments = by_calls(order, self.placement, rank, *counts)
+        else:
+            segments = [list(order(self.placement, rank, *counts))]
+        return [
+            [action for action in segment if action.kind is not Kind.BACKWARD or action.chunk >= self.first_trained]
+            for segment in segments
+        ]
+
+    def computes(self, rank: int) -> list[Action]:
+        """Returns the compute order of ``rank``, with RETURN where the script has its turn."""
+        return joined(self.segments(rank))
 
     def receives_input(self, action: Action) -> bool:
         """Whether the input of a compute comes from another pipeline rank."""
@@ -199,20 +234,16 @@ class ProgramSpec:
         source = action.chunk - 1 if action.kind is Kind.FORWARD else action.chunk + 1
         return source if 0 <= source < len(self.placement) else None
 
-    @cached_property
-    def turns_at_once(self) -> bool:
-        """Whether each backward of the last chunk directly follows its forward. The chunk is then not recomputed."""
-        return not self.returns_outputs and turns_at_once(self.computes(self.loss_rank), self.chunks - 1)
+    def is_recomputed(self, chunk: int) -> bool:
+        """Whether the backwards of ``chunk`` compute it again.
 
-    @property
-    def end_of_reduction(self) -> Kind:
-        """The kind of wait behind which a rank has the reduced gradient of a chunk."""
-        return Kind.WAIT_REDUCE if self.hierarchy is None else Kind.WAIT_COMBINE
-
-    @property
-    def updates_on_device(self) -> str:
-        """When the device updates a chunk: ``updates``, unless the host does it."""
-        return self.updates if self.offload is None else "step"
+        The model's last chunk is not recomputed if each of its backwards directly follows its forward: autograd then
+        keeps the tensors of only one micro-batch at a time.
+        """
+        if not self.recomputes or self.forward_only or chunk < self.first_trained:
+            return False
+        at_once = not self.returns_outputs and turns_at_once(self.schedule, self.micro_batches, self.pipeline_ranks)
+        return chunk < self.chunks - 1 or not at_once
 
     def is_final_backward(self, action: Action) -> bool:
         """Whether the chunk's gradient is reduced after this action.

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from ds_lgamp.schedule.actions import Action, Program
 from ds_lgamp.schedule.queues import run_in_one_queue
 from ds_lgamp.schedule.rules.gradients import check_gradients
-from ds_lgamp.schedule.rules.inputs import check_inputs
+from ds_lgamp.schedule.rules.inputs import check_inputs, check_recomputation
 from ds_lgamp.schedule.rules.messages import check_arrivals, check_channels, check_receives, check_sends
 from ds_lgamp.schedule.rules.stops import Fault, Stop, check_layout, check_order, cut
 from ds_lgamp.schedule.rules.weights import check_weights
@@ -50,7 +50,7 @@ def validate(spec: ProgramSpec, program: Program) -> None:
         row = deadlock.positions[rank]
         raise ProgramError(f"deadlock: {program[rank][row]} waits forever", rank, row, program[rank]) from None
     if spec.receives_on_arrival:
-        ends = {span.action: span.end for spans_of_rank in spans for span in spans_of_rank}
+        ends = {span.action[:3]: span.end for spans_of_rank in spans for span in spans_of_rank}
         for rank, of_rank in enumerate(stops):
             with _told(program, rank):
                 check_arrivals(of_rank, [span.start for span in spans[rank]], ends)
@@ -72,6 +72,7 @@ def _check_rank(spec: ProgramSpec, rank: int, stops: Sequence[Stop]) -> None:
     check_weights(spec, stops)
     check_receives(spec, rank, stops)
     check_gradients(spec, stops)
+    check_recomputation(spec, stops)
     check_inputs(spec, stops)
     check_layout(spec, stops)
 

@@ -49,7 +49,7 @@ class Waits:
 
     def before(self, action: Action) -> list[Action]:
         """Returns the waits to place before ``action``, the next action of the program."""
-        kind, chunk, _ = action
+        kind, chunk, *_ = action
         waits: list[Action] = []
         if kind in COMPUTE:
             waits.extend(self._wait_for(Kind.WAIT_GATHER, Action(Kind.GATHER, chunk)))

@@ -166,7 +166,7 @@ def _beside(timeline: Timeline, rank: int) -> Iterator[Interval]:
 
 def _messages(spec: ProgramSpec, timeline: Timeline, rank: int) -> Iterator[Interval]:
     for span in timeline.spans[rank]:
-        kind, chunk, micro_batch = span.action
+        kind, chunk, micro_batch, _ = span.action
         if spec.sends_output(span.action):
             target = chunk + 1 if kind is Kind.FORWARD else chunk - 1
             arrival = timeline.arrivals[kind][target][micro_batch]

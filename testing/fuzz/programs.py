@@ -5,9 +5,10 @@ from collections import Counter
 from dataclasses import replace
 from random import Random
 
-from ds_lgamp.schedule.actions import Action, Kind, Program
+from ds_lgamp.schedule.actions import Action, Kind, Program, joined
 from ds_lgamp.schedule.hierarchy import Hierarchy
 from ds_lgamp.schedule.offload import Offload
+from ds_lgamp.schedule.passes import mark_recomputed
 from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.queues import run_in_one_queue
@@ -52,6 +53,7 @@ def random_spec(random: Random) -> ProgramSpec:
         hierarchy=Hierarchy(2, random.random() < 0.5) if hierarchical else None,
         offload=Offload(parameters=zero_stage == 3 and random.random() < 0.5) if offloaded else None,
         stores_inputs=random.random() < 0.2,
+        recomputes=random.random() < 0.8,
         first_trained=random.randrange(chunks) if random.random() < 0.2 else 0,
         returns_outputs=returns_outputs,
     )
@@ -59,7 +61,7 @@ def random_spec(random: Random) -> ProgramSpec:
 
 def check_counts(spec: ProgramSpec, program: Program) -> None:
     """Raises AssertionError if the program computes or reduces other than its spec says, by a count of its own."""
-    actions = Counter(action for rank in program for action in rank)
+    actions = Counter(action._replace(recomputed=False) for rank in program for action in rank)
     for chunk in range(spec.chunks):
         trains = chunk >= spec.first_trained and not spec.forward_only
         for micro_batch in range(spec.micro_batches):
@@ -84,7 +86,9 @@ def run_case(random: Random) -> Outcome:
         validate(spec, program)
         check_counts(spec, program)
         written = [[str(action) for action in actions] for actions in program]
-        assert [[Action.parse(text) for text in actions] for actions in written] == program, "the text reads back"
+        read = [[Action.parse(text) for text in actions] for actions in written]
+        marked = [joined(mark_recomputed(spec, rank, [actions])) for rank, actions in enumerate(read)]
+        assert marked == program, "the text reads back"
         assert simulate(spec, program).step_time > 0
         on_arrival = replace(spec, receives_on_arrival=True)
         arriving = build_program(on_arrival)

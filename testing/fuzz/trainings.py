@@ -20,7 +20,7 @@ import torch.distributed as dist
 import ds_lgamp
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.user_script import finish_engines
-from ds_lgamp.runtime.executor import ActionError
+from ds_lgamp.runtime.batch import ActionError
 from testing.deepspeed_rank import prepare_rank, quiet
 from testing.fuzz.outcome import Outcome, sentence_fault
 from testing.fuzz.plain import Plain

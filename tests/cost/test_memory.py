@@ -29,9 +29,10 @@ SIZE = ActivationBytes(
 FP32 = ElementBytes()
 
 
-def two_chunks(pipeline_ranks, rank, micro_batches, zero_stage=0, resident_chunks=2):
+def two_chunks(pipeline_ranks, rank, micro_batches, zero_stage=0, resident_chunks=2, recomputes=True):
     placement = (0, 1) if pipeline_ranks == 2 else (0, 0)
-    spec = ProgramSpec(placement, "layered", micro_batches, micro_batches, zero_stage, resident_chunks)
+    counts = micro_batches, micro_batches
+    spec = ProgramSpec(placement, "layered", *counts, zero_stage, resident_chunks, recomputes=recomputes)
     return build_rank_program(spec, rank)
 
 
@@ -69,8 +70,8 @@ def test_without_recomputation_autograd_keeps_what_it_needs(keeps_result):
     """B0.0 needs most: twice the saved tensors of chunk 0 (40), possibly the result (100), two gradients (200) and its
     working memory (1000). F0 frees the inputs, B1 the labels."""
     first, last = SIZE.chunks
-    size = replace(SIZE, chunks=[replace(first, keeps_result=keeps_result), last], recompute=False)
-    told = memory_of(two_chunks(1, 0, 2), size)
+    size = replace(SIZE, chunks=[replace(first, keeps_result=keeps_result), last])
+    told = memory_of(two_chunks(1, 0, 2, recomputes=False), size)
     kept = 40 + 100 * keeps_result
     assert told.peak == 2 * kept + 200 + 1000
     assert told.activations == ActivationMemory(
@@ -89,10 +90,11 @@ def test_a_result_on_the_same_rank_is_copied_and_let_go():
     """F1.0 needs most: the batch without inputs (2), twice the saved tensors of chunk 0 (40), the other result (100),
     the copy (100) and its working memory. Both results exist just before it."""
     first, last = SIZE.chunks
-    heavy = replace(SIZE, chunks=[first, replace(last, forward=10**6)], recompute=False)
-    assert memory_of(two_chunks(1, 0, 2), heavy).peak == 2 + 2 * 40 + 2 * 100 + 10**6
+    heavy = replace(SIZE, chunks=[first, replace(last, forward=10**6)])
+    actions = two_chunks(1, 0, 2, recomputes=False)
+    assert memory_of(actions, heavy).peak == 2 + 2 * 40 + 2 * 100 + 10**6
     light = [ChunkBytes(100, 100, 100, 40), ChunkBytes(0, 0, 0)]
-    assert memory_of(two_chunks(1, 0, 2), replace(SIZE, chunks=light, recompute=False)).peak == 2 + 2 * 40 + 3 * 100
+    assert memory_of(actions, replace(SIZE, chunks=light)).peak == 2 + 2 * 40 + 3 * 100
 
 
 @given(program_specs(), st.booleans())
@@ -104,9 +106,9 @@ def test_a_micro_batch_group_bounds_what_is_stored(spec, recompute):
         return
     chunks = [ChunkBytes(10 + chunk, 0, 0, 100 + chunk) for chunk in range(spec.chunks)]
     last = spec.chunks - 1
-    for rank, actions in enumerate(build_program(spec)):
+    for rank, actions in enumerate(build_program(replace(spec, recomputes=recompute))):
         own = [chunk for chunk in range(spec.first_trained, spec.chunks) if spec.placement[chunk] == rank]
-        told = memory_of(actions, ActivationBytes(1, 1, chunks, recompute=recompute)).activations
+        told = memory_of(actions, ActivationBytes(1, 1, chunks)).activations
         live = {chunk: live_micro_batches(spec, chunk) for chunk in own}
         # A last chunk that turns at once is not recomputed.
         again = [chunk for chunk in own if recompute and (chunk < last or spec.returns_outputs)]
@@ -118,9 +120,9 @@ def test_a_micro_batch_group_bounds_what_is_stored(spec, recompute):
 def test_a_chunk_without_a_backward_keeps_nothing():
     """B1.0 needs most: a label (1), the result of F0.1 (100), what autograd saved (7), and its working memory. No
     gradient leaves it. F0 frees the inputs, B1 the labels."""
-    frozen = ProgramSpec((0, 0), "layered", 2, 2, 0, first_trained=1)
-    for recompute in (True, False):
-        told = memory_of(build_rank_program(frozen, 0), replace(SIZE, recompute=recompute, random_states=0))
+    for recomputes in (True, False):
+        frozen = ProgramSpec((0, 0), "layered", 2, 2, 0, first_trained=1, recomputes=recomputes)
+        told = memory_of(build_rank_program(frozen, 0), SIZE)
         assert told.peak == 1 + 100 + 7 + 700
         assert told.activations == ActivationMemory(
             batch=2 * 11, inputs=0, handed_over=2 * 100, receives=0, sends=0, saved=7, working=700, random_states=0

@@ -33,9 +33,7 @@ def train(grid, spec, tied, steps=2, log=None, communication_dtype=None):
     for step in range(steps):
         log = [] if log is None else log
         log.clear()
-        batch = BatchState(
-            spec.micro_batches, lambda index, step=step: micro_batch(step, index), turns_at_once=spec.turns_at_once
-        )
+        batch = BatchState(spec.micro_batches, lambda index, step=step: micro_batch(step, index))
         with CollectiveCounter() as counter, assembled.executor.run_batch(batch):
             for action in actions:
                 log.append(str(action))

@@ -15,14 +15,14 @@ from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.spec import ProgramSpec
 from tests.planner.islands import cluster, island
 
-SPEC = ProgramSpec(place_chunks("modular", 4, 2), "layered", 4, 4, zero_stage=3, resident_chunks=2)
+SPEC = ProgramSpec(place_chunks("modular", 4, 2), "layered", 4, 4, zero_stage=3, resident_chunks=2, recomputes=False)
 DEMAND = Demand(2, 2, 1, data_bytes=(10**8, 10**8), hop_bytes=(8 * 10**5, 4 * 10**5))
 PARAMETERS = [10**6] * 4
 
 
 def times(spec=SPEC, demand=DEMAND, flops=(10**9,) * 4, peak="1 TFLOP/s", **fields):
     made = cluster(island("east", 2, 1), island("west", 2, 1), **({"peak": peak} if peak else {}), **fields)
-    return exposed(made, assign(made, DEMAND), demand, spec, PARAMETERS, flops, recompute=False)
+    return exposed(made, assign(made, DEMAND), demand, spec, PARAMETERS, flops)
 
 
 def test_collectives_alone_take_as_long_as_their_bytes_and_rounds():
@@ -30,7 +30,7 @@ def test_collectives_alone_take_as_long_as_their_bytes_and_rounds():
     spec = ProgramSpec((0, 0), "layered", 1, 1, zero_stage=3, resident_chunks=1)
     demand = Demand(1, 2, 1, (10**8,), (0,))
     one = cluster(island("east", 2, 1))
-    found = exposed(one, assign(one, demand), demand, spec, [1, 1], [None, None], recompute=False)
+    found = exposed(one, assign(one, demand), demand, spec, [1, 1], [None, None])
     collectives = 2 * 2 - 1 + 2
     assert found.network == pytest.approx(1e8 / (1e9 / 8) + collectives * 1e-4, rel=0.2)
     assert found.step is None and found.exposed is None
@@ -44,7 +44,7 @@ def test_with_hierarchical_shards_the_slow_network_carries_what_peers_send():
     alike = Demand(1, 4, 1, (10**8,), (0,))
     nodes = replace(alike, hierarchy=hierarchy, peer_bytes=(10**7,))
     plain, found = (
-        exposed(made, assign(made, demand), demand, own, [1, 1], [None, None], recompute=False).network
+        exposed(made, assign(made, demand), demand, own, [1, 1], [None, None]).network
         for demand, own in ((alike, replace(spec, hierarchy=None)), (nodes, spec))
     )
     near, between = 9e7 / (1e9 / 8), 1e7 / (1e8 / 8)
@@ -66,7 +66,7 @@ def test_without_a_peak_or_operations_only_the_network_is_known():
 
 def test_a_slow_island_computes_longer():
     made = [cluster(island("east", 2, 1), island("west", 2, 1, speed=speed), peak="1 GFLOP/s") for speed in (1.0, 0.5)]
-    steps = [exposed(one, assign(one, DEMAND), DEMAND, SPEC, PARAMETERS, (10**9,) * 4, False).step for one in made]
+    steps = [exposed(one, assign(one, DEMAND), DEMAND, SPEC, PARAMETERS, (10**9,) * 4).step for one in made]
     assert steps[1] > 1.5 * steps[0]
 
 
@@ -92,7 +92,7 @@ def test_shards_of_nodes_send_between_islands_what_peers_send():
     assert [sent["between"] for sent in moved] == [2 * 10**8, 4 * 10**7]
     assert moved[1]["node"] == 4 * 9 * 10**7
     slow, fast = (
-        exposed(made, assign(made, demand), demand, spec, PARAMETERS, [None] * 4, False).network
+        exposed(made, assign(made, demand), demand, spec, PARAMETERS, [None] * 4).network
         for demand, spec in ((everywhere, replace(BY_NODES, hierarchy=None)), (by_nodes, BY_NODES))
     )
     bandwidth, latency = 1e8 / 8, 5e-3
@@ -110,5 +110,5 @@ def test_the_network_adds_no_more_than_it_takes_alone(ranks, micro_batches, sche
     spec = ProgramSpec(place_chunks("modular", chunks, ranks), schedule, micro_batches, micro_batches, stage, 2)
     made = cluster(island("east", ranks, 1), island("west", ranks, 1), peak="1 GFLOP/s")
     demand = Demand(ranks, 2, 1, (size,) * ranks, (size // 10,) * ranks)
-    found = exposed(made, assign(made, demand), demand, spec, [1] * chunks, [10**8] * chunks, True)
+    found = exposed(made, assign(made, demand), demand, spec, [1] * chunks, [10**8] * chunks)
     assert -1e-9 <= found.exposed <= found.network * (1 + 1e-6) + 1e-9

@@ -16,7 +16,7 @@ from ds_lgamp.planner.cluster import Cluster, Link
 from ds_lgamp.planner.configuration import Configuration
 from ds_lgamp.planner.memory import batch_bytes, memory, of_rank
 from ds_lgamp.planner.model import Model
-from ds_lgamp.planner.sizes import default_software, followed, own_chunks, recomputes, units_of
+from ds_lgamp.planner.sizes import default_software, followed, own_chunks, units_of
 from ds_lgamp.schedule.orders import chunks_of
 from tests.planner.configurations import configurations, models
 
@@ -81,7 +81,7 @@ def test_units_have_all_parameters(model, configuration):
 @given(configurations())
 def test_chunks_are_those_of_the_program(configuration):
     spec = configuration.spec
-    assert recomputes(configuration, spec.chunks - 1) == (configuration.recompute == "full" and not spec.turns_at_once)
+    assert spec.recomputes == (configuration.recompute == "full")
     for rank in range(spec.pipeline_ranks):
         assert list(own_chunks(configuration, rank)) == chunks_of(spec.placement, rank)
 

@@ -13,6 +13,7 @@ from ds_lgamp.partition.bus import Bus
 from ds_lgamp.partition.flat_storage import UnitParameter
 from ds_lgamp.partition.policy import NodeGroups, ZeroPolicy, node_groups
 from ds_lgamp.partition.zero_partition import TiedParameters, ZeroPartition, build_partition
+from ds_lgamp.runtime.batch import Calls, Position, Storage
 from ds_lgamp.runtime.chunk import Chunk
 from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.links import Links
@@ -86,7 +87,6 @@ def assemble(
     model: Model,
     bounds: list[int],
     apply_step: Callable[[], None],
-    recompute: bool = True,
     communication_dtype: torch.dtype | None = None,
     in_rank_order: bool = False,
 ) -> Assembled:
@@ -115,18 +115,16 @@ def assemble(
         partition.drop_gradients()
 
     executor = Executor(
-        spec.placement,
-        rank,
+        Position(spec.placement, rank, tuple(dist.get_process_group_ranks(grid.data_group))),
         chunks,
-        partition,
+        Storage(
+            partition,
+            partition.owns if partition.frees_weights else None,
+            StoredInputs(Bus(DEVICE)) if spec.stores_inputs else None,
+        ),
         grid.links(),
-        loss_function,
-        step,
+        Calls(loss_function, step),
         default_sources(DEVICE),
-        recompute,
-        owns=partition.owns if partition.frees_weights else None,
-        stored_inputs=StoredInputs(Bus(DEVICE)) if spec.stores_inputs else None,
-        alike=dist.get_process_group_ranks(grid.data_group),
     )
     users = [[*each.chunks] for each in tied]
     return Assembled(executor, partition, users, [chunk for chunk in own if parameters[chunk]])

@@ -24,9 +24,10 @@ def train(recompute):
     layers = [Summing(), Summing()]
     order = "F0.0 F0.1 F1.0 B1.0 B0.0 F0.2 F1.1 B1.1 B0.1 F1.2 B1.2 B0.2"
     run(
-        one_rank([[layer] for layer in layers], recompute),
+        one_rank([[layer] for layer in layers]),
         [torch.tensor([float(2**index)]) for index in range(3)],
         order,
+        recompute,
     )
     return layers
 

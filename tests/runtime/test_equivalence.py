@@ -49,11 +49,16 @@ def full_product():
     return [dict(zip(FACTORS, values)) for values in product(*FACTORS.values())]
 
 
-def spec(order, stage, pipeline_ranks, stores_inputs=False):
+def spec(order, stage, pipeline_ranks, recompute="from the device"):
     chunks = order.chunks_per_rank * pipeline_ranks + order.one_more
     placed = place_chunks(order.placement, chunks, pipeline_ranks)
     arguments = placed, order.schedule, 4, order.group, stage
-    return ProgramSpec(*arguments, resident_chunks=1 + stage % 2, stores_inputs=stores_inputs)
+    return ProgramSpec(
+        *arguments,
+        resident_chunks=1 + stage % 2,
+        stores_inputs=recompute == "from the host",
+        recomputes=recompute != "no",
+    )
 
 
 def relative(difference: torch.Tensor, reference: torch.Tensor) -> float:
@@ -64,12 +69,12 @@ def train_all(cases, pipeline_ranks, data_ranks):
     grid = build_grid(pipeline_ranks, data_ranks)
     references = {tied: train_reference(build_model(8, tied), STEPS, 4 * data_ranks) for tied in (True, False)}
     for case in cases:
-        configuration = spec(case["order"], case["stage"], pipeline_ranks, case["recompute"] == "from the host")
-        compare(grid, configuration, case["tied"], case["recompute"] != "no", references[case["tied"]])
+        configuration = spec(case["order"], case["stage"], pipeline_ranks, case["recompute"])
+        compare(grid, configuration, case["tied"], references[case["tied"]])
     return len(cases)
 
 
-def compare(grid, configuration, tied, recompute, reference, tolerance=2e-6):
+def compare(grid, configuration, tied, reference, tolerance=2e-6):
     model = build_model(8, tied)
     bounds = split_balanced([1] * len(model.layers), configuration.chunks)
     gradients = []
@@ -78,23 +83,19 @@ def compare(grid, configuration, tied, recompute, reference, tolerance=2e-6):
         gradients.append(gathered(assembled.partition, lambda unit: unit.reduction.shard_gradient))
         optimizer.step()
 
-    assembled = assemble(grid, configuration, model, bounds, apply_step, recompute)
+    assembled = assemble(grid, configuration, model, bounds, apply_step)
     assembled.partition.release_all()
     optimizer = torch.optim.SGD([segment.shard for segment in assembled.partition.segments()], lr=LEARNING_RATE)
     program = build_program(configuration)
     validate(configuration, program)
     for step in range(STEPS):
-        batch = BatchState(
-            4,
-            lambda index, step=step: micro_batch(step, 4 * grid.data_rank + index),
-            turns_at_once=configuration.turns_at_once,
-        )
+        batch = BatchState(4, lambda index, step=step: micro_batch(step, 4 * grid.data_rank + index))
         with assembled.executor.run_batch(batch):
             assembled.executor.run(program[grid.pipeline_rank])
         check_loss(grid, configuration, assembled, reference.losses[step])
         parameters = gathered(assembled.partition, lambda unit: unit.storage.shard)
         for name, parameter in parameters.items():
-            label = (configuration, tied, recompute, step, name)
+            label = (configuration, tied, step, name)
             expected = reference.gradients[step][name]
             assert relative(gradients[-1][name] - expected, expected) < tolerance, label
             expected = reference.parameters[step][name]

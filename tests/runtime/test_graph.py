@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_lgamp.runtime.batch import BatchState
+from ds_lgamp.runtime.batch import ActionError, BatchState, Calls, Position, Storage
 from ds_lgamp.runtime.chunk import Chunk
-from ds_lgamp.runtime.executor import ActionError, Executor
+from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.graph import backpropagate, begin_graph, drop_unfinished, end_graph
 from ds_lgamp.runtime.links import Links
 from ds_lgamp.runtime.measure import PeakMemory
@@ -111,7 +111,7 @@ def test_a_batch_that_fails_in_a_backward_pass_holds_no_memory_afterwards(monkey
 
     executor = executor_of(layer)
     with pytest.raises(ActionError, match="B0.0: ValueError: a layer fails"):
-        with executor.run_batch(BatchState(1, lambda _: (torch.ones(ELEMENTS), None), turns_at_once=True)):
+        with executor.run_batch(BatchState(1, lambda _: (torch.ones(ELEMENTS), None))):
             executor.run(map(Action.parse, ("F0.0", "B0.0")))
     gc.collect()
     assert memory[0]() is None
@@ -128,4 +128,5 @@ def test_a_layer_that_raises_stop_iteration_fails_instead_of_ending_the_scripts_
 def executor_of(layer):
     """Runs a model of one layer on one rank."""
     links = Links(torch.device("cpu"), *[NOWHERE] * 6)
-    return Executor((0,), 0, {0: Chunk([layer])}, WholeParameters(), links, None, lambda: None, [])
+    calls = Calls(None, lambda: None)
+    return Executor(Position((0,), 0), {0: Chunk([layer])}, Storage(WholeParameters()), links, calls, [])

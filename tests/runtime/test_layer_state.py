@@ -160,10 +160,10 @@ MAY_BE_REFUSED = {
 def trained(kinds, firsts, orders, recompute):
     """Returns losses, gradients and states after a batch of each order."""
     layers = [Keeping(kind, first) for kind, first in zip(kinds, firsts)]
-    executor = one_rank([[layer] for layer in layers], recompute)
+    executor = one_rank([[layer] for layer in layers])
     losses = []
     for number, order in enumerate(orders):
-        losses += run(executor, [torch.linspace(-1, 1, 3) + number + index for index in range(3)], order)
+        losses += run(executor, [torch.linspace(-1, 1, 3) + number + index for index in range(3)], order, recompute)
     return losses, [layer.weight.grad.item() for layer in layers], [layer.state() for layer in layers]
 
 
@@ -227,7 +227,7 @@ def test_modules_of_torchscript_count_once_too():
     found = []
     for recompute in (False, True):
         layers = [torch.jit.script(Scripted()) for _ in range(2)]
-        losses = run(one_rank([[layer] for layer in layers], recompute), [torch.ones(2) / 9] * 3, ALTERNATING)
+        losses = run(one_rank([[layer] for layer in layers]), [torch.ones(2) / 9] * 3, ALTERNATING, recompute)
         found.append((losses, [layer.weight.grad for layer in layers], [layer.total for layer in layers]))
         found[-1] += ([(layer.steps, layer.sizes, layer.buffer.item()) for layer in layers],)
     assert found[0] == found[1]

@@ -24,7 +24,6 @@ from ds_lgamp.runtime.messages import HEADER_ELEMENTS
 from ds_lgamp.runtime.ring import posts_on_arrival
 from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.hierarchy import Hierarchy
-from ds_lgamp.schedule.orders import pieces_of
 from ds_lgamp.schedule.placement import place_chunks, split_balanced
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.spec import ProgramSpec
@@ -32,6 +31,7 @@ from testing import simnccl
 from testing.ranks import run_on_ranks
 from tests.runtime.assembly import DEVICE, Grid, assemble, build_grid
 from tests.runtime.models import LEARNING_RATE, build_model, micro_batch
+from tests.schedule.strategies import pieces_of
 from tests.slow import slow_except
 
 STEPS = 2
@@ -146,7 +146,7 @@ def with_lasting_links(grid: Grid) -> Grid:
 
 
 def train(grid: Grid, layout: Layout) -> Outcome:
-    spec = replace(layout.spec, receives_on_arrival=posts_on_arrival())
+    spec = replace(layout.spec, receives_on_arrival=posts_on_arrival(), recomputes=layout.recompute)
     model = build_model(8, layout.tied)
     outcome = Outcome([], [], [], [])
 
@@ -163,7 +163,6 @@ def train(grid: Grid, layout: Layout) -> Outcome:
         model,
         split_balanced([1] * len(model.layers), spec.chunks),
         apply_step,
-        layout.recompute,
         in_rank_order=layout.in_rank_order,
     )
     partition.release_all()
@@ -180,7 +179,6 @@ def run_batch(grid, executor, spec, step):
         spec.micro_batches,
         lambda index: micro_batch(step, spec.micro_batches * grid.data_rank + index),
         training=not spec.forward_only,
-        turns_at_once=spec.turns_at_once,
         program=build_program(spec)[grid.pipeline_rank],
         returns_outputs=spec.returns_outputs,
     )

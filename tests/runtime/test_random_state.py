@@ -16,6 +16,7 @@ from ds_lgamp.schedule.spec import ProgramSpec
 from testing.ranks import run_on_ranks
 from tests.runtime.assembly import DEVICE, assemble, build_grid
 from tests.runtime.models import Model, Recording, build_model, micro_batch
+from tests.runtime.one_rank import all_recomputed
 
 
 class RecordingDropout(Recording):
@@ -54,10 +55,13 @@ def train_step(layers, bounds, micro_batches, sources=None, steps=1, turns_at_on
     if sources is not None:
         assembled.executor.draws = Draws(sources)
     seed_all()
+    (program,) = build_program(spec)
+    if not turns_at_once:
+        program = all_recomputed(program)
     for _ in range(steps):
-        batch = BatchState(micro_batches, lambda index: micro_batch(0, index), turns_at_once=turns_at_once)
+        batch = BatchState(micro_batches, lambda index: micro_batch(0, index), program=program)
         with assembled.executor.run_batch(batch):
-            assembled.executor.run(build_program(spec)[0])
+            assembled.executor.run(program)
     return next_numbers()
 
 
@@ -224,7 +228,7 @@ def test_forwards_and_backwards_may_alternate(schedule):
     program = build_program(ProgramSpec(placement, schedule, 6, 6, zero_stage=0))[0]
     drawer = Drawer()
     for drawing in ((0, 2), (), (0,), (2,)):
-        for kind, chunk, index in program:
+        for kind, chunk, index, _ in program:
             if kind is Kind.FORWARD:
                 drawer.forward(chunk, index, chunk in drawing)
             elif kind is Kind.BACKWARD:

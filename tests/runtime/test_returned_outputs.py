@@ -3,12 +3,12 @@
 import torch
 
 from ds_lgamp.runtime.batch import BatchState
-from ds_lgamp.schedule.orders import pieces_of
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.spec import ProgramSpec
 from testing.ranks import run_on_ranks
 from tests.runtime.assembly import assemble, build_grid
 from tests.runtime.models import Model, Recording, build_model, micro_batch
+from tests.schedule.strategies import pieces_of
 
 CALLS = 3
 
@@ -69,7 +69,9 @@ def gradients_of(chosen):
     layers = build_model(2, tied=False).layers
     spec, executor = assembled_with(layers, [0, 2, len(layers)])
     seen, calls = [], iter(range(CALLS))
-    executor._step = lambda: seen.extend(each.clone() for each in executor.partition.counted_gradients())
+    executor._calls = executor._calls._replace(
+        step=lambda: seen.extend(each.clone() for each in executor.partition.counted_gradients())
+    )
     batch = step(spec, executor, gradient=lambda loss: torch.ones_like(loss) if next(calls) in chosen else None)
     return seen, len(batch.graphs) + len(batch.results) + len(batch.labels) + len(batch.output_gradients)
 

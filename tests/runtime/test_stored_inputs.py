@@ -25,9 +25,7 @@ def train():
     program = build_rank_program(SPEC, 0)
     stored = assembled.executor._stored_inputs
     for step in range(2):
-        with assembled.executor.run_batch(
-            BatchState(4, lambda index, step=step: micro_batch(step, index), turns_at_once=True)
-        ):
+        with assembled.executor.run_batch(BatchState(4, lambda index, step=step: micro_batch(step, index))):
             assembled.executor.run(program)
     leaving = sum(action.kind is Kind.STORE_INPUT for action in program)
     return stored._bus.bytes_loaded, stored._bus.bytes_stored, bool(stored._under_way or stored._away), leaving

@@ -160,7 +160,8 @@ def trained(name, named, place, recompute, change=lambda module: module):
     modules = nn.ModuleList([first, called])
     for parameter in modules.parameters():
         nn.init.uniform_(parameter, -0.5, 0.5)
-    losses = run(one_rank([[first], layers[place], [nn.Tanh()]], recompute), [torch.randn(4), torch.randn(4)], ORDER)
+    inputs = [torch.randn(4), torch.randn(4)]
+    losses = run(one_rank([[first], layers[place], [nn.Tanh()]]), inputs, ORDER, recompute)
     return losses, [parameter.grad for parameter in modules.parameters()], list(modules.buffers())
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ds_lgamp import schedule
 
-PASSES = ("residency", "waits", "receives", "stored_inputs", "offload", "passes")
+PASSES = ("waits", "receives", "updates", "passes", "transfers")
 """The modules of ds_lgamp.schedule that place actions. Later ones import earlier ones."""
 SECONDS = 2.0
 """For so long a wrong pass may work on one program. A wrong condition may loop for ever."""

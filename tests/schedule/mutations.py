@@ -2,6 +2,7 @@
 
 import pytest
 
+from ds_lgamp.schedule.actions import COMPUTE
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.validate import ProgramError, validate
 
@@ -18,10 +19,13 @@ def assert_every_mutation_is_refused(spec, rank):
 
 
 def _mutations(actions):
-    """Yields every program with one action dropped, duplicated or swapped."""
+    """Yields every program with one action dropped, duplicated or swapped, or one compute marked otherwise."""
     for row in range(len(actions)):
         yield "drop", row, actions[:row] + actions[row + 1 :]
         yield "duplicate", row, actions[: row + 1] + actions[row:]
+        if actions[row].kind in COMPUTE:
+            marked = actions[row]._replace(recomputed=not actions[row].recomputed)
+            yield "mark", row, [*actions[:row], marked, *actions[row + 1 :]]
         if row + 1 < len(actions):
             swapped = [*actions[:row], actions[row + 1], actions[row], *actions[row + 2 :]]
             yield "swap", row, swapped

@@ -1,7 +1,10 @@
 """Hypothesis strategies for everything that a program is derived from."""
 
+from collections.abc import Iterable, Iterator
+
 from hypothesis import strategies as st
 
+from ds_lgamp.schedule.actions import Action, Kind
 from ds_lgamp.schedule.hierarchy import Hierarchy
 from ds_lgamp.schedule.offload import Offload
 from ds_lgamp.schedule.placement import place_chunks
@@ -50,6 +53,7 @@ def program_specs(draw, max_ranks: int = 5, max_chunks_per_rank: int = 4, max_mi
         # Mostly, everything trains.
         first_trained=draw(st.just(0) | st.integers(0, chunks - 1)),
         returns_outputs=returns_outputs,
+        recomputes=draw(st.integers(0, 3)) > 0,
     )
 
 
@@ -68,3 +72,14 @@ def live_micro_batches(spec: ProgramSpec, chunk: int) -> int:
     following = spec.chunks - 1 - chunk
     turns = len(set(spec.placement[chunk:])) == following + 1
     return min(spec.micro_batch_group, 2 * following + 1) if turns else spec.micro_batch_group
+
+
+def pieces_of(actions: Iterable[Action]) -> Iterator[list[Action]]:
+    """Yields ``actions`` in pieces, cut after each RETURN."""
+    piece: list[Action] = []
+    for action in actions:
+        piece.append(action)
+        if action.kind is Kind.RETURN:
+            yield piece
+            piece = []
+    yield piece

@@ -3,6 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_lgamp.schedule.actions import PARTITION, Action, Kind
+from ds_lgamp.schedule.passes import mark_recomputed
+from ds_lgamp.schedule.program import build_program
 from tests.schedule.strategies import program_specs
 
 
@@ -43,10 +45,8 @@ def test_every_action_is_parsed_from_its_text_form(kind, chunk, micro_batch):
 
 @given(program_specs())
 def test_every_action_of_a_program_round_trips(spec):
-    from ds_lgamp.schedule.program import build_program
-
-    for actions in build_program(spec):
-        assert [Action.parse(str(action)) for action in actions] == actions
+    for rank, actions in enumerate(build_program(spec)):
+        assert mark_recomputed(spec, rank, [[Action.parse(str(action)) for action in actions]]) == [actions]
 
 
 @pytest.mark.parametrize("text", ["", "F3", "GATHER", "GATHER3.1", "STEP1", "X1.2", "F-1.0", "F1.2 F1.3"])

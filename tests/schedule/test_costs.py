@@ -48,9 +48,8 @@ def case(schedule, ranks, chunks_per_rank, micro_batches, stage=0, **durations):
 def test_every_action_takes_what_its_chunk_costs(case):
     spec, costs = case
     timeline = simulate(spec, build_program(spec), replace(costs, shares_card=False))
-    backward = [cost + again for cost, again in zip(costs.backward, costs.recompute)]
-    if not spec.forward_only and spec.turns_at_once:
-        backward[-1] = costs.backward[-1]
+    again = [cost * spec.is_recomputed(chunk) for chunk, cost in enumerate(costs.recompute)]
+    backward = [cost + more for cost, more in zip(costs.backward, again)]
     of_kind = {Kind.FORWARD: costs.forward, Kind.BACKWARD: backward, Kind.GATHER: costs.gather}
     of_kind |= {Kind.REDUCE: costs.reduce, Kind.REFRESH: costs.refresh, Kind.COMBINE: costs.combine}
     of_kind |= {Kind.LOAD: costs.load, Kind.STORE: costs.store, Kind.UPDATE: costs.update}

@@ -120,7 +120,7 @@ def test_every_program_is_valid(spec):
 
 @given(program_specs())
 def test_every_chunk_and_micro_batch_computes_once(spec):
-    computed = Counter(action for actions in build_program(spec) for action in actions if action.kind in COMPUTE)
+    computed = Counter(action[:3] for actions in build_program(spec) for action in actions if action.kind in COMPUTE)
     kinds = [Kind.FORWARD] if spec.forward_only else [Kind.FORWARD, Kind.BACKWARD]
     expected = {
         (kind, chunk, micro_batch)
@@ -218,7 +218,12 @@ def test_the_last_chunk_turns_at_once_but_where_all_forwards_come_first(spec):
     the script computes the loss. A single micro-batch turns at once anyway."""
     all_first = {"gpipe": spec.micro_batches > 1, "interleaved_1f1b": spec.micro_batches == spec.pipeline_ranks > 1}
     turns = not spec.forward_only and not all_first.get(spec.schedule, False)
-    assert spec.turns_at_once == (turns and not spec.returns_outputs)
+    trains = not spec.forward_only
+    turns = turns and not spec.returns_outputs
+    assert spec.is_recomputed(spec.chunks - 1) == (trains and spec.recomputes and not turns)
+    others = range(spec.first_trained, spec.chunks - 1)
+    assert all(spec.is_recomputed(chunk) == (trains and spec.recomputes) for chunk in others)
+    assert not any(spec.is_recomputed(chunk) for chunk in range(spec.first_trained))
 
 
 def test_a_rank_goes_two_forwards_ahead_for_every_chunk_that_follows():

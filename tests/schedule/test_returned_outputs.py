@@ -7,12 +7,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ds_lgamp.schedule.actions import COMPUTE, RECEIVES, Action, Kind
-from ds_lgamp.schedule.orders import pieces_of
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import simulate
 from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.schedule.validate import ProgramError, validate
-from tests.schedule.strategies import program_specs
+from tests.schedule.strategies import pieces_of, program_specs
 
 
 def texts(actions):
@@ -59,7 +58,7 @@ def test_nothing_of_a_call_is_left_when_the_script_has_its_turn(spec):
     for actions in build_program(spec):
         resident, loaded, posted = set(), set(), set()
         for action in actions:
-            kind, chunk, micro_batch = action
+            kind, chunk, micro_batch, _ = action
             if kind is Kind.GATHER:
                 resident.add(chunk)
             elif kind is Kind.RELEASE:

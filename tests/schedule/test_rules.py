@@ -85,18 +85,19 @@ def test_receives_that_are_posted_a_compute_before_or_after_their_message_arrive
         validate(spec, build_program(spec))
 
 
-def without_last(self, computes):
-    return [action for action in computes if action.micro_batch < self.micro_batches - 1]
+def without_last(segments):
+    return [[action for action in segment if action.micro_batch < 3] for segment in segments]
 
 
-def backwards_last_first(self, computes):
+def backwards_last_first(segments):
+    (computes,) = segments
     backwards = iter([action for action in reversed(computes) if action.kind is Kind.BACKWARD])
-    return [next(backwards) if action.kind is Kind.BACKWARD else action for action in computes]
+    return [[next(backwards) if action.kind is Kind.BACKWARD else action for action in computes]]
 
 
-def returned_early(self, computes):
-    first = next(row for row, action in enumerate(computes) if action.kind is Kind.RETURN)
-    return [*computes[: first - 1], computes[first], computes[first - 1], *computes[first + 1 :]]
+def returned_early(segments):
+    first, second, *others = segments
+    return [first[:-1], [first[-1], *second], *others]
 
 
 @pytest.mark.parametrize(
@@ -108,9 +109,9 @@ def returned_early(self, computes):
     ],
 )
 def test_a_schedule_whose_order_is_wrong_is_refused(change, fault, monkeypatch):
-    stock = ProgramSpec.computes
+    stock = ProgramSpec.segments
     spec = ProgramSpec((0,), "layered", 4, 4, 0, returns_outputs=change is returned_early)
-    monkeypatch.setattr(ProgramSpec, "computes", lambda self, rank: iter(change(self, list(stock(self, rank)))))
+    monkeypatch.setattr(ProgramSpec, "segments", lambda self, rank: change(stock(self, rank)))
     with pytest.raises(ProgramError, match=fault):
         validate(spec, build_program(spec))
 

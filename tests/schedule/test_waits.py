@@ -21,7 +21,7 @@ class Held:
 
     def check(self, spec, action, before):
         """Checks one action. ``before`` is the action before it."""
-        kind, chunk, _ = action
+        kind, chunk, *_ = action
         if kind is Kind.WAIT_GATHER:
             self.gathering.remove(chunk)
         elif kind is Kind.WAIT_REDUCE:
@@ -71,8 +71,9 @@ def test_nothing_computes_on_what_is_under_way_and_no_wait_is_longer_than_it_mus
             for kind in (Kind.GATHER, Kind.REFRESH)
         }
         started = dict(behind)
-        if spec.forward_only and spec.updated_by is not None and not spec.defers_gathers:
-            started[spec.updated_by] = {action.chunk for action in actions if action.chunk >= 0}
+        brought_by = spec.update_of(actions[0].chunk).brought_by
+        if spec.forward_only and brought_by is not None and not spec.defers_gathers:
+            started[brought_by] = {action.chunk for action in actions if action.chunk >= 0}
         held = Held(started[Kind.GATHER], started[Kind.REFRESH])
         for before, action in zip([None, *actions], actions):
             held.check(spec, action, before)

@@ -59,7 +59,7 @@ class _Gradients:
 
     def follow(self, row: int, action: Action, stop: Stop) -> None:
         """Checks an action ahead of ``stop``."""
-        kind, chunk, _ = action
+        kind, chunk, *_ = action
         full = len(self.combining) == self.spec.resident_chunks
         if self.next and not (full and self.next[0].kind is Kind.COMBINE and kind is Kind.WAIT_COMBINE):
             if action != self.next[0]:
@@ -127,7 +127,7 @@ class _Gradients:
         """Whether the oldest reduction must end ahead of ``stop``."""
         if not self.reducing or stop.action is None or stop.action.kind is Kind.RETURN:
             return False
-        kind, chunk, _ = stop.action
+        kind, chunk, *_ = stop.action
         if kind is Kind.STEP or (self.goes_on and self.covered > 0):
             return True
         if kind is not Kind.BACKWARD or chunk in self.accumulating:
@@ -139,7 +139,7 @@ class _Gradients:
         """Whether the oldest sum between nodes must end ahead of ``stop``."""
         if not self.combining or stop.action is None:
             return False
-        kind, chunk, _ = stop.action
+        kind, chunk, *_ = stop.action
         return kind is Kind.STEP or (kind is Kind.BACKWARD and chunk in self.combining)
 
     def arrive(self, stop: Stop) -> None:
@@ -152,7 +152,7 @@ class _Gradients:
             raise Fault(stop.row, f"{stop} must wait for the reduction of chunk {self.reducing[0]} first")
         if self._must_combine(stop):
             raise Fault(stop.row, f"{stop} must wait for the sum of chunk {self.combining[0]} between nodes first")
-        kind, chunk, micro_batch = stop.action
+        kind, chunk, micro_batch, _ = stop.action
         if stop.computes:
             self.covered = len(self.reducing)
             self.visited.setdefault(chunk)

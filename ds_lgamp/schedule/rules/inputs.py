@@ -1,10 +1,29 @@
-"""When inputs of chunks, from which backward passes recompute, travel to the host and back."""
+"""Which chunks are recomputed, and when their inputs travel to the host and back."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from ds_lgamp.schedule.actions import OF_INPUTS, SENDS, Action, Kind
 from ds_lgamp.schedule.rules.stops import Fault, Stop, texts
 from ds_lgamp.schedule.spec import NEAREST, ProgramSpec
+
+
+def check_recomputation(spec: ProgramSpec, stops: Sequence[Stop]) -> None:
+    """A compute is recomputed if the spec recomputes, its chunk has backwards, and it is not the model's last chunk
+    with a backward directly behind each forward."""
+    actions = [stop.action for stop in stops if stop.action is not None]
+    trained = {action.chunk for action in actions if action.kind is Kind.BACKWARD} if spec.recomputes else set()
+    last = spec.chunks - 1
+    if all(
+        following[:3] == (Kind.BACKWARD, last, action.micro_batch)
+        for action, following in pairwise(actions)
+        if action.kind is Kind.FORWARD and action.chunk == last
+    ):
+        trained.discard(last)
+    for stop in stops:
+        if stop.action is not None and stop.action.recomputed != (stop.action.chunk in trained):
+            fault = "is not" if stop.action.recomputed else "is"
+            raise Fault(stop.row, f"{stop} {fault} to be recomputed")
 
 
 def check_inputs(spec: ProgramSpec, stops: Sequence[Stop]) -> None:
@@ -55,7 +74,7 @@ def _leaving(stops: Sequence[Stop]) -> set[Action]:
     for stop in stops:
         action = stop.action
         place += NEAREST if action is not None and action.kind is Kind.RETURN else 1
-        if action is None or action.chunk < 1:
+        if action is None or action.chunk < 1 or not action.recomputed:
             continue
         if action.kind is Kind.FORWARD:
             forwards[action.chunk, action.micro_batch] = place

@@ -117,21 +117,21 @@ def _most_posted(spec: ProgramSpec, rank: int, forward: bool) -> int:
     return most
 
 
-def check_arrivals(stops: Sequence[Stop], starts: Sequence[float], ends: Mapping[Action, float]) -> None:
+def check_arrivals(stops: Sequence[Stop], starts: Sequence[float], ends: Mapping[tuple[Kind, int, int], float]) -> None:
     """A receive that is posted on arrival stands directly ahead of the first compute that begins once its message has
     been sent; several, in the order in which they were sent, activations first.
 
     Args:
         stops: of the rank.
         starts: when each of its computes starts on the clock.
-        ends: when each compute of all ranks ends.
+        ends: when each compute of all ranks ends, by kind, chunk and micro-batch.
     """
     consumers = {receive_of(stop.action): stop.row for stop in stops if stop.action is not None and stop.computes}
 
     def sent(receive: Action) -> tuple[float, bool, int]:
         forward = receive.kind is Kind.RECV_FORWARD
         kind, source = (Kind.FORWARD, receive.chunk - 1) if forward else (Kind.BACKWARD, receive.chunk + 1)
-        return ends[Action(kind, source, receive.micro_batch)], not forward, consumers[receive]
+        return ends[kind, source, receive.micro_batch], not forward, consumers[receive]
 
     for place, stop in enumerate(stop for stop in stops if stop.computes):
         receives = stop.of(*RECEIVES)

@@ -81,14 +81,14 @@ def check_order(spec: ProgramSpec, rank: int, stops: Sequence[Stop]) -> None:
     order = [*spec.computes(rank), *([] if spec.forward_only else [Action(Kind.STEP)])]
     for stop, right in zip_longest(stops[:-1], order):
         found = stops[-1] if stop is None else stop
-        if found.action != right:
+        if _identity(found.action) != _identity(right):
             raise Fault(found.row, f"the schedule's next compute is {right or 'none'}, found {found}")
     own = [chunk for chunk, owner in enumerate(spec.placement) if owner == rank]
     trained = [] if spec.forward_only else [chunk for chunk in own if chunk >= spec.first_trained]
     micro_batches = range(spec.micro_batches)
     forwards, backwards = (product([kind], own, micro_batches) for kind, own in zip(Kind, (own, trained)))
-    times = Counter(stop.action for stop in stops if stop.computes)
-    if times != Counter(Action(*each) for each in (*forwards, *backwards)):
+    times = Counter(_identity(stop.action) for stop in stops if stop.computes)
+    if times != Counter((*forwards, *backwards)):
         raise Fault(stops[-1].row, "some chunk does not see every micro-batch once in each direction")
     done: Counter[Action | None] = Counter()
     for stop in stops:
@@ -102,6 +102,10 @@ def check_order(spec: ProgramSpec, rank: int, stops: Sequence[Stop]) -> None:
             called = (stop.action.micro_batch + 1) * spec.pipeline_ranks
             if done[Action(Kind.FORWARD)] != called * len(own):
                 raise Fault(stop.row, f"{stop.action} stands where its call is not over")
+
+
+def _identity(action: Action | None) -> tuple[Kind, int, int] | None:
+    return None if action is None else action[:3]
 
 
 def check_layout(spec: ProgramSpec, stops: Sequence[Stop]) -> None:
@@ -131,12 +135,20 @@ def _sections(spec: ProgramSpec) -> list[set[Kind]]:
     refreshes, gathers = {Kind.REFRESH}, {Kind.WAIT_REFRESH, Kind.WAIT_LOAD, Kind.GATHER}
     reductions = {Kind.WAIT_REDUCE, Kind.COMBINE, Kind.WAIT_COMBINE, Kind.STORE, Kind.WAIT_STORE}
     if spec.offload is None and spec.updates == "next_step":
-        (refreshes if spec.updated_by is Kind.REFRESH else gathers).add(Kind.UPDATE)
+        (refreshes if brought_by(spec) is Kind.REFRESH else gathers).add(Kind.UPDATE)
     elif spec.updates != "step":
         reductions.add(Kind.UPDATE)
     of_first = [{Kind.SEND_FORWARD, Kind.SEND_BACKWARD}, {Kind.REDUCE}]
     receives = {Kind.RECV_FORWARD, Kind.RECV_BACKWARD}
     return [*of_first, {Kind.RELEASE}, refreshes, gathers, {Kind.LOAD}, receives, {Kind.WAIT_GATHER}, reductions]
+
+
+def brought_by(spec: ProgramSpec) -> Kind | None:
+    """The kind of collective that brings what other ranks have updated: once per step, of every chunk. None if all
+    ranks update alike, or if stage 3 gathers it with each use."""
+    if spec.zero_stage in (1, 2):
+        return Kind.GATHER
+    return Kind.REFRESH if spec.hierarchy is not None and not spec.hierarchy.replicated else None
 
 
 def texts(actions: Sequence[Action]) -> str:

@@ -7,7 +7,7 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from ds_lgamp.schedule.actions import Action, Kind
-from ds_lgamp.schedule.rules.stops import Fault, Stop, pieces, texts
+from ds_lgamp.schedule.rules.stops import Fault, Stop, brought_by, pieces, texts
 from ds_lgamp.schedule.spec import ProgramSpec
 
 _OF_WEIGHTS = frozenset(
@@ -78,11 +78,12 @@ class _Weights:
         for visit in self.visits.values():
             self.uses[visit.chunk].append(visit.number)
         self.loads = self._loads()
-        brought = [] if spec.updated_by is None or spec.defers_gathers else list(self.uses)
+        self.brought_by = brought_by(spec)
+        brought = [] if self.brought_by is None or spec.defers_gathers else list(self.uses)
         self.brought = set(brought)
         """Chunks of which this rank has what the last step updated, or soon has it."""
-        self.refreshing = set(brought if spec.updated_by is Kind.REFRESH else [])
-        self.gathering = set(brought if spec.updated_by is Kind.GATHER else [])
+        self.refreshing = set(brought if self.brought_by is Kind.REFRESH else [])
+        self.gathering = set(brought if self.brought_by is Kind.GATHER else [])
         self.resident: set[int] = set()
         self.updates = spec.offload is None and spec.updates == "next_step"
         postponed = self.updates and not spec.forward_only
@@ -129,7 +130,7 @@ class _Weights:
 
     def _updated(self, stop: Stop, visit: _Visit | None) -> tuple[list[int], list[int]]:
         """Returns the chunks to refresh and to gather ahead of a stop because a step has updated them."""
-        kind = self.spec.updated_by
+        kind = self.brought_by
         due: list[int] = []
         if kind is not None and visit is not None:
             ahead = 1 if kind is Kind.GATHER else self.spec.resident_chunks
@@ -165,7 +166,7 @@ class _Weights:
         return own
 
     def _check_postponed(self, stop: Stop) -> None:
-        launch = Kind.REFRESH if self.spec.updated_by is Kind.REFRESH else Kind.GATHER
+        launch = Kind.REFRESH if self.brought_by is Kind.REFRESH else Kind.GATHER
         expected: list[Action] = []
         for action in [*stop.of(launch), *([stop.action] if stop.action is not None else [])]:
             if action.chunk in self.postponed:

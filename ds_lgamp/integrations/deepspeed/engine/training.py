@@ -42,7 +42,7 @@ from ds_lgamp.optimizers.updates import HostUpdateError
 from ds_lgamp.partition.agreement import host_group
 from ds_lgamp.partition.bus import Bus
 from ds_lgamp.partition.zero_partition import ZeroPartition
-from ds_lgamp.runtime.batch import BatchState, LoadMicroBatch
+from ds_lgamp.runtime.batch import BatchState, Calls, LoadMicroBatch, Position, Storage
 from ds_lgamp.runtime.chunk import Chunk
 from ds_lgamp.runtime.clocks import Stopwatch
 from ds_lgamp.runtime.executor import Executor
@@ -229,25 +229,17 @@ class Training:
             bus = Bus(self.device, disk=self._disk) if host is None else host.bus
             stored_inputs = StoredInputs(bus, on_disk=settings.offload_activations == "nvme")
         return Executor(
-            module.layout.placement,
-            module.stage_id,
+            Position(module.layout.placement, module.stage_id, tuple(dist.get_process_group_ranks(self.data_group))),
             {
                 chunk: Chunk(functions, module.layout.bounds[chunk], before_layer, between_layers, after_layer)
                 for chunk, functions in module.chunk_functions.items()
             },
-            self.partition,
+            Storage(self.partition, self.partition.owns if self.partition.frees_weights else None, stored_inputs),
             ring_links(self.grid.pipe_groups, self.device, host_group(), module.dynamic_shape, _SHAPES_ADVICE),
-            door.loss_of,
-            self._step,
+            Calls(door.loss_of, self._step, door.optimizer.update, self._loss_gradient),
             # Seeded before every layer, generators need not be restored.
             [] if settings.reproducible else sources,
-            recompute=settings.recompute == "full",
-            loss_gradient=self._loss_gradient,
-            timing=self._stopwatch,
-            owns=self.partition.owns if self.partition.frees_weights else None,
-            update=door.optimizer.update,
-            stored_inputs=stored_inputs,
-            alike=dist.get_process_group_ranks(self.data_group),
+            self._stopwatch,
         )
 
     # What it trains
@@ -330,7 +322,6 @@ class Training:
             self.door.micro_batches if training else spec.micro_batches,
             load,
             training,
-            spec.turns_at_once,
             self.program(spec),
             spec.first_trained,
             spec.returns_outputs and training,

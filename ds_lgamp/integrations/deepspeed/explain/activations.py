@@ -94,7 +94,6 @@ def measure_activations(
         chunks=chunks,
         random_states=sum(state.nbytes for state in states) if on_host else 0,
         draws=draws.any,
-        recompute=settings.recompute == "full",
         flops=flops,
     )
 
@@ -129,7 +128,7 @@ def _chunks(
             0 if chunk == last else _bytes_of(result),
             is_first=chunk == 0,
             is_last=chunk == last,
-            recompute=settings.recompute == "full" and not (chunk == last and spec.turns_at_once),
+            recompute=spec.is_recomputed(chunk),
             fake=True,
             trains=chunk >= spec.first_trained,
         )

@@ -137,8 +137,9 @@ class ForwardBackward:
         # Evaluation takes any number of micro-batches. Some schedules train with a multiple of the ranks only.
         trained = pipeline_ranks if forward_only else micro_batches
         spec = program_spec(self._settings, placement, trained, self._zero_stage, posts_on_arrival())
-        # Megatron-core's loop steps the optimizer after the program, so nothing can be gathered behind the step.
-        spec = replace(spec, defers_gathers=True)
+        # Megatron-core's loop steps the optimizer after the program, so nothing can be gathered after the step. Its
+        # layers recompute by themselves.
+        spec = replace(spec, defers_gathers=True, recomputes=False)
         spec = spec.evaluation(micro_batches) if forward_only else spec
         program = build_program(spec)
         validate(spec, program)

@@ -13,8 +13,8 @@ from ds_lgamp.integrations.megatron.loop.sharded.data_parallel import ShardedDat
 from ds_lgamp.integrations.megatron.loop.sharded.model import partition_of
 from ds_lgamp.integrations.megatron.loop.timing import MegatronTiming
 from ds_lgamp.partition.agreement import everyone, host_group
-from ds_lgamp.runtime.batch import BatchState
-from ds_lgamp.runtime.executor import ActionError, Executor
+from ds_lgamp.runtime.batch import ActionError, BatchState, Calls, Position, Storage
+from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.ring import ring_links
 from ds_lgamp.runtime.trace import Trace
 from ds_lgamp.schedule.actions import Action, Kind
@@ -101,19 +101,13 @@ class Pipeline:
         kind = len(batch.models), data
         if kind not in self._executors:
             executor = self._executors[kind] = Executor(
-                batch.placement,
-                batch.rank,
+                Position(batch.placement, batch.rank, tuple(dist.get_process_group_ranks(batch.groups.dp_cp))),
                 {chunk: ModelChunk(own, self._running) for own, chunk in enumerate(batch.chunks)},
-                data,
+                Storage(data, data.owns if isinstance(data, ShardedData) else None),
                 self._links,
-                loss_function=None,
-                step=self._finish_gradients,
+                Calls(None, self._finish_gradients, loss_gradient=self._loss_gradient),
                 random_sources=[],
-                recompute=False,
-                loss_gradient=self._loss_gradient,
                 timing=self._timing,
-                owns=data.owns if isinstance(data, ShardedData) else None,
-                alike=dist.get_process_group_ranks(batch.groups.dp_cp),
             )
             executor.trace = self._trace
         return self._executors[kind]

@@ -13,7 +13,7 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.checkpoint import live
 from ds_lgamp.integrations.user_script import finish_engines
-from ds_lgamp.runtime.executor import ActionError
+from ds_lgamp.runtime.batch import ActionError
 from testing.deepspeed_rank import prepare_rank
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.checkpoint.live_runs import CASES, Run, heard

@@ -9,7 +9,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from ds_lgamp.integrations.deepspeed.model.module import over_pipeline
-from ds_lgamp.runtime.executor import ActionError
+from ds_lgamp.runtime.batch import ActionError
 from testing.deepspeed_rank import prepare_rank
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed import linear

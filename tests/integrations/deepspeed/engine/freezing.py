@@ -16,7 +16,7 @@ import ds_lgamp
 from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.integrations.user_script import finish_engines
 from ds_lgamp.partition.agreement import everyone
-from ds_lgamp.runtime.executor import ActionError
+from ds_lgamp.runtime.batch import ActionError
 from testing.deepspeed_rank import prepare_rank, quiet
 from tests.integrations.deepspeed.linear import mean_square
 from tests.integrations.deepspeed.models import seed

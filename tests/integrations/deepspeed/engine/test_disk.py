@@ -23,7 +23,7 @@ from ds_lgamp.optimizers import disk_updates
 from ds_lgamp.partition import bus
 from ds_lgamp.partition.agreement import everyone
 from ds_lgamp.partition.memory import HostRoom
-from ds_lgamp.runtime.executor import ActionError
+from ds_lgamp.runtime.batch import ActionError
 from testing.deepspeed_rank import prepare_rank, quiet
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.engine.test_offload import DISK, OFFLOADS

@@ -19,7 +19,8 @@ from ds_lgamp.partition.disk import Disk
 from ds_lgamp.runtime import stored_inputs
 from ds_lgamp.runtime.measure import PeakMemory, live_tensors, storage_of
 from ds_lgamp.runtime.stored_inputs import StoredInputs
-from ds_lgamp.schedule.stored_inputs import add_stored_inputs
+from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.schedule.transfers import add_stored_inputs
 from testing.deepspeed_rank import prepare_rank
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.engine.test_recompute import KEEPING, engine, gradients_and_peak_of, micro_batch
@@ -102,7 +103,8 @@ def measure_peaks():
             peaks[key] = memory.peak
             del trained
     actions, units = program_of(layout, 0, MICRO_BATCHES, 2, 2)
-    programs = {"none": actions, "cpu": add_stored_inputs(actions)}
+    storing = ProgramSpec((0,) * SIZE.blocks, "layered", MICRO_BATCHES, MICRO_BATCHES, 2, 2, stores_inputs=True)
+    programs = {"none": actions, "cpu": add_stored_inputs(storing, 0, [actions])[0]}
     told = {
         key: rank_memory(program, units, 2, 1, ADAMW, True, activation_bytes(SIZE)) for key, program in programs.items()
     }

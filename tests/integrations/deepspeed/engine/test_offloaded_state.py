@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from ds_lgamp.runtime.executor import ActionError
+from ds_lgamp.runtime.batch import ActionError
 from ds_lgamp.schedule.actions import Kind
 from testing.deepspeed_rank import prepare_rank
 from testing.ranks import run_on_ranks

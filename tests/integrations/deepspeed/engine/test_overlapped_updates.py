@@ -9,7 +9,7 @@ import torch
 
 import ds_lgamp
 from ds_lgamp.checkpoint.errors import CheckpointError
-from ds_lgamp.runtime.executor import ActionError
+from ds_lgamp.runtime.batch import ActionError
 from testing.deepspeed_rank import prepare_rank, quiet
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.engine.exact_runs import (

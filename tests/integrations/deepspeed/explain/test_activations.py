@@ -33,7 +33,9 @@ IN_FP32 = SimpleNamespace(
 def measured(layers, data, loss_fn=loss_function, settings=None, config=IN_FP32, spec=SPEC):
     module = SimpleNamespace(_layer_specs=layers, loss_fn=loss_fn)
     bounds = list(range(len(layers) + 1))
-    return measure_activations(module, layers, bounds, data, spec, settings or LgampConfig(), config)
+    settings = settings or LgampConfig()
+    spec = replace(spec, recomputes=settings.recompute == "full")
+    return measure_activations(module, layers, bounds, data, spec, settings, config)
 
 
 @pytest.mark.parametrize("recompute", ["full", "none"])

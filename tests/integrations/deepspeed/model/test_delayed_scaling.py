@@ -11,7 +11,7 @@ from torch import nn
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.model.recomputation import refuse_delayed_scaling
-from ds_lgamp.runtime.executor import ActionError
+from ds_lgamp.runtime.batch import ActionError
 from testing.deepspeed_rank import prepare_rank, quiet
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.linear import batches, engine_of, mean_square

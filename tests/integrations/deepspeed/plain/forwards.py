@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 import ds_lgamp
-from ds_lgamp.runtime.executor import ActionError
+from ds_lgamp.runtime.batch import ActionError
 from testing.deepspeed_rank import prepare_rank
 from tests.integrations.deepspeed.plain.calls import prepared, train
 from tests.integrations.deepspeed.plain.mistakes import note_failure

@@ -15,7 +15,7 @@ import ds_lgamp
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.plain.state import whole_state
 from ds_lgamp.integrations.user_script import finish_engines
-from ds_lgamp.runtime.executor import ActionError
+from ds_lgamp.runtime.batch import ActionError
 from testing.deepspeed_rank import prepare_rank
 from tests.integrations.deepspeed.plain.sequential import Inputs, Loss, WithTargets, pairs, sequential
 from tests.integrations.deepspeed.plain.training import MICRO_BATCHES, configuration, initialize

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import ds_lgamp
 from ds_lgamp.integrations.deepspeed.plain.state import whole_state
 from ds_lgamp.integrations.user_script import finish_engines
-from ds_lgamp.runtime.executor import ActionError
+from ds_lgamp.runtime.batch import ActionError
 from ds_lgamp.watch.this_rank import this_rank
 from testing.deepspeed_rank import prepare_rank
 from tests.integrations.deepspeed.plain.mistakes import note_failure

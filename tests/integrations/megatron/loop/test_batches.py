@@ -15,7 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_lgamp.integrations.megatron.loop.batch import Batch
 from ds_lgamp.integrations.megatron.loop.data_parallel import DistributedData
-from ds_lgamp.runtime.executor import ActionError, Executor
+from ds_lgamp.runtime.batch import ActionError
+from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.schedule.spec import SENDS_IN_FLIGHT
 from ds_lgamp.watch.this_rank import this_rank
 from testing.ranks import run_on_ranks

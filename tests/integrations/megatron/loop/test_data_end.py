@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_lgamp.runtime.executor import ActionError
+from ds_lgamp.runtime.batch import ActionError
 from testing.ranks import run_on_ranks
 from tests.integrations.megatron.training_loop import Place, Training, one_or_all, prepare_process
 

@@ -23,7 +23,7 @@ from ds_lgamp.integrations.megatron.loop.flags import (
     refuse_flags,
     refuse_together,
 )
-from ds_lgamp.runtime.executor import ActionError
+from ds_lgamp.runtime.batch import ActionError
 from testing import ROOT
 from testing.pretraining import megatron_tree
 from testing.ranks import run_on_ranks

@@ -1,0 +1,136 @@
+"""Passes that add copies between device and host: the weights of offloaded chunks, and the inputs from which backward
+passes recompute.
+
+The weights of a chunk are loaded once after every update. If the host holds the parameters too, each gather of a chunk
+takes a load of its own.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from ds_lgamp.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, Segments
+from ds_lgamp.schedule.offload import Offload
+from ds_lgamp.schedule.passes import computes_of
+from ds_lgamp.schedule.spec import NEAREST, ProgramSpec
+
+_BEHIND_LOADS = RECEIVES | {Kind.WAIT_GATHER, Kind.WAIT_REDUCE}
+"""What runs between the loads for the next visit and the first compute of this one."""
+
+
+def add_loads(spec: ProgramSpec, rank: int, segments: Segments) -> Segments:
+    """Adds LOAD during the visit before the GATHER that needs it, so that the copy runs beside compute, and WAIT_LOAD
+    directly before that GATHER. The loads for the first visit of each segment come before all else, the others before
+    what their visit waits for. A LOAD begins when the update of its chunk is over, without a wait of the program.
+    """
+    if spec.offload is None:
+        return segments
+    known = set(spec.offload.on_device)
+    return [_with_loads(spec.offload, segment, known) for segment in segments]
+
+
+def _with_loads(offload: Offload, actions: Sequence[Action], known: set[int]) -> list[Action]:
+    """Returns a segment with its loads. Adds to ``known`` the chunks that the device has from then on."""
+    gathers = _gathers_by_visit(actions)
+    loads = [[chunk for chunk in visit if chunk in new] for visit, new in zip(gathers, _new(gathers, offload, known))]
+    lowered = [Action(Kind.LOAD, chunk) for chunk in loads[0]] if loads else []
+    visited, visit = None, -1
+    for action in actions:
+        if action.kind is Kind.GATHER and action.chunk in loads[visit + 1]:
+            lowered.append(Action(Kind.WAIT_LOAD, action.chunk))
+        elif action.kind in COMPUTE and action.chunk != visited:
+            visited, visit = action.chunk, visit + 1
+            row = len(lowered)
+            while row > 0 and lowered[row - 1].kind in _BEHIND_LOADS:
+                row -= 1
+            following = loads[visit + 1] if visit + 1 < len(loads) else []
+            lowered[row:row] = [Action(Kind.LOAD, chunk) for chunk in following]
+        lowered.append(action)
+    return lowered
+
+
+def _gathers_by_visit(actions: Sequence[Action]) -> list[list[int]]:
+    """Returns the chunks that are gathered before each visit."""
+    gathers: list[list[int]] = [[]]
+    visited = None
+    for action in actions:
+        if action.kind is Kind.GATHER:
+            gathers[-1].append(action.chunk)
+        elif action.kind in COMPUTE and action.chunk != visited:
+            visited = action.chunk
+            gathers.append([])
+    return gathers[:-1]
+
+
+def _new(gathers: Sequence[Sequence[int]], offload: Offload, known: set[int]) -> list[set[int]]:
+    """Returns, for each visit, the chunks that are loaded for it: all that are gathered and not ``known``, or those for
+    the first time, which are known then."""
+    if offload.parameters:
+        return [set(visit) - known for visit in gathers]
+    new = []
+    for visit in gathers:
+        new.append(set(visit) - known)
+        known.update(visit)
+    return new
+
+
+def add_stored_inputs(spec: ProgramSpec, rank: int, segments: Segments) -> Segments:
+    """Adds STORE_A after forwards, LOAD_A one compute before their backwards, and the waits for both.
+
+    An input comes back in the segment of its backward. One of them leaves at a time. An input that is needed soon stays
+    on the device. Inputs of chunk 0 stay where the user's batch has them.
+    """
+    if not spec.stores_inputs or spec.forward_only:
+        return segments
+    leaving = _leaving(segments)
+    loads: defaultdict[Action, list[Action]] = defaultdict(list)
+    for computes in map(computes_of, segments):
+        for before, compute in zip([*computes[:1], *computes], computes):
+            if compute.kind is Kind.BACKWARD and compute in leaving:
+                loads[before].append(compute)
+    lowered: Segments = []
+    stored: Action | None = None
+    """A forward whose input is on its way to the host."""
+    for segment in segments:
+        lowered.append([])
+        computed: Action | None = None
+        """A forward whose input leaves next."""
+        for action in segment:
+            if computed is not None and action.kind not in SENDS:
+                lowered[-1].extend([*_of(Kind.WAIT_STORE_INPUT, stored), *_of(Kind.STORE_INPUT, computed)])
+                computed, stored = None, computed
+            if action in loads:
+                lowered[-1].extend(_of(Kind.WAIT_STORE_INPUT, stored))
+                stored = None
+                lowered[-1].extend(load for backward in loads[action] for load in _of(Kind.LOAD_INPUT, backward))
+            if action in leaving and action.kind is Kind.FORWARD:
+                computed = action
+            elif action in leaving:
+                lowered[-1].extend(_of(Kind.WAIT_LOAD_INPUT, action))
+            lowered[-1].append(action)
+        if computed is not None:
+            lowered[-1].extend([*_of(Kind.WAIT_STORE_INPUT, stored), *_of(Kind.STORE_INPUT, computed)])
+            stored = computed
+    return lowered
+
+
+def _leaving(segments: Segments) -> set[Action]:
+    """Returns the forwards whose inputs leave, and their backwards. The script's turn is long enough for that."""
+    forwards: dict[tuple[int, int], tuple[int, Action]] = {}
+    leaving: set[Action] = set()
+    begin = 0
+    for computes in map(computes_of, segments):
+        for place, action in enumerate(computes, begin):
+            if action.chunk == 0 or not action.recomputed:
+                continue
+            if action.kind is Kind.FORWARD:
+                forwards[action.chunk, action.micro_batch] = place, action
+                continue
+            since, forward = forwards[action.chunk, action.micro_batch]
+            if place - since >= NEAREST:
+                leaving |= {forward, action}
+        begin += len(computes) + NEAREST
+    return leaving
+
+
+def _of(kind: Kind, compute: Action | None) -> list[Action]:
+    return [] if compute is None else [Action(kind, compute.chunk, compute.micro_batch)]
