@@ -1,10 +1,10 @@
 """Builds a program from a compute order: the actions of every pipeline rank.
 
-Around each compute, actions stand in this order: RELEASE, GATHER, RECV (posted ahead of use), WAIT_GATHER and
+Around each compute, actions come in this order: RELEASE, GATHER, RECV (posted before use), WAIT_GATHER and
 WAIT_REDUCE, the compute, its SEND, and REDUCE if the chunk's gradient is final. The program ends with the last
 WAIT_REDUCEs, STEP, and the gathers that stages 1 and 2 do not defer. Where the optimizer updates chunks one by one,
-UPDATE stands behind the end of a reduction or ahead of a GATHER. :mod:`ds_lgamp.schedule.transfers` says where LOAD
-stands, :mod:`ds_lgamp.schedule.updates` where STORE stands.
+UPDATE follows the end of a reduction or precedes a GATHER. :mod:`ds_lgamp.schedule.transfers` says where LOAD
+comes, :mod:`ds_lgamp.schedule.updates` where STORE comes.
 """
 
 from collections.abc import Callable, Iterable
