@@ -4,9 +4,9 @@ has the formula."""
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ds_lgamp.cost.ledger import Ledger
+from ds_lgamp.cost.ledger import Ledger, Step
 from ds_lgamp.cost.storage import part_size
-from ds_lgamp.schedule.actions import Action, Kind
+from ds_lgamp.schedule.actions import PARTITION, Action, Kind
 from ds_lgamp.schedule.hierarchy import Hierarchy
 
 _MASTER_BYTES = 4
@@ -115,6 +115,11 @@ class StateWalk:
         if not self.partitioned:
             for unit in self.training:
                 self.ledger.take("gradients", self.size.gradients * unit.part)
+
+    @property
+    def steps(self) -> dict[Kind, Step]:
+        """What an action of each kind takes and frees."""
+        return dict.fromkeys(PARTITION | {Kind.BACKWARD, Kind.STEP}, self.follow)
 
     def follow(self, action: Action) -> None:
         using = self.using.get(action.chunk, [])

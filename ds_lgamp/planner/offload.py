@@ -8,7 +8,7 @@ from ds_lgamp.planner.activations import layer_bytes
 from ds_lgamp.planner.cluster import Cluster
 from ds_lgamp.planner.compute import ELEMENT, Compute
 from ds_lgamp.planner.configuration import Configuration
-from ds_lgamp.planner.memory import ConfigurationMemory
+from ds_lgamp.planner.memory import of_ranks
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.sizes import default_software
 
@@ -41,32 +41,45 @@ def input_seconds(compute: Compute, model: Model, configuration: Configuration) 
     return compute.transfer(layer_bytes(model, configuration.micro_batch, configuration.tensor_ranks, software).result)
 
 
-def offloaded(
-    in_memory: Iterable[tuple[ConfigurationMemory, Configuration]], cluster: Cluster
+def ways_to_offload(configuration: Configuration) -> list[Configuration]:
+    """Returns a layered configuration with its optimizer on the host, and with its parameters there too at stage 3, if
+    a search can run it on the clock. Alone, a data-parallel rank is at stage 3. The configuration itself comes first,
+    because its inputs of chunks may lie on the host alone."""
+    one = configuration
+    if one.schedule != "layered" or one.micro_batch_outer or one.hierarchy is not None or one.computes > MOST_COMPUTES:
+        return []
+    stage = one.zero_stage if one.data_ranks > 1 else 3
+    ways = [("optimizer", stage > 0), ("parameters", stage == 3)]
+    return [one, *(replace(one, zero_stage=stage, offload=offload) for offload, is_possible in ways if is_possible)]
+
+
+def with_room(
+    model: Model, ways: Iterable[tuple[Configuration, Configuration]], cluster: Cluster
 ) -> Iterator[Configuration]:
-    """Yields each layered configuration with its optimizer on the host, and with its parameters there too at stage 3,
-    if a search can run it on the clock and the GPU may hold the rest. Alone, a data-parallel rank is at stage 3. Where
-    the GPU cannot hold the rest with inputs of chunks, these are on the host too, or alone.
+    """Yields each way to offload if the GPU may hold the rest. Where it cannot hold the rest with inputs of chunks,
+    these are on the host too.
 
     Args:
-        in_memory: configurations without offloading, and what they need.
+        ways: configurations without offloading, each with one of its :func:`ways_to_offload`.
     """
     known = set()
-    for needed, one in in_memory:
-        quick = one.computes <= MOST_COMPUTES
-        if one.schedule != "layered" or one.micro_batch_outer or one.hierarchy is not None or not quick:
-            continue
-        stage = one.zero_stage if one.data_ranks > 1 else 3
-        rest = needed.total - needed.master_weights - needed.optimizer_state - needed.gradients
-        ways = ((None, needed.total), ("optimizer", rest), ("parameters", rest - needed.weights))
-        for offload, stays in ways:
-            lacks_room = stays > cluster.memory
-            can_offload = offload is None or stage == 3 or (stage > 0 and offload == "optimizer")
-            stores_inputs = lacks_room and one.recompute == "full"
-            fits = stays - needed.stored * stores_inputs <= cluster.memory
-            if can_offload and fits and (offload is not None or stores_inputs):
-                at = one.zero_stage if offload is None else stage
-                made = replace(one, zero_stage=at, offload=offload, stores_inputs=stores_inputs)
-                if made not in known:
-                    known.add(made)
-                    yield made
+    for one, way in ways:
+        stays = _stays(model, one, way, cluster)
+        if stays is not None and stays.uses_host and stays not in known:
+            known.add(stays)
+            yield stays
+
+
+def _stays(model: Model, one: Configuration, way: Configuration, cluster: Cluster) -> Configuration | None:
+    """Returns ``way``, with inputs of chunks on the host if a rank has no room for them; None if that is not enough."""
+    stores_inputs = False
+    for needed in of_ranks(model, one):
+        stays = needed.total
+        if way.offload is not None:
+            stays -= needed.master_weights + needed.optimizer_state + needed.gradients
+        if way.offload == "parameters":
+            stays -= needed.weights
+        stores_inputs |= stays > cluster.memory and one.recompute == "full"
+        if stays - needed.stored * stores_inputs > cluster.memory:
+            return None
+    return replace(way, stores_inputs=stores_inputs)

@@ -1,8 +1,10 @@
 """Finds the fastest, cheapest or smallest configurations that train a model on a cluster."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
+from itertools import islice, takewhile
 from math import inf
 
 from ds_lgamp.planner.bound import Bound
@@ -10,9 +12,9 @@ from ds_lgamp.planner.candidates import candidates
 from ds_lgamp.planner.cluster import Cluster
 from ds_lgamp.planner.configuration import Configuration, describe, method_of
 from ds_lgamp.planner.exact import exact_seconds, is_quick
-from ds_lgamp.planner.memory import ConfigurationMemory, memory
+from ds_lgamp.planner.memory import ConfigurationMemory, fits, least, memory
 from ds_lgamp.planner.model import Model
-from ds_lgamp.planner.offload import offloaded
+from ds_lgamp.planner.offload import ways_to_offload, with_room
 from ds_lgamp.planner.predict import Prediction, predict, scaled
 from ds_lgamp.schedule.hierarchy import Hierarchy
 
@@ -65,14 +67,14 @@ def search(
     if objective == "cost" and cluster.price is None:
         raise ValueError("price is missing in the cluster, which the objective cost needs; add it, as in '2.5 USD/h'")
     plans: list[Plan] = []
-    needs: list[Need] = []
+    tried: list[Configuration] = []
     if objective == "memory":
-        plans = _by_memory(model, cluster, sequences, needs, best, offload, suits)
+        plans = _by_memory(model, cluster, sequences, tried, best, offload, suits)
     else:
         for part in _parts(cluster) if objective == "cost" else [cluster]:
-            plans += _by_bound(model, part, sequences, needs, offload, suits)
+            plans += _by_bound(model, part, sequences, tried, offload, suits)
     if not plans:
-        raise NothingFits(_why_nothing_fits(model, cluster, sequences, needs))
+        raise NothingFits(_why_nothing_fits(model, cluster, sequences, tried))
     plans.sort(key=_RANK[objective])
     plans += _with_nodes(model, cluster, plans)
     if objective != "memory":
@@ -82,17 +84,15 @@ def search(
     return sorted((_told(model, cluster, plan) for plan in different[:best] + others), key=_RANK[objective])
 
 
-Need = tuple[ConfigurationMemory, Configuration]
-
 WORTH_A_LOOK = 1.5
 """Plans that take more than so many times as long as the best one of their method are left out."""
 
 
 def _by_bound(
-    model: Model, cluster: Cluster, sequences: int, needs: list[Need], offload: bool, suits: Suits
+    model: Model, cluster: Cluster, sequences: int, tried: list[Configuration], offload: bool, suits: Suits
 ) -> list[Plan]:
-    """Returns the plans that may be among the fastest, beginning with those that have the shortest compute. Adds the
-    memory that was calculated to ``needs``."""
+    """Returns the plans that may be among the fastest, beginning with those that have the shortest compute. Adds what
+    it looks at to ``tried``."""
     bounds = Bound(model, cluster)
     fastest: dict[str, float] = {}
     plans, too_large = [], []
@@ -101,19 +101,19 @@ def _by_bound(
         method = method_of(configuration)
         if bound > WORTH_A_LOOK * fastest.get(method, inf):
             continue
-        needed = memory(model, configuration)
-        needs.append((needed, configuration))
-        if needed.fits(cluster):
-            plans.append(_plan(model, cluster, configuration, needed))
+        tried.append(configuration)
+        if fits(model, configuration, cluster):
+            plans.append(_plan(model, cluster, configuration))
             fastest[method] = min(fastest.get(method, inf), plans[-1].prediction.seconds)
         else:
-            too_large.append(needs[-1])
+            too_large.append(configuration)
     if not offload:
         return plans
     shortest = min(fastest.values(), default=inf)
-    ways = ((max(bounds.seconds(one), bounds.on_host(one)), one) for one in offloaded(too_large, cluster))
-    worth = sorted(((bound, one) for bound, one in ways if bound < shortest), key=lambda item: item[0])
-    return plans + _on_host(model, cluster, [one for _, one in worth], needs)
+    ways = [(one, way) for one in too_large for way in ways_to_offload(one)]
+    worth = [(max(bounds.seconds(way), bounds.on_host(way)), one, way) for one, way in ways]
+    worth = sorted((each for each in worth if each[0] < shortest), key=lambda each: each[0])
+    return plans + _on_host(model, cluster, lambda: ((one, way) for _, one, way in worth), tried)
 
 
 MOST_ON_HOST, MOST_ALIKE = 24, 3
@@ -121,46 +121,68 @@ MOST_ON_HOST, MOST_ALIKE = 24, 3
 the clock some ten milliseconds."""
 
 
-def _on_host(model: Model, cluster: Cluster, ways: Sequence[Configuration], needs: list[Need]) -> list[Plan]:
-    """Returns plans with offloading of the first ``ways`` that fit, and of the first that also store inputs. Adds the
-    memory that was calculated to ``needs``."""
-    kinds = [[one for one in ways if one.stores_inputs == stores] for stores in (False, True)]
-    return [plan for kind in kinds for plan in _first_that_fit(model, cluster, kind, needs)]
-
-
-def _first_that_fit(model: Model, cluster: Cluster, ways: Sequence[Configuration], needs: list[Need]) -> list[Plan]:
-    tried: Counter[tuple] = Counter()
+def _on_host(
+    model: Model,
+    cluster: Cluster,
+    ways: Callable[[], Iterable[tuple[Configuration, Configuration]]],
+    tried: list[Configuration],
+) -> list[Plan]:
+    """Returns plans with offloading of the first ``ways`` that fit, and of the first that also store inputs. Adds what
+    it looks at to ``tried``."""
     plans = []
-    for configuration in ways:
-        tried[layout := _layout(configuration)] += 1
-        if tried[layout] > MOST_ALIKE:
-            continue
-        needed = memory(model, configuration)
-        needs.append((needed, configuration))
-        if needed.fits(cluster):
-            plans.append(_plan(model, cluster, configuration, needed))
-        if sum(min(count, MOST_ALIKE) for count in tried.values()) == MOST_ON_HOST:
-            break
+    for stores in (False, True):
+        counts: Counter[tuple] = Counter()
+        for configuration in with_room(model, ways(), cluster):
+            layout = _layout(configuration)
+            if configuration.stores_inputs != stores or counts[layout] == MOST_ALIKE:
+                continue
+            counts[layout] += 1
+            tried.append(configuration)
+            if fits(model, configuration, cluster):
+                plans.append(_plan(model, cluster, configuration))
+            if counts.total() == MOST_ON_HOST:
+                break
     return plans
 
 
 def _by_memory(
-    model: Model, cluster: Cluster, sequences: int, needs: list[Need], best: int, offload: bool, suits: Suits
+    model: Model,
+    cluster: Cluster,
+    sequences: int,
+    tried: list[Configuration],
+    best: int,
+    offload: bool,
+    suits: Suits,
 ) -> list[Plan]:
-    """Returns the plans that need least memory, enough of each method for ``best`` different ones. Adds the memory of
-    all to ``needs``."""
-    needs += [(memory(model, one), one) for one in candidates(model, cluster, sequences) if suits(one)]
-    taken: Counter[str] = Counter()
+    """Returns the plans that need least memory, enough of each method for ``best`` different ones. Adds all to
+    ``tried``."""
+    tried += [one for one in candidates(model, cluster, sequences) if suits(one)]
     plans = []
-    for needed, configuration in sorted(needs, key=lambda item: item[0].total):
-        method = method_of(configuration)
-        if needed.fits(cluster) and taken[method] < _SIMILAR * best:
-            taken[method] += 1
-            plans.append(_plan(model, cluster, configuration, needed))
+    for method in dict.fromkeys(map(method_of, tried)):
+        ascending = _ascending(model, [one for one in tried if method_of(one) == method])
+        that_fit = takewhile(lambda one: memory(model, one).fits(cluster), ascending)
+        plans += [_plan(model, cluster, one) for one in islice(that_fit, _SIMILAR * best)]
     if not offload:
         return plans
-    smallest = list(offloaded(sorted(needs, key=lambda item: item[0].total), cluster))
-    return plans + _on_host(model, cluster, smallest, needs)
+    in_memory = list(tried)
+
+    def ways() -> Iterator[tuple[Configuration, Configuration]]:
+        return ((one, way) for one in _ascending(model, in_memory) for way in ways_to_offload(one))
+
+    return plans + _on_host(model, cluster, ways, tried)
+
+
+def _ascending(model: Model, configurations: Sequence[Configuration]) -> Iterator[Configuration]:
+    """Yields ``configurations`` in the order of their memory. Follows the program of one only where :func:`least` does
+    not show that others need less."""
+    heap = [(least(model, one), number, False) for number, one in enumerate(configurations)]
+    heapify(heap)
+    while heap:
+        _, number, is_followed = heappop(heap)
+        if is_followed:
+            yield configurations[number]
+        else:
+            heappush(heap, (memory(model, configurations[number]).total, number, True))
 
 
 _SIMILAR = 20
@@ -179,9 +201,8 @@ def _with_nodes(model: Model, cluster: Cluster, plans: Sequence[Plan]) -> list[P
         ranks = _node_ranks(cluster, plan.configuration)
         for replicated in (False, True):
             configuration = replace(plan.configuration, hierarchy=Hierarchy(ranks, replicated))
-            needed = memory(model, configuration)
-            if needed.fits(cluster):
-                found.append(_plan(model, cluster, configuration, needed))
+            if fits(model, configuration, cluster):
+                found.append(_plan(model, cluster, configuration))
     return found
 
 
@@ -249,8 +270,9 @@ def best_by_method(plans: Sequence[Plan]) -> dict[str, Plan]:
     return first
 
 
-def _plan(model: Model, cluster: Cluster, configuration: Configuration, needed: ConfigurationMemory) -> Plan:
+def _plan(model: Model, cluster: Cluster, configuration: Configuration) -> Plan:
     prediction = predict(model, cluster, configuration)
+    needed = memory(model, configuration)
     return Plan(configuration, prediction, needed, _dollars(cluster, configuration, prediction))
 
 
@@ -278,13 +300,19 @@ def _parts(cluster: Cluster) -> Iterator[Cluster]:
             return
 
 
-def _why_nothing_fits(model: Model, cluster: Cluster, sequences: int, needs: Sequence[Need]) -> str:
-    if not needs:
+def _why_nothing_fits(model: Model, cluster: Cluster, sequences: int, tried: Sequence[Configuration]) -> str:
+    if not tried:
         return (
             f"batch_size is {sequences}: no layout of {cluster.gpus} GPUs with at most {model.layers} pipeline ranks "
             "divides it evenly; use a multiple of a divisor of the GPUs"
         )
-    needed, configuration = min(needs, key=lambda item: (item[0].missing(cluster), item[0].host))
+    ascending = _ascending(model, tried)
+    configuration = next(ascending)
+    if memory(model, configuration).missing(cluster) == 0:
+        # The GPUs have enough for this one and maybe for others, but the hosts do not.
+        others = {configuration, *takewhile(lambda one: memory(model, one).missing(cluster) == 0, ascending)}
+        configuration = min((one for one in tried if one in others), key=lambda one: memory(model, one).host)
+    needed = memory(model, configuration)
     kind, most = max(needed.kinds.items(), key=lambda item: item[1])
     smallest, lacking = f"nothing fits: the smallest configuration ({describe(configuration)}) needs", "than there are"
     if needed.missing(cluster) == 0:

@@ -12,7 +12,7 @@ from ds_lgamp.planner.bound import Bound
 from ds_lgamp.planner.candidates import chunks_per_rank, divisors, tensor_rank_numbers
 from ds_lgamp.planner.cluster import Cluster
 from ds_lgamp.planner.configuration import Configuration
-from ds_lgamp.planner.memory import memory
+from ds_lgamp.planner.memory import fits, memory
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.predict import predict
 from ds_lgamp.planner.scaling import critical_batch, tokens_needed
@@ -53,9 +53,8 @@ def shortest(model: Model, cluster: Cluster, tokens: float, law: str) -> dict[st
         days = steps * prediction.seconds / DAY
         if prediction.compute < BUSY * prediction.seconds or (name in found and days >= found[name].days):
             continue
-        needed = memory(model, configuration)
-        if needed.fits(cluster):
-            found[name] = Shortest(Plan(configuration, prediction, needed, None), days)
+        if fits(model, configuration, cluster):
+            found[name] = Shortest(Plan(configuration, prediction, memory(model, configuration), None), days)
     return found
 
 

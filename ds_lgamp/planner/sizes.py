@@ -1,6 +1,7 @@
 """What each pipeline rank of a configuration holds: its units, and the bytes of a micro-batch on its chunks."""
 
 from dataclasses import replace
+from functools import lru_cache
 
 from ds_lgamp.cost.activations import ActivationBytes, ChunkBytes
 from ds_lgamp.cost.memory import Memory, rank_memory
@@ -9,7 +10,9 @@ from ds_lgamp.cost.storage import aligned
 from ds_lgamp.planner.activations import Software, chunk_bytes, end_bytes, layer_bytes, share
 from ds_lgamp.planner.configuration import Configuration
 from ds_lgamp.planner.model import Model
+from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.program import build_rank_program
+from ds_lgamp.schedule.spec import ProgramSpec
 
 
 def as_executed(model: Model, configuration: Configuration) -> Configuration:
@@ -62,17 +65,12 @@ def chunks_of(model: Model, configuration: Configuration, software: Software, ch
     layer = layer_bytes(model, configuration.micro_batch, configuration.tensor_ranks, software)
     ends = end_bytes(model, configuration.micro_batch, configuration.tensor_ranks, software)
     last = configuration.chunks - 1
-    return [
-        chunk_bytes(
-            layer,
-            ends,
-            layers_of_chunk(model, configuration, chunk),
-            chunk == 0,
-            chunk == last,
-            recomputes(configuration, chunk),
-        )
+    sorts = [
+        (layers_of_chunk(model, configuration, chunk), chunk == 0, chunk == last, recomputes(configuration, chunk))
         for chunk in chunks
     ]
+    made = {sort: chunk_bytes(layer, ends, *sort) for sort in set(sorts)}
+    return [made[sort] for sort in sorts]
 
 
 def layers_of_chunk(model: Model, configuration: Configuration, chunk: int) -> int:
@@ -85,16 +83,9 @@ def layers_of_chunk(model: Model, configuration: Configuration, chunk: int) -> i
 
 def recomputes(configuration: Configuration, chunk: int) -> bool:
     """Whether ``chunk`` is computed again in its backward. A last chunk that turns at once is not."""
-    return configuration.recompute == "full" and not (
-        chunk == configuration.chunks - 1 and turns_at_once(configuration)
-    )
-
-
-def turns_at_once(configuration: Configuration) -> bool:
-    """Whether each backward of the model's last chunk directly follows its forward."""
-    if configuration.micro_batches == 1 or configuration.schedule in ("layered", "1f1b"):
-        return True
-    return configuration.schedule == "interleaved_1f1b" and configuration.micro_batches > configuration.pipeline_ranks
+    if configuration.recompute != "full" or chunk < configuration.chunks - 1:
+        return configuration.recompute == "full"
+    return not _turns_at_once(configuration.spec)
 
 
 def followed(
@@ -104,7 +95,7 @@ def followed(
     spec = replace(configuration.spec, receives_on_arrival=receives_on_arrival)
     chunks = chunks_of(model, configuration, software, range(configuration.chunks))
     return rank_memory(
-        build_rank_program(spec, rank),
+        _program(spec, rank),
         units_of(model, configuration, rank),
         configuration.zero_stage,
         configuration.data_ranks,
@@ -114,3 +105,15 @@ def followed(
         hierarchy=configuration.hierarchy,
         offload=spec.offload,
     )
+
+
+@lru_cache(maxsize=1024)
+def _turns_at_once(spec: ProgramSpec) -> bool:
+    return spec.turns_at_once
+
+
+@lru_cache(maxsize=1024)
+def _program(spec: ProgramSpec, rank: int) -> list[Action]:
+    """Returns the program of a rank. Configurations with other numbers of data-parallel or tensor-parallel ranks share
+    it."""
+    return build_rank_program(spec, rank)
