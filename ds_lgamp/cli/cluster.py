@@ -14,7 +14,7 @@ from ds_lgamp.cli.options import why_not_writable
 from ds_lgamp.cli.progress import at_work
 from ds_lgamp.partition.agreement import everyone, raise_everywhere
 from ds_lgamp.planner.cluster import Link
-from ds_lgamp.planner.grouping import Node, cluster_text
+from ds_lgamp.planner.islands import Node, cluster_text
 from ds_lgamp.runtime.before_init import node_name, require_launcher
 from ds_lgamp.runtime.calibrate import measure_nodes
 from ds_lgamp.runtime.hardware import network_kind, own_interface

@@ -77,7 +77,7 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 def _search(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     from ds_lgamp.cli import plan_search, plan_shortest
-    from ds_lgamp.planner.clusters import GPUS_PER_NODE, has_islands, read_cluster
+    from ds_lgamp.planner.cluster import GPUS_PER_NODE, has_islands, read_cluster
     from ds_lgamp.planner.models import read_model
 
     model = read_model(options.model, options.sequence_length)

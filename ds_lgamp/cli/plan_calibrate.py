@@ -12,9 +12,8 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_lgamp.cli.options import why_not_writable
 from ds_lgamp.cli.progress import at_work
-from ds_lgamp.planner.clusters import named_cluster
-from ds_lgamp.planner.fields import read_json
-from ds_lgamp.planner.quantity import with_unit
+from ds_lgamp.planner.cluster import named_cluster
+from ds_lgamp.planner.fields import read_json, with_unit
 from ds_lgamp.runtime.calibrate import Calibration, calibrate
 
 

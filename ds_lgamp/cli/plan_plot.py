@@ -6,7 +6,7 @@ from pathlib import Path
 from ds_lgamp.planner.cluster import Cluster
 from ds_lgamp.planner.configuration import describe
 from ds_lgamp.planner.model import Model
-from ds_lgamp.planner.network_need import seconds_over_bandwidth
+from ds_lgamp.planner.predict import seconds_over_bandwidth
 from ds_lgamp.planner.search import Plan, best_by_method
 
 POINTS, DECADES = 60, 2.0

@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any, TextIO
 
 from ds_lgamp.cli.progress import at_work
-from ds_lgamp.planner.clusters import CLUSTERS, read_cluster, sized
+from ds_lgamp.planner.cluster import CLUSTERS, read_cluster, sized
 from ds_lgamp.planner.fields import read_text
 from ds_lgamp.planner.predict import Prediction
 from ds_lgamp.planner.runs import Run, read_runs

@@ -10,12 +10,11 @@ from ds_lgamp.cli.plan_table import plain, print_rows
 from ds_lgamp.cli.progress import at_work
 from ds_lgamp.planner.cluster import Cluster
 from ds_lgamp.planner.configuration import describe
-from ds_lgamp.planner.exact import is_layered, is_quick
+from ds_lgamp.planner.fields import with_unit
 from ds_lgamp.planner.model import Model
-from ds_lgamp.planner.network_need import bandwidth_needed
-from ds_lgamp.planner.quantity import with_unit
-from ds_lgamp.planner.reasons import reasons
-from ds_lgamp.planner.search import NothingFits, Plan, search
+from ds_lgamp.planner.predict import bandwidth_needed
+from ds_lgamp.planner.search import NothingFits, Plan, reasons, search
+from ds_lgamp.planner.work import is_layered, is_quick
 from ds_lgamp.planner.write import why_not, write
 
 DAY = 86400

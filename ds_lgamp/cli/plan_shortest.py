@@ -7,8 +7,7 @@ from ds_lgamp.cli.progress import at_work
 from ds_lgamp.planner.cluster import Cluster
 from ds_lgamp.planner.configuration import describe
 from ds_lgamp.planner.model import Model
-from ds_lgamp.planner.scaling import critical_batch
-from ds_lgamp.planner.shortest import BUSY, shortest
+from ds_lgamp.planner.shortest import BUSY, critical_batch, shortest
 
 
 def run_shortest(model: Model, cluster: Cluster, tokens: float, law: str, as_json: bool, output: TextIO) -> int:

@@ -81,7 +81,7 @@ def test_if_no_script_can_run_a_printed_plan_the_best_of_all_others_is_written(c
 def test_steps_by_a_formula_are_marked(capsys, monkeypatch):
     assert "~0." not in out_of(capsys, *WORDS)
     assert json.loads(out_of(capsys, *WORDS, "--json"))["exact_seconds"] is None, "ZeRO-3"
-    monkeypatch.setattr("ds_lgamp.planner.exact.MOST_COMPUTES", 0)
+    monkeypatch.setattr("ds_lgamp.planner.work.MOST_COMPUTES", 0)
     assert "~0." in out_of(capsys, *WORDS)
 
 

@@ -6,15 +6,24 @@ test_memory_measured.py compares it with training.
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ds_lgamp.planner.activations import Software, layer_bytes
 from ds_lgamp.planner.cluster import Cluster, Link
 from ds_lgamp.planner.configuration import Configuration
-from ds_lgamp.planner.memory import batch_bytes, fits, least, memory
+from ds_lgamp.planner.memory import (
+    batch_bytes,
+    default_software,
+    fits,
+    followed,
+    least,
+    memory,
+    own_chunks,
+    recomputes,
+    units_of,
+)
 from ds_lgamp.planner.model import Model
-from ds_lgamp.planner.sizes import default_software, followed, own_chunks, recomputes, units_of
 from ds_lgamp.schedule.orders import chunks_of
 from tests.planner.configurations import configurations, models
 
@@ -22,7 +31,13 @@ LARGEST_DEVIATION = 0.04
 MODEL = Model.gpt("small", 8, 1024, 16, 1024, 50304)
 
 
+SMALL_GROUPS = Configuration(1, 2, 1, 1, 5, schedule="layered", resident_chunks=1, micro_batch_group=1)
+
+
+@settings(max_examples=200)
 @given(models(), configurations(), st.booleans())
+@example(Model.gpt("drawn", 8, 128, 8, 1024, 1000), SMALL_GROUPS, False)
+@example(Model.gpt("drawn", 8, 128, 8, 1024, 1000), replace(SMALL_GROUPS, micro_batches=40), False)
 def test_memory_is_that_of_the_program_of_the_rank_that_needs_most(model, configuration, all_to_all):
     software = replace(default_software(configuration), all_to_all=all_to_all)
     batch, ranks = batch_bytes(model, configuration, software), range(configuration.pipeline_ranks)

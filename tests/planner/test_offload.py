@@ -4,18 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from ds_lgamp.planner.bound import Bound
-from ds_lgamp.planner.clusters import named_cluster
-from ds_lgamp.planner.compute import BUS_REACHED, HOST_MEMORY_REACHED, HOST_UPDATE_BYTES
+from ds_lgamp.planner.candidates import Bound, ways_to_offload, with_room
+from ds_lgamp.planner.cluster import named_cluster
 from ds_lgamp.planner.configuration import Configuration, describe
-from ds_lgamp.planner.exact import exact_seconds
-from ds_lgamp.planner.memory import batch_bytes, memory
+from ds_lgamp.planner.hardware import BUS_REACHED, HOST_MEMORY_REACHED, HOST_UPDATE_BYTES
+from ds_lgamp.planner.memory import batch_bytes, default_software, followed, memory
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.models import read_model
-from ds_lgamp.planner.offload import ways_to_offload, with_room
 from ds_lgamp.planner.predict import predict
 from ds_lgamp.planner.search import NothingFits, best_by_method, search
-from ds_lgamp.planner.sizes import default_software, followed
+from ds_lgamp.planner.work import exact_seconds
 from ds_lgamp.planner.write import ds_config
 from ds_lgamp.schedule.offload import Offload
 
