@@ -9,8 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from ds_lgamp.cli.plan_table import plain, print_rows
-from ds_lgamp.cli.progress import at_work
+from ds_lgamp.cli.terminal import at_work, plain, print_rows
 from ds_lgamp.planner.configuration import describe
 from ds_lgamp.planner.fields import with_unit
 from ds_lgamp.planner.island_search import IslandPlan, alike, search_islands

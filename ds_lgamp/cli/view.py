@@ -5,9 +5,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_lgamp.cli.examples import with_examples
-from ds_lgamp.cli.options import count, write_file
-from ds_lgamp.cli.progress import at_work
+from ds_lgamp.cli.terminal import at_work, count, with_examples, write_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

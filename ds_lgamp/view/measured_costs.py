@@ -13,10 +13,8 @@ from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import simulate
 from ds_lgamp.schedule.spec import ProgramSpec
-from ds_lgamp.view.critical_path import action_of
+from ds_lgamp.view.critical_path import Peers, action_of, micro_batches_of
 from ds_lgamp.view.figures import Shown
-from ds_lgamp.view.messages import micro_batches_of
-from ds_lgamp.view.peers import Peers
 from ds_lgamp.view.recording import Interval, Recording, of_simulation
 
 _COLLECTIVES = (Kind.GATHER, Kind.REDUCE, Kind.REFRESH, Kind.COMBINE)
