@@ -4,7 +4,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from ds_lgamp.cost.ledger import Ledger, Step
+from ds_lgamp.cost.state import Ledger, Step
 from ds_lgamp.schedule.actions import Action, Kind
 from ds_lgamp.schedule.orders import turns_at_once
 from ds_lgamp.schedule.spec import SENDS_IN_FLIGHT

@@ -5,7 +5,7 @@ of one tied module. Symbols:
 
 - W: data-parallel ranks.
 - S: equal parts of a unit's storage. S is W at stages 1, 2 and 3, and 1 at stage 0.
-- m: elements of one part, as ``storage.py`` counts them.
+- m: elements of one part, as ``state.py`` counts them.
 - T: pipeline ranks that hold a copy of a tied unit.
 - w: bytes per element of a weight.
 - g: bytes per element of a gradient that accumulates.
@@ -101,7 +101,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ds_lgamp.cost.activations import ActivationBytes, ActivationMemory, ActivationWalk
-from ds_lgamp.cost.ledger import Ledger, Step
 from ds_lgamp.cost.offload import (
     HostMemory,
     OffloadedStateWalk,
@@ -111,7 +110,7 @@ from ds_lgamp.cost.offload import (
     on_host,
     stays,
 )
-from ds_lgamp.cost.state import ElementBytes, StateWalk, UnitSize
+from ds_lgamp.cost.state import ElementBytes, Ledger, StateWalk, Step, UnitSize
 from ds_lgamp.schedule.actions import Action, Kind
 from ds_lgamp.schedule.hierarchy import Hierarchy
 from ds_lgamp.schedule.offload import Offload

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from ds_lgamp.cost.matrices import Matrix, elements_by_rank, spread
+from ds_lgamp.cost.muon import Matrix, elements_by_rank, spread
 from ds_lgamp.optimizers.exchange import Exchange, Sharing
 from ds_lgamp.optimizers.newton_schulz import METHODS, NewtonSchulz
 from ds_lgamp.optimizers.tensors import Piece, TensorOptimizer, check_numbers

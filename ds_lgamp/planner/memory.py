@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from ds_lgamp.cost.activations import ActivationBytes, ChunkBytes
 from ds_lgamp.cost.memory import Memory, held_between_steps, rank_memory
-from ds_lgamp.cost.state import UnitSize
-from ds_lgamp.cost.storage import aligned
+from ds_lgamp.cost.state import UnitSize, aligned
 from ds_lgamp.planner.activations import Software, chunk_bytes, end_bytes, layer_bytes, share
 from ds_lgamp.planner.cluster import Cluster
 from ds_lgamp.planner.configuration import Configuration
