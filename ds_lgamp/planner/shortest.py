@@ -15,6 +15,8 @@ from ds_lgamp.planner.memory import fits, memory
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.predict import predict
 from ds_lgamp.planner.search import Plan
+from ds_lgamp.schedule.closed_form import Shape, step_time
+from ds_lgamp.schedule.costs import Durations
 
 
 def kaplan(model: Model) -> float:
@@ -114,13 +116,13 @@ def _candidates(model: Model, cluster: Cluster, limit: int) -> Iterator[Configur
 
 def _busy(configuration: Configuration) -> bool:
     """Whether the bubble alone leaves enough of the step for compute."""
-    ranks, chunks, micro_batches = (
-        configuration.pipeline_ranks,
-        configuration.chunks_per_rank,
-        configuration.micro_batches,
-    )
-    slots = (chunks - 1) * max(micro_batches, ranks) + micro_batches + ranks - 1
-    return chunks * micro_batches >= BUSY * slots
+    of = configuration
+    # Without messages, the other pipelines take as long as the layered one.
+    step = step_time(Shape("layered", of.pipeline_ranks, of.chunks_per_rank, of.micro_batches), _COMPUTE_ALONE)
+    return of.chunks_per_rank * of.micro_batches >= BUSY * step
+
+
+_COMPUTE_ALONE = Durations(forward=1.0, backward=0.0)
 
 
 def _different_quotients(number: int) -> list[int]:
