@@ -21,7 +21,7 @@ _OF_TRAINING = ("measure", "trace", "trace_steps")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    # The deepspeed launcher puts --local_rank=k right behind the module's name; it belongs to the script.
+    # The deepspeed launcher puts --local_rank=k right after the module's name; it belongs to the script.
     launcher_words = []
     while words and words[0].startswith("--local_rank"):
         launcher_words.append(words.pop(0))

@@ -44,7 +44,7 @@ def run_search(options: argparse.Namespace, model: Model, cluster: Cluster, outp
         with at_work("looking for a plan that a script can run"):
             runnable = best_runnable(model, cluster, plans, options)
         write(model, runnable.configuration, cluster, options.write)
-        print(f"{options.write} has ds_config.json and launch.sh of: {_told(runnable, plans[0])}", file=sys.stderr)
+        print(f"{options.write} has ds_config.json and launch.sh of: {_written(runnable, plans[0])}", file=sys.stderr)
     return 0
 
 
@@ -124,8 +124,8 @@ def title(model: Model, cluster: Cluster, best: Plan) -> str:
 
 def cells(plan: Plan, model: Model, tokens: float | None, shows_host: bool = False) -> list[str]:
     """Returns the cells of a row."""
-    of, told = plan.configuration, plan.prediction
-    parts = told.parts
+    of, prediction = plan.configuration, plan.prediction
+    parts = prediction.parts
     network = sum(parts[name] for name in ("tensor_parallel", "messages", "data_parallel", "gathers"))
     days, dollars = days_of(plan, model, tokens), dollars_of(plan, model, tokens)
     chunks = "-" if of.micro_batch_outer else str(of.chunks_per_rank)
@@ -140,10 +140,10 @@ def cells(plan: Plan, model: Model, tokens: float | None, shows_host: bool = Fal
         f"{of.micro_batches} x {of.micro_batch}" + (f" by {of.group}" if of.group < of.micro_batches else ""),
         str(of.zero_stage),
         of.recompute,
-        ("~" if is_layered(of) and not is_quick(of) else "") + f"{plain(told.seconds, 3)} s",
-        f"{told.mfu:.1%}",
-        f"{told.bubble / told.seconds:.1%}",
-        f"{network / told.seconds:.1%}",
+        ("~" if is_layered(of) and not is_quick(of) else "") + f"{plain(prediction.seconds, 3)} s",
+        f"{prediction.mfu:.1%}",
+        f"{prediction.bubble / prediction.seconds:.1%}",
+        f"{network / prediction.seconds:.1%}",
         f"{plain(plan.memory.total / 1e9, 3)} GB",
         *([f"{plain(plan.memory.host / 1e9, 3)} GB" if plan.memory.host else "-"] if shows_host else []),
         *([] if days is None else [plain(days, 3)]),
@@ -172,7 +172,7 @@ def best_runnable(model: Model, cluster: Cluster, plans: Sequence[Plan], options
         raise ValueError(f"--write finds no plan that a script can run: {complaint}") from error
 
 
-def _told(written: Plan, best: Plan) -> str:
+def _written(written: Plan, best: Plan) -> str:
     """Returns a sentence on what is written and, if it is not the ``best`` plan, how much slower it is."""
     words = describe(written.configuration)
     if written.configuration == best.configuration:
@@ -290,11 +290,11 @@ def _as_text(runs: list[Run], predictions: list[Prediction]) -> str:
 
 
 def _summarise(runs: list[Run], predictions: list[Prediction]) -> None:
-    told = [(run.measured, prediction.seconds) for run, prediction in zip(runs, predictions) if run.measured]
-    if told:
-        errors = [seconds / measured - 1 for measured, seconds in told]
+    pairs = [(run.measured, prediction.seconds) for run, prediction in zip(runs, predictions) if run.measured]
+    if pairs:
+        errors = [seconds / measured - 1 for measured, seconds in pairs]
         print(
-            f"{len(told)} rows are measured: mean absolute error {fmean(map(abs, errors)):.1%}, mean error "
+            f"{len(pairs)} rows are measured: mean absolute error {fmean(map(abs, errors)):.1%}, mean error "
             f"{fmean(errors):+.1%}, largest {max(errors, key=abs):+.1%}",
             file=sys.stderr,
         )

@@ -77,7 +77,7 @@ def _title(shown: "Shown") -> str:
 
 
 def _shown(options: argparse.Namespace) -> "Iterator[tuple[str, Shown]]":
-    """Yields the step and, if asked for, the one to compare it with, each behind the name of its recording."""
+    """Yields the step and, if asked for, the one to compare it with, each after the name of its recording."""
     from ds_lgamp.view.figures import show
     from ds_lgamp.view.recording import read_recording
 

@@ -196,7 +196,7 @@ def _take_directions(ledger: Ledger, elements: int, iteration: Iteration) -> Non
 
 
 def _in_shard(matrix: Matrix, rank: int, data_ranks: int, partitioned: bool) -> int:
-    """Returns the elements of a rank's shard that belong to ``matrix`` or to the gap behind it."""
+    """Returns the elements of a rank's shard that belong to ``matrix`` or to the gap after it."""
     with_gap = aligned(matrix.numel)
     if not partitioned:
         return with_gap

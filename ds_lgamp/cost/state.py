@@ -386,7 +386,7 @@ class HeldUnit:
         self.postponed = False
         """Whether the step before left its update to this one."""
         self.updated = False
-        """Whether it was updated ahead of the step."""
+        """Whether it was updated before the step."""
         self.node_sum = self.combining = 0
         """Bytes of what the node has summed up, and of what is under way between nodes."""
         self.reduced = False

@@ -155,13 +155,13 @@ def _host(text: Mapping[str, Any], gpus: int) -> Host:
     """Reads the host of a node, which its GPUs share, and the bus of one GPU. What is missing has a default."""
     if "host" not in text:
         return Host()
-    told, host = section(text, "host", {"bus", "memory", "memory_bandwidth"}), Host()
-    if "bus" in told:
-        host = replace(host, bus=parse_quantity("host.bus", told["bus"], "bytes per second"))
-    if "memory" in told:
-        host = replace(host, memory=parse_quantity("host.memory", told["memory"], "bytes") / gpus)
-    if "memory_bandwidth" in told:
-        bandwidth = parse_quantity("host.memory_bandwidth", told["memory_bandwidth"], "bytes per second")
+    given, host = section(text, "host", {"bus", "memory", "memory_bandwidth"}), Host()
+    if "bus" in given:
+        host = replace(host, bus=parse_quantity("host.bus", given["bus"], "bytes per second"))
+    if "memory" in given:
+        host = replace(host, memory=parse_quantity("host.memory", given["memory"], "bytes") / gpus)
+    if "memory_bandwidth" in given:
+        bandwidth = parse_quantity("host.memory_bandwidth", given["memory_bandwidth"], "bytes per second")
         host = replace(host, memory_bandwidth=bandwidth / gpus)
     return host
 

@@ -230,7 +230,7 @@ def of_rank(model: Model, configuration: Configuration, software: Software, rank
         enough = max(MOST_FOLLOWED // of.chunks_per_rank, 2 * ranks + 4)
     else:
         step = of.group if of.schedule == "layered" else ranks
-        # Receives are posted ahead of small groups.
+        # Receives are posted several small groups before their use.
         enough = 1 + 3 * (step if ranks == 1 else max(step, RECEIVES_POSTED))
     skipped = max(0, (whole - enough) // step)
     found = _by_program(model, replace(of, micro_batches=whole - skipped * step), software, rank)
@@ -245,16 +245,16 @@ MOST_FOLLOWED = 1024
 
 
 def _by_program(model: Model, configuration: Configuration, software: Software, rank: int) -> ConfigurationMemory:
-    told = followed(model, configuration, rank, software)
-    held = told.at_peak
+    found = followed(model, configuration, rank, software)
+    held = found.at_peak
 
     def together(*kinds: str) -> int:
         return sum(held.get(kind, 0) for kind in kinds)
 
     return ConfigurationMemory(
-        weights=told.weights,
-        master_weights=told.master_weights,
-        optimizer_state=told.optimizer_state or 0,
+        weights=found.weights,
+        master_weights=found.master_weights,
+        optimizer_state=found.optimizer_state or 0,
         gradients=together("gradients"),
         gathered_weights=together("resident", "loaded"),
         gradient_buffers=together("buffers"),
@@ -262,8 +262,8 @@ def _by_program(model: Model, configuration: Configuration, software: Software, 
         messages=together("receives", "sends"),
         working=together("working", "update", "copies"),
         pipeline_rank=rank,
-        host=(0 if told.activations is None else told.activations.on_host)
-        + (0 if told.host is None else told.host.peak),
+        host=(0 if found.activations is None else found.activations.on_host)
+        + (0 if found.host is None else found.host.peak),
     )
 
 

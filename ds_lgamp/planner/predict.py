@@ -322,17 +322,17 @@ def _exposed_by_micro_batches(
     configuration: Configuration, beside: Seconds, gather: float, reduction: float
 ) -> tuple[float, float]:
     """With micro-batches outermost, each of them gathers twice (stage 3) and reduces (stages 2 and 3). Then gathers run
-    ahead of the compute and reductions behind it; otherwise only the backward of the last micro-batch can hide a
-    reduction. Stages 1 and 2 gather behind the update, when nothing computes."""
+    before the compute and reductions after it; otherwise only the backward of the last micro-batch can hide a
+    reduction. Stages 1 and 2 gather after the update, when nothing computes."""
     rounds = configuration.micro_batches if configuration.micro_batch_outer else 1
     gathers = 2 * rounds * gather if configuration.zero_stage == 3 else 0.0
     reductions = reduction * (rounds if configuration.zero_stage >= 2 else 1)
-    behind_update = gather if configuration.zero_stage in (1, 2) else 0.0
+    after_update = gather if configuration.zero_stage in (1, 2) else 0.0
     if not configuration.overlaps:
-        return behind_update + gathers, reductions
+        return after_update + gathers, reductions
     share = rounds / configuration.micro_batches
     exposed = max(0.0, gathers / 2 - share * beside.forward)
-    return behind_update + exposed, max(0.0, gathers / 2 + reductions - share * beside.backward)
+    return after_update + exposed, max(0.0, gathers / 2 + reductions - share * beside.backward)
 
 
 SLOWEST, FASTEST = 1e5, 1e13

@@ -79,7 +79,7 @@ def search(
         plans = _on_the_clock(model, cluster, sorted(plans, key=_RANK[objective]))
     different = distinct(sorted(plans, key=_RANK[objective]))
     others = [plan for plan in best_by_method(different).values() if plan not in different[:best]]
-    return sorted((_told(model, cluster, plan) for plan in different[:best] + others), key=_RANK[objective])
+    return sorted((_with_parts(model, cluster, plan) for plan in different[:best] + others), key=_RANK[objective])
 
 
 WORTH_A_LOOK = 1.5
@@ -184,7 +184,7 @@ def _ascending(model: Model, configurations: Sequence[Configuration]) -> Iterato
 
 
 _SIMILAR = 20
-"""How many plans of a method are kept for each that is returned, because similar ones are left out."""
+"""How many plans of a method a search keeps for each that is returned, because similar ones are left out."""
 
 
 MOST_WITH_NODES = 24
@@ -220,16 +220,16 @@ def _on_the_clock(model: Model, cluster: Cluster, plans: Sequence[Plan]) -> list
         if near and computes <= left and _is_by_formula(plan.configuration):
             left -= computes
             seconds = exact_seconds(model, cluster, plan.configuration)
-            plan = _retold(plan, cluster, scaled(plan.prediction, seconds))
+            plan = _with_prediction(plan, cluster, scaled(plan.prediction, seconds))
         clocked.append(plan)
     return clocked
 
 
-def _told(model: Model, cluster: Cluster, plan: Plan) -> Plan:
+def _with_parts(model: Model, cluster: Cluster, plan: Plan) -> Plan:
     """Returns the plan with the clock's seconds of each part of the step, if the clock knows it."""
     if not _is_by_formula(plan.configuration):
         return plan
-    return _retold(plan, cluster, predict(model, cluster, plan.configuration, on_clock=True))
+    return _with_prediction(plan, cluster, predict(model, cluster, plan.configuration, on_clock=True))
 
 
 def _is_by_formula(of: Configuration) -> bool:
@@ -237,7 +237,7 @@ def _is_by_formula(of: Configuration) -> bool:
     return is_quick(of) and not of.takes_clock
 
 
-def _retold(plan: Plan, cluster: Cluster, prediction: Prediction) -> Plan:
+def _with_prediction(plan: Plan, cluster: Cluster, prediction: Prediction) -> Plan:
     return replace(plan, prediction=prediction, dollars=_dollars(cluster, plan.configuration, prediction))
 
 

@@ -1,7 +1,7 @@
 """What each interval of a recorded step waited for, and the chain of such causes that took the whole step.
 
 A compute follows the compute before it on its rank, unless it waited for something that ended later: a message of
-another rank, a collective, or a transfer. These follow the compute that launched them, or what was ahead of them in
+another rank, a collective, or a transfer. These follow the compute that launched them, or what preceded them in
 their lane. A collective follows the rank that launched it last.
 """
 
@@ -58,7 +58,7 @@ class Peers:
 
 
 NEGLIGIBLE = 0.01
-"""A wait below this share of the compute behind it delayed nothing: also what has long arrived takes a moment to
+"""A wait below this share of the compute after it delayed nothing: also what has long arrived takes a moment to
 receive."""
 _MESSAGES = ("activation", "gradient")
 _EARLIER = {Kind.LOAD: Kind.UPDATE, Kind.UPDATE: Kind.STORE}
@@ -66,7 +66,7 @@ _EARLIER = {Kind.LOAD: Kind.UPDATE, Kind.UPDATE: Kind.STORE}
 
 
 class Place(NamedTuple):
-    """Where an interval stands."""
+    """The place of an interval."""
 
     rank: int
     """In the list of ranks."""
@@ -246,7 +246,7 @@ class _Search:
         return {launch: place for launch, (_, place) in launches.items()}
 
     def launched_behind(self, rank: int, index: int) -> Place | None:
-        """Returns the last to end of: the compute before it, what is ahead in its lane, what its chunk did before."""
+        """Returns the last to end of: the compute before it, what precedes it in its lane, what its chunk did before."""
         lanes = self.lanes[rank]
         each, action = lanes.all[index], action_of(lanes.all[index].name)
         in_lane = lanes.by_lane[each.lane]

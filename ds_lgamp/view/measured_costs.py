@@ -62,7 +62,7 @@ def costs_of(shown: Shown) -> Costs:
     """Returns mean durations of a recorded step, in seconds.
 
     Computes, transfers and updates: by chunk, over micro-batches and those ranks that have as many micro-batches as the
-    program. Collectives: from the last launch of a rank that takes part, or the end of the one ahead, to the first end.
+    program. Collectives: from the last launch of a rank that takes part, or the end of the one before, to the first end.
     Messages: the fastest on each link for which an idle rank waited; the mean of the other links where none did. A
     recording does not show waits for network cards, so messages and collectives do not share one.
     """
@@ -118,7 +118,7 @@ def _means(shown: Shown, spec: ProgramSpec) -> dict[Action, float]:
 
 
 def _queued(intervals: Sequence[Interval]) -> Iterator[tuple[Action, float, Interval]]:
-    """Yields the actions with the times when they really began: behind the one ahead of them in their lane."""
+    """Yields the actions with the times when they really began: after the one before them in their lane."""
     ahead: defaultdict[str, float] = defaultdict(float)
     for each in sorted(intervals, key=lambda each: each.start):
         action = action_of(each.name)
