@@ -246,7 +246,7 @@ class _Search:
         return {launch: place for launch, (_, place) in launches.items()}
 
     def launched_behind(self, rank: int, index: int) -> Place | None:
-        """Returns the last to end of: the compute before it, what precedes it in its lane, what its chunk did before."""
+        """Returns the last to end of: the compute before it, what precedes it in its lane, and in its chunk."""
         lanes = self.lanes[rank]
         each, action = lanes.all[index], action_of(lanes.all[index].name)
         in_lane = lanes.by_lane[each.lane]

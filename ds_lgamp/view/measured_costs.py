@@ -62,7 +62,7 @@ def costs_of(shown: Shown) -> Costs:
     """Returns mean durations of a recorded step, in seconds.
 
     Computes, transfers and updates: by chunk, over micro-batches and those ranks that have as many micro-batches as the
-    program. Collectives: from the last launch of a rank that takes part, or the end of the one before, to the first end.
+    program. Collectives: from the last launch of a rank that takes part, or the last end before, to the first end.
     Messages: the fastest on each link for which an idle rank waited; the mean of the other links where none did. A
     recording does not show waits for network cards, so messages and collectives do not share one.
     """
