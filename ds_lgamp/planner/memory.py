@@ -219,14 +219,16 @@ def of_rank(model: Model, configuration: Configuration, software: Software, rank
     """Returns what a pipeline rank needs when it needs most.
 
     A long step is not followed to its end. Whatever follows the fourth group of micro-batches, or under 1F1B the fourth
-    round of the pipeline, takes the same memory again. Elsewhere, memory grows evenly from :data:`MOST_FOLLOWED`
-    computes on, unless another moment needs most in longer steps.
+    round of the pipeline, takes the same memory again. Elsewhere, what is stored grows evenly from
+    :data:`MOST_FOLLOWED` forwards on, unless another moment needs most in longer steps. That was so in 1 of 100
+    configurations, and the result up to 6 % too small.
     """
     of = as_executed(model, configuration)
     ranks, whole = of.pipeline_ranks, of.micro_batches
     grows = of.schedule in ("interleaved_1f1b", "gpipe") or (of.schedule == "layered" and of.group == whole)
     if grows:
-        step = ranks if of.schedule == "interleaved_1f1b" else 1
+        # Under interleaved 1F1B the windows of receives grow too, by as much in every round of all chunks.
+        step = of.chunks if of.schedule == "interleaved_1f1b" else 1
         enough = max(MOST_FOLLOWED // of.chunks_per_rank, 2 * ranks + 4)
     else:
         step = of.group if of.schedule == "layered" else ranks
@@ -234,14 +236,15 @@ def of_rank(model: Model, configuration: Configuration, software: Software, rank
         enough = 1 + 3 * (step if ranks == 1 else max(step, RECEIVES_POSTED))
     skipped = max(0, (whole - enough) // step)
     found = _by_program(model, replace(of, micro_batches=whole - skipped * step), software, rank)
-    if grows and skipped > 1:
+    if grows and skipped:
         longer = _by_program(model, replace(of, micro_batches=whole - (skipped - 1) * step), software, rank)
-        found = ConfigurationMemory(*(size + skipped * (more - size) for size, more in zip(found, longer)))
+        stored = found.stored + skipped * (longer.total - found.total)
+        found = found._replace(stored=stored, host=found.host + skipped * (longer.host - found.host))
     return found._replace(batch=batch_bytes(model, of, software))
 
 
 MOST_FOLLOWED = 1024
-"""Forwards of a rank."""
+"""Forwards of a rank up to which a step is followed whole."""
 
 
 def _by_program(model: Model, configuration: Configuration, software: Software, rank: int) -> ConfigurationMemory:

@@ -45,6 +45,23 @@ def test_memory_is_that_of_the_program_of_the_rank_that_needs_most(model, config
     assert told.total == max(followed(model, configuration, rank, software).peak for rank in ranks) + batch
 
 
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "group"),
+    [("layered", 8, None), ("layered", 8, 4), ("layered", 1, None), ("interleaved_1f1b", 4, None), ("1f1b", 1, None)],
+)
+@pytest.mark.parametrize("recompute", ["full", "none"])
+@pytest.mark.parametrize("micro_batches", [258, 520, 1030])
+def test_memory_of_a_long_step_is_that_of_its_program(schedule, chunks, group, recompute, micro_batches):
+    """Although the search does not follow all of it."""
+    model = Model.gpt("deep", 16, 1024, 16, 1024, 1000)
+    configuration = Configuration(
+        2, 2, 1, 1, micro_batches, 1, schedule, chunks, recompute=recompute, micro_batch_group=group
+    )
+    software = default_software(configuration)
+    told, batch = memory(model, configuration), batch_bytes(model, configuration, software)
+    assert told.total == max(followed(model, configuration, rank, software).peak for rank in (0, 1)) + batch
+
+
 @given(models(), configurations())
 def test_no_configuration_needs_less_than_it_holds_between_steps(model, configuration):
     needed = memory(model, configuration)
