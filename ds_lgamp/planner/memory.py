@@ -220,7 +220,7 @@ def of_rank(model: Model, configuration: Configuration, software: Software, rank
 
     A long step is not followed to its end. Whatever follows the fourth group of micro-batches, or under 1F1B the fourth
     round of the pipeline, takes the same memory again. Elsewhere, what is stored grows evenly from
-    :data:`MOST_FOLLOWED` forwards on, unless another moment needs most in longer steps. That was so in 1 of 100
+    :data:`MOST_FOLLOWED` forwards on, unless another moment needs most in longer steps. That was so in 1 of 2,000
     configurations, and the result up to 6 % too small.
     """
     of = as_executed(model, configuration)
