@@ -1,9 +1,9 @@
 """Compares steps on islands with the clock: ``python -m benchmarks run islands``. ``--part`` measures one network.
 
 Compute is virtual (every chunk sleeps). Messages and collectives are real and go through the networks of ``unlike.py``.
-The clock (``ds_lgamp/planner/exposed.py``) knows the cluster file and the program. It takes every link at its full
-rate, messages as free of any work on the host, and every collective for a ring. The reductions here are all-to-alls,
-which send less between islands.
+The clock (``ds_lgamp/planner/island_search.py``) knows the cluster file and the program. It takes every link at its
+full rate, messages as free of any work on the host, and every collective for a ring. The reductions here are
+all-to-alls, which send less between islands.
 
 Pipelines have a rank in every island. The same chunks also run without a pipeline, on as many data-parallel ranks.
 """
@@ -21,7 +21,7 @@ from benchmarks.virtual.pipelines import Executed, spec_of
 from benchmarks.virtual.steps import Start, Step, check_durations, is_precise, scheduling, time_step
 from ds_lgamp.cost.assignment import Assignment, Demand
 from ds_lgamp.planner.assign import as_launched
-from ds_lgamp.planner.exposed import network_costs
+from ds_lgamp.planner.island_search import network_costs
 from ds_lgamp.planner.islands import IslandCluster, parse_islands
 from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.program import build_program

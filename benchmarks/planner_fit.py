@@ -5,7 +5,7 @@ several nodes and half over those on one, which outliers hardly move. Rows alone
 bandwidth between nodes, for instance, matters in few of them. Each constant therefore stays near a value known
 beforehand, unless the rows say otherwise. Cross-validation predicts rows of a size that the fit has not seen.
 
-The defaults of ``ds_lgamp/planner/efficiency.py`` are the result over all rows.
+The defaults of ``ds_lgamp/planner/cluster.py`` are the result over all rows.
 """
 
 import csv
@@ -16,8 +16,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from benchmarks.record import OURS, ROOT, Record, begin
-from ds_lgamp.planner.clusters import named_cluster
-from ds_lgamp.planner.efficiency import Efficiency
+from ds_lgamp.planner.cluster import Efficiency, named_cluster
 from ds_lgamp.planner.runs import Run, read_runs
 
 NAME = "planner_fit"

@@ -8,14 +8,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from benchmarks.record import Record, begin
-from ds_lgamp.planner.clusters import named_cluster
+from ds_lgamp.planner.cluster import named_cluster
 from ds_lgamp.planner.configuration import Configuration
 from ds_lgamp.planner.memory import memory
 from ds_lgamp.planner.models import read_model
-from ds_lgamp.planner.network_need import bandwidth_needed
-from ds_lgamp.planner.predict import predict
-from ds_lgamp.planner.scaling import LAWS, critical_batch
-from ds_lgamp.planner.shortest import shortest
+from ds_lgamp.planner.predict import bandwidth_needed, predict
+from ds_lgamp.planner.shortest import LAWS, critical_batch, shortest
 
 NAME = "sources"
 PAPER, MEGATRON = "arXiv 2106.02679", "arXiv 2104.04473"

@@ -3,11 +3,9 @@
 from dataclasses import replace
 
 from docs.policy import picture
-from ds_lgamp.planner.cluster import Cluster
-from ds_lgamp.planner.clusters import named_cluster
-from ds_lgamp.planner.compute import BUS_REACHED, HOST_MEMORY_REACHED, HOST_UPDATE_BYTES
+from ds_lgamp.planner.cluster import Cluster, Efficiency, named_cluster
 from ds_lgamp.planner.configuration import Configuration
-from ds_lgamp.planner.efficiency import Efficiency
+from ds_lgamp.planner.hardware import BUS_REACHED, HOST_MEMORY_REACHED, HOST_UPDATE_BYTES
 from ds_lgamp.planner.memory import memory
 from ds_lgamp.planner.models import read_model
 from testing.markdown import table

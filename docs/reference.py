@@ -10,8 +10,8 @@ from itertools import groupby
 from typing import Any
 
 import ds_lgamp
-from ds_lgamp.cli.examples import EXAMPLES
 from ds_lgamp.cli.main import command_line
+from ds_lgamp.cli.terminal import EXAMPLES
 from ds_lgamp.config import LgampConfig
 from ds_lgamp.integrations.deepspeed.config.keys import KEYS, Key, Treatment
 from testing.markdown import table

@@ -18,7 +18,7 @@ from ds_lgamp.checkpoint.safetensors_files import INDEX, SINGLE, read_safetensor
 from ds_lgamp.checkpoint.units import BUFFERS, OPTIMIZER
 from ds_lgamp.checkpoint.verify import verify
 from ds_lgamp.checkpoint.whole import WholeCheckpoint, read_whole, write_whole
-from ds_lgamp.cli.progress import at_work
+from ds_lgamp.cli.terminal import at_work
 
 _DATA_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _GIGABYTE = 10**9

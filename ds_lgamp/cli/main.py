@@ -7,11 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ds_lgamp.cli.completion import complete_paths
-from ds_lgamp.cli.examples import with_examples
-from ds_lgamp.cli.options import count, own_output
 from ds_lgamp.cli.plan import add_plan_command
 from ds_lgamp.cli.schedule import add_schedule_command
+from ds_lgamp.cli.terminal import complete_paths, count, own_output, with_examples
 from ds_lgamp.cli.view import add_view_command
 from ds_lgamp.config import ConfigError
 from ds_lgamp.version import __version__
@@ -23,7 +21,7 @@ _OF_TRAINING = ("measure", "trace", "trace_steps")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    # The deepspeed launcher puts --local_rank=k right behind the module's name; it belongs to the script.
+    # The deepspeed launcher puts --local_rank=k right after the module's name; it belongs to the script.
     launcher_words = []
     while words and words[0].startswith("--local_rank"):
         launcher_words.append(words.pop(0))
@@ -265,7 +263,7 @@ def _check_export(parser: argparse.ArgumentParser, options: argparse.Namespace) 
 
 
 def _detect(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    from ds_lgamp.cli.cluster import detect
+    from ds_lgamp.cli.measure import detect
 
     try:
         with own_output() as output:

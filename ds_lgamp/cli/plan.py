@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ds_lgamp.cli.examples import with_examples
-from ds_lgamp.cli.options import count, own_output
+from ds_lgamp.cli.terminal import count, own_output, with_examples
 
 _OF_SEARCH = ("batch_size", "tokens", "objective", "top", "plot", "write", "gpus", "sequence_length", "law")
 """Options that belong to --model."""
@@ -62,11 +61,11 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
                 parser.error(f"--{name.replace('_', '-')} belongs to --model; remove it")
     try:
         if options.runs is not None:
-            from ds_lgamp.cli.plan_runs import predict_runs
+            from ds_lgamp.cli.plan_search import predict_runs
 
             return predict_runs(options.runs, options.cluster, options.json, sys.stdout)
         if options.calibrate:
-            from ds_lgamp.cli.plan_calibrate import calibrate_cluster
+            from ds_lgamp.cli.measure import calibrate_cluster
 
             with own_output() as output:
                 return calibrate_cluster(Path(options.cluster), options.json, output)
@@ -76,8 +75,8 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 
 def _search(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    from ds_lgamp.cli import plan_search, plan_shortest
-    from ds_lgamp.planner.clusters import GPUS_PER_NODE, has_islands, read_cluster
+    from ds_lgamp.cli.plan_search import run_search, run_shortest
+    from ds_lgamp.planner.cluster import GPUS_PER_NODE, has_islands, read_cluster
     from ds_lgamp.planner.models import read_model
 
     model = read_model(options.model, options.sequence_length)
@@ -94,10 +93,10 @@ def _search(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int
                 )
         if options.tokens is None:
             parser.error("--law needs --tokens, such as 300e9")
-        return plan_shortest.run_shortest(model, cluster, options.tokens, options.law, options.json, sys.stdout)
+        return run_shortest(model, cluster, options.tokens, options.law, options.json, sys.stdout)
     _need_batch_size(parser, options)
     options.objective, options.top = options.objective or "time", options.top or 10
-    return plan_search.run_search(options, model, cluster, sys.stdout)
+    return run_search(options, model, cluster, sys.stdout)
 
 
 def _search_islands(parser: argparse.ArgumentParser, options: argparse.Namespace, model: Any) -> int:

@@ -9,14 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from ds_lgamp.cli.plan_table import plain, print_rows
-from ds_lgamp.cli.progress import at_work
+from ds_lgamp.cli.terminal import at_work, plain, print_rows
 from ds_lgamp.planner.configuration import describe
-from ds_lgamp.planner.demand import demand_of
+from ds_lgamp.planner.fields import with_unit
 from ds_lgamp.planner.island_search import IslandPlan, alike, search_islands
 from ds_lgamp.planner.islands import IslandCluster
+from ds_lgamp.planner.load import demand_of
 from ds_lgamp.planner.model import Model
-from ds_lgamp.planner.quantity import with_unit
 from ds_lgamp.planner.write import OnIslands, why_not, write
 
 DAY = 86400

@@ -1,21 +1,23 @@
-"""``ds_lgamp plan --model ... --cluster ... --batch-size ...``: the ranked table, its reasons, and files made of it."""
+"""What ``ds_lgamp plan`` prints and writes of equal nodes: plans, the shortest training, predictions of given runs."""
 
 import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
 from typing import Any, TextIO
 
-from ds_lgamp.cli.plan_table import plain, print_rows
-from ds_lgamp.cli.progress import at_work
-from ds_lgamp.planner.cluster import Cluster
+from ds_lgamp.cli.terminal import at_work, plain, print_rows
+from ds_lgamp.planner.cluster import CLUSTERS, Cluster, read_cluster, sized
 from ds_lgamp.planner.configuration import describe
-from ds_lgamp.planner.exact import is_layered, is_quick
+from ds_lgamp.planner.fields import read_text, with_unit
 from ds_lgamp.planner.model import Model
-from ds_lgamp.planner.network_need import bandwidth_needed
-from ds_lgamp.planner.quantity import with_unit
-from ds_lgamp.planner.reasons import reasons
-from ds_lgamp.planner.search import NothingFits, Plan, search
+from ds_lgamp.planner.predict import Prediction, bandwidth_needed, seconds_over_bandwidth
+from ds_lgamp.planner.runs import Run, read_runs
+from ds_lgamp.planner.search import NothingFits, Plan, best_by_method, reasons, search
+from ds_lgamp.planner.shortest import BUSY, critical_batch, shortest
+from ds_lgamp.planner.work import is_layered, is_quick
 from ds_lgamp.planner.write import why_not, write
 
 DAY = 86400
@@ -36,15 +38,13 @@ def run_search(options: argparse.Namespace, model: Model, cluster: Cluster, outp
     else:
         print_table(model, cluster, plans, options.tokens, output)
     if options.plot is not None:
-        from ds_lgamp.cli.plan_plot import plot
-
         with at_work("drawing"):
             plot(model, cluster, plans, options.plot)
     if options.write is not None:
         with at_work("looking for a plan that a script can run"):
             runnable = best_runnable(model, cluster, plans, options)
         write(model, runnable.configuration, cluster, options.write)
-        print(f"{options.write} has ds_config.json and launch.sh of: {_told(runnable, plans[0])}", file=sys.stderr)
+        print(f"{options.write} has ds_config.json and launch.sh of: {_written(runnable, plans[0])}", file=sys.stderr)
     return 0
 
 
@@ -124,8 +124,8 @@ def title(model: Model, cluster: Cluster, best: Plan) -> str:
 
 def cells(plan: Plan, model: Model, tokens: float | None, shows_host: bool = False) -> list[str]:
     """Returns the cells of a row."""
-    of, told = plan.configuration, plan.prediction
-    parts = told.parts
+    of, prediction = plan.configuration, plan.prediction
+    parts = prediction.parts
     network = sum(parts[name] for name in ("tensor_parallel", "messages", "data_parallel", "gathers"))
     days, dollars = days_of(plan, model, tokens), dollars_of(plan, model, tokens)
     chunks = "-" if of.micro_batch_outer else str(of.chunks_per_rank)
@@ -140,10 +140,10 @@ def cells(plan: Plan, model: Model, tokens: float | None, shows_host: bool = Fal
         f"{of.micro_batches} x {of.micro_batch}" + (f" by {of.group}" if of.group < of.micro_batches else ""),
         str(of.zero_stage),
         of.recompute,
-        ("~" if is_layered(of) and not is_quick(of) else "") + f"{plain(told.seconds, 3)} s",
-        f"{told.mfu:.1%}",
-        f"{told.bubble / told.seconds:.1%}",
-        f"{network / told.seconds:.1%}",
+        ("~" if is_layered(of) and not is_quick(of) else "") + f"{plain(prediction.seconds, 3)} s",
+        f"{prediction.mfu:.1%}",
+        f"{prediction.bubble / prediction.seconds:.1%}",
+        f"{network / prediction.seconds:.1%}",
         f"{plain(plan.memory.total / 1e9, 3)} GB",
         *([f"{plain(plan.memory.host / 1e9, 3)} GB" if plan.memory.host else "-"] if shows_host else []),
         *([] if days is None else [plain(days, 3)]),
@@ -172,7 +172,7 @@ def best_runnable(model: Model, cluster: Cluster, plans: Sequence[Plan], options
         raise ValueError(f"--write finds no plan that a script can run: {complaint}") from error
 
 
-def _told(written: Plan, best: Plan) -> str:
+def _written(written: Plan, best: Plan) -> str:
     """Returns a sentence on what is written and, if it is not the ``best`` plan, how much slower it is."""
     words = describe(written.configuration)
     if written.configuration == best.configuration:
@@ -181,3 +181,120 @@ def _told(written: Plan, best: Plan) -> str:
     # By cost or memory, the first plan may be slower.
     compared = f"{slower:.1%} longer" if slower >= 0 else f"{-slower:.1%} less time"
     return f"{words}; no script can run the first plan, and this one takes {compared}"
+
+
+POINTS, DECADES = 60, 2.0
+"""How many bandwidths are drawn, and how many powers of ten they reach below and above the cluster's own."""
+
+
+def plot(model: Model, cluster: Cluster, plans: Sequence[Plan], path: Path) -> None:
+    """Draws one line for the best plan of each method into ``path``.
+
+    Raises ValueError if matplotlib is missing or the file cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("--plot needs matplotlib; install ds_lgamp[plot], or leave --plot out") from None
+    own = cluster.between.bandwidth
+    bandwidths = [own * 10 ** (DECADES * (2 * point / (POINTS - 1) - 1)) for point in range(POINTS)]
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for plan in best_by_method(plans).values():
+        seconds = seconds_over_bandwidth(model, cluster, plan.configuration, bandwidths)
+        axes.plot([bandwidth * 8 / 1e9 for bandwidth in bandwidths], seconds, label=describe(plan.configuration))
+    axes.axvline(own * 8 / 1e9, color="grey", linestyle=":", label=f"{cluster.name}")
+    axes.set(
+        xscale="log", yscale="log", xlabel="Gbit/s of a network card", ylabel="seconds of a step", title=model.name
+    )
+    axes.legend(fontsize="small")
+    try:
+        figure.savefig(path, format="svg")
+    except OSError as error:
+        raise ValueError(f"--plot is '{path}', which cannot be written ({error.strerror}); name another file") from None
+
+
+def run_shortest(model: Model, cluster: Cluster, tokens: float, law: str, as_json: bool, output: TextIO) -> int:
+    """Prints the shortest training of each method. Returns the exit status. Raises ValueError if none is possible."""
+    with at_work("looking for the shortest training"):
+        found = shortest(model, cluster, tokens, law)
+    if not found:
+        raise ValueError(f"{model.name} does not fit {cluster.name} with any layout at its critical batch")
+    batch = critical_batch(model, law)
+    if as_json:
+        rows = {
+            name: {"days": entry.days, "gpus": entry.plan.configuration.gpus, **entry.plan.configuration.to_json()}
+            for name, entry in found.items()
+        }
+        json.dump({"critical_batch": batch, "methods": rows}, output)
+        output.write("\n")
+        return 0
+    output.write(
+        f"{model.name}, {model.parameters / 1e9:.4g} billion parameters, {tokens:g} tokens: critical batch {batch} "
+        f"sequences ({law}); at least {BUSY:.0%} of all GPUs' time is compute.\n"
+    )
+    for entry in sorted(found.values(), key=lambda entry: entry.days):
+        of = entry.plan.configuration
+        output.write(f"{entry.days:8.3g} days on {of.gpus:,} GPUs: {describe(of)}\n")
+    return 0
+
+
+def predict_runs(path: Path, cluster_source: str, as_json: bool, output: TextIO) -> int:
+    """Predicts every row of the table at ``path`` and prints the predictions in its order. A table with measured times
+    gets a summary of the errors on standard error.
+
+    Raises ValueError with the row and the field of the first wrong one.
+    """
+    # Spreadsheets put a byte order mark in front.
+    text = sys.stdin.read().removeprefix("\ufeff") if str(path) == "-" else read_text(path, "--runs")
+    runs, unknown = read_runs(text.splitlines())
+    if unknown:
+        print(f"columns that mean nothing here: {', '.join(unknown)}", file=sys.stderr)
+    with at_work("predicting"):
+        predictions = _predictions(runs, cluster_source)
+    if as_json:
+        json.dump({"runs": [_as_json(prediction) for prediction in predictions]}, output)
+        output.write("\n")
+    else:
+        output.write(_as_text(runs, predictions))
+    _summarise(runs, predictions)
+    return 0
+
+
+def _predictions(runs: list[Run], cluster_source: str) -> list[Prediction]:
+    cluster = read_cluster(cluster_source)
+    predictions = []
+    for number, run in enumerate(runs, 1):
+        # A ready cluster has as many nodes as a row needs.
+        fitting = sized(cluster, run.configuration.gpus) if cluster_source in CLUSTERS else cluster
+        try:
+            predictions.append(run.predict(fitting))
+        except ValueError as error:
+            raise ValueError(f"row {number}: {error}") from None
+    return predictions
+
+
+def _as_json(prediction: Prediction) -> dict[str, Any]:
+    return {"seconds": prediction.seconds, "mfu": prediction.mfu, "parts_seconds": prediction.parts}
+
+
+def _as_text(runs: list[Run], predictions: list[Prediction]) -> str:
+    heads = ["row", "seconds", "measured", "MFU", *predictions[0].parts]
+    lines = [heads]
+    for number, (run, prediction) in enumerate(zip(runs, predictions), 1):
+        measured = "" if run.measured is None else f"{run.measured:.4g}"
+        parts = [f"{seconds:.3g}" for seconds in prediction.parts.values()]
+        lines.append([str(number), f"{prediction.seconds:.4g}", measured, f"{prediction.mfu:.1%}", *parts])
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) + "\n" for line in lines)
+
+
+def _summarise(runs: list[Run], predictions: list[Prediction]) -> None:
+    pairs = [(run.measured, prediction.seconds) for run, prediction in zip(runs, predictions) if run.measured]
+    if pairs:
+        errors = [seconds / measured - 1 for measured, seconds in pairs]
+        print(
+            f"{len(pairs)} rows are measured: mean absolute error {fmean(map(abs, errors)):.1%}, mean error "
+            f"{fmean(errors):+.1%}, largest {max(errors, key=abs):+.1%}",
+            file=sys.stderr,
+        )

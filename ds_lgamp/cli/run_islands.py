@@ -15,11 +15,10 @@ from ds_lgamp.cost.assignment import Assignment, Demand
 from ds_lgamp.integrations import cluster_file
 from ds_lgamp.integrations.cluster_file import install_transports
 from ds_lgamp.integrations.user_script import failures_end_the_process
-from ds_lgamp.planner.assign import as_launched, assign, ranked
-from ds_lgamp.planner.demand import demand_of_facts, megatron_demand
-from ds_lgamp.planner.exposed import Exposed, exposed
+from ds_lgamp.planner.assign import Presence, as_launched, assign, places_of, ranked
+from ds_lgamp.planner.island_search import Exposed, exposed
 from ds_lgamp.planner.islands import IslandCluster, read_islands
-from ds_lgamp.planner.presence import Presence, places_of
+from ds_lgamp.planner.load import demand_of_facts, megatron_demand
 from ds_lgamp.runtime.node import interfaces, node_name
 from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.watch.launcher import Launch, launcher_hosts_store, node_number

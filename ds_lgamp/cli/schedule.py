@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ds_lgamp.cli.examples import with_examples
-from ds_lgamp.cli.options import count, write_file
-from ds_lgamp.cli.progress import at_work
+from ds_lgamp.cli.terminal import at_work, count, with_examples, write_file
 from ds_lgamp.schedule.actions import Kind, Program
 from ds_lgamp.schedule.costs import Durations
 from ds_lgamp.schedule.hierarchy import Hierarchy
@@ -24,8 +22,8 @@ from ds_lgamp.version import __version__
 from ds_lgamp.view import html
 from ds_lgamp.view.figures import show
 from ds_lgamp.view.recording import RecordingError, of_simulation, refuse_measured, write_recording
+from ds_lgamp.view.report import text_gantt
 from ds_lgamp.view.svg import Panel, beside_1f1b, svg_gantt
-from ds_lgamp.view.text import text_gantt
 
 MOST_COMPUTES = 500_000
 """Forwards and backwards of a step that are simulated, validated and drawn in half a minute."""

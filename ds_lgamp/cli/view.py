@@ -5,9 +5,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_lgamp.cli.examples import with_examples
-from ds_lgamp.cli.options import count, write_file
-from ds_lgamp.cli.progress import at_work
+from ds_lgamp.cli.terminal import at_work, count, with_examples, write_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -79,7 +77,7 @@ def _title(shown: "Shown") -> str:
 
 
 def _shown(options: argparse.Namespace) -> "Iterator[tuple[str, Shown]]":
-    """Yields the step and, if asked for, the one to compare it with, each behind the name of its recording."""
+    """Yields the step and, if asked for, the one to compare it with, each after the name of its recording."""
     from ds_lgamp.view.figures import show
     from ds_lgamp.view.recording import read_recording
 

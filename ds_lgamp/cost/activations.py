@@ -4,8 +4,8 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from ds_lgamp.cost.ledger import Ledger
-from ds_lgamp.schedule.actions import COMPUTE, Action, Kind
+from ds_lgamp.cost.state import Ledger, Step
+from ds_lgamp.schedule.actions import Action, Kind
 from ds_lgamp.schedule.spec import SENDS_IN_FLIGHT
 
 Tensor = tuple[Kind, int, int]
@@ -81,16 +81,24 @@ class ActivationWalk:
         self.size, self.ledger = size, ledger
         self.host = Ledger()
         """What lies in the memory of the host."""
-        self.own = {action.chunk for action in actions if action.kind in COMPUTE}
+        chunks: defaultdict[Kind, set[int]] = defaultdict(set)
+        for kind, chunk, _, _ in actions:
+            chunks[kind].add(chunk)
+        self.own = chunks[Kind.FORWARD] | chunks[Kind.BACKWARD]
         self.last = len(size.chunks) - 1
-        self.trained = {action.chunk for action in actions if action.kind is Kind.BACKWARD}
+        self.trained = chunks[Kind.BACKWARD]
         """Chunks of this rank with a backward."""
-        lower = {action.chunk - 1 for action in actions if action.kind is Kind.SEND_BACKWARD}
+        lower = {chunk - 1 for chunk in chunks[Kind.SEND_BACKWARD]}
         self.first_trained = min(self.trained | lower, default=len(size.chunks))
         """The lowest chunk with a backward, as far as this rank knows."""
         self.recomputed = {action.chunk for action in actions if action.recomputed}
         self.holders: dict[Tensor, list[str]] = defaultdict(list)
         self.under_way: dict[Kind, deque[Tensor]] = {Kind.FORWARD: deque(), Kind.BACKWARD: deque()}
+        results = [size.inputs, *(each.result for each in size.chunks)]
+        self.inputs = dict(enumerate(results[: len(size.chunks)]))
+        """Bytes of the input of each chunk."""
+        self.result_goes = {chunk: "handed_over" if chunk + 1 in self.own else "sends" for chunk in self.own}
+        self.gradient_goes = {chunk: "handed_over" if chunk - 1 in self.own else "sends" for chunk in self.own}
         if self.own & {0, self.last}:
             micro_batches = 1 + max(action.micro_batch for action in actions)
             ledger.take("batch", micro_batches * (size.inputs + size.labels))
@@ -102,28 +110,21 @@ class ActivationWalk:
         kinds = {kind.name: self.ledger.most[kind.name] for kind in fields(ActivationMemory)}
         return ActivationMemory(**kinds | {"on_host": self.host.most["inputs"]})
 
-    def follow(self, action: Action) -> None:
-        kind, chunk, micro_batch, _ = action
-        if kind is Kind.FORWARD:
-            self.forward(chunk, micro_batch)
-        elif kind is Kind.BACKWARD:
-            self.backward(chunk, micro_batch)
-        elif kind is Kind.RECV_FORWARD:
-            self.hold((Kind.FORWARD, chunk - 1, micro_batch), "receives")
-        elif kind is Kind.RECV_BACKWARD:
-            self.hold((Kind.BACKWARD, chunk, micro_batch), "receives")
-        elif kind is Kind.SEND_FORWARD:
-            self.send((Kind.FORWARD, chunk, micro_batch))
-        elif kind is Kind.SEND_BACKWARD:
-            self.send((Kind.BACKWARD, chunk - 1, micro_batch))
-        elif kind is Kind.STORE_INPUT:
-            self.host.take("inputs", self.input_bytes(chunk))
-        elif kind is Kind.WAIT_STORE_INPUT:
-            self.drop((Kind.FORWARD, chunk - 1, micro_batch), "inputs")
-        elif kind is Kind.LOAD_INPUT:
-            self.hold((Kind.FORWARD, chunk - 1, micro_batch), "inputs")
-        elif kind is Kind.WAIT_LOAD_INPUT:
-            self.host.free("inputs", self.input_bytes(chunk))
+    @property
+    def steps(self) -> dict[Kind, Step]:
+        """What an action of each kind takes and frees."""
+        return {
+            Kind.FORWARD: self.forward,
+            Kind.BACKWARD: self.backward,
+            Kind.RECV_FORWARD: lambda action: self.hold(_input_of(action), "receives"),
+            Kind.RECV_BACKWARD: lambda action: self.hold((Kind.BACKWARD, action.chunk, action.micro_batch), "receives"),
+            Kind.SEND_FORWARD: lambda action: self.send((Kind.FORWARD, action.chunk, action.micro_batch)),
+            Kind.SEND_BACKWARD: lambda action: self.send((Kind.BACKWARD, action.chunk - 1, action.micro_batch)),
+            Kind.STORE_INPUT: lambda action: self.host.take("inputs", self.inputs[action.chunk]),
+            Kind.WAIT_STORE_INPUT: lambda action: self.drop(_input_of(action), "inputs"),
+            Kind.LOAD_INPUT: lambda action: self.hold(_input_of(action), "inputs"),
+            Kind.WAIT_LOAD_INPUT: lambda action: self.host.free("inputs", self.inputs[action.chunk]),
+        }
 
     def hold(self, tensor: Tensor, kind: str) -> None:
         """Adds a holder of ``tensor``. A tensor with several holders counts once, under the kind of the first."""
@@ -143,10 +144,11 @@ class ActivationWalk:
             self.ledger.free(counted, amount)
             self.ledger.take(holders[0], amount)
 
-    def forward(self, chunk: int, micro_batch: int) -> None:
+    def forward(self, action: Action) -> None:
+        _, chunk, micro_batch, _ = action
         self.take_input(chunk, micro_batch)
         size, result = self.size.chunks[chunk], (Kind.FORWARD, chunk, micro_batch)
-        self.ledger.pass_by("working", self.input_bytes(chunk) + size.forward)
+        self.ledger.pass_by("working", self.inputs[chunk] + size.forward)
         if chunk not in self.recomputed:
             if chunk == 0:
                 self.ledger.free("batch", self.size.inputs)
@@ -157,7 +159,7 @@ class ActivationWalk:
         elif self.size.draws:
             self.ledger.take("random_states", self.size.random_states)
         if chunk < self.last:
-            self.hold(result, "handed_over" if chunk + 1 in self.own else "sends")
+            self.hold(result, self.result_goes[chunk])
 
     def take_input(self, chunk: int, micro_batch: int) -> None:
         if chunk == min(self.own & {0, self.last}, default=None):
@@ -170,16 +172,17 @@ class ActivationWalk:
                 self.hold(taken, "inputs")
             elif on_this_rank and chunk > self.first_trained and chunk - 1 not in self.recomputed:
                 # The executor copies this input, then drops the original.
-                self.ledger.pass_by("working", self.input_bytes(chunk))
+                self.ledger.pass_by("working", self.inputs[chunk])
             self.drop(taken, "handed_over" if on_this_rank else "receives")
 
-    def backward(self, chunk: int, micro_batch: int) -> None:
-        size = self.size.chunks[chunk]
-        copy = self.input_bytes(chunk) if chunk in self.recomputed else 0
+    def backward(self, action: Action) -> None:
+        _, chunk, micro_batch, _ = action
+        size, recomputed = self.size.chunks[chunk], chunk in self.recomputed
+        copy = self.inputs[chunk] if recomputed else 0
         if chunk == self.last:
             self.ledger.free("batch", self.size.labels)
         self.ledger.pass_by("working", copy + size.backward)
-        if chunk not in self.recomputed:
+        if not recomputed:
             self.ledger.free("saved", size.saved)
             if size.keeps_result:
                 self.drop((Kind.FORWARD, chunk, micro_batch), "saved")
@@ -187,13 +190,13 @@ class ActivationWalk:
             self.ledger.free("random_states", self.size.random_states)
         if chunk < self.last:
             self.drop((Kind.BACKWARD, chunk, micro_batch), "handed_over" if chunk + 1 in self.own else "receives")
-        if chunk in self.recomputed:
+        if recomputed:
             if chunk > 0:
                 self.drop((Kind.FORWARD, chunk - 1, micro_batch), "inputs")
             else:
                 self.ledger.free("batch", self.size.inputs)
         if chunk > self.first_trained:
-            self.hold((Kind.BACKWARD, chunk - 1, micro_batch), "handed_over" if chunk - 1 in self.own else "sends")
+            self.hold((Kind.BACKWARD, chunk - 1, micro_batch), self.gradient_goes[chunk])
 
     def send(self, tensor: Tensor) -> None:
         under_way = self.under_way[tensor[0]]
@@ -201,5 +204,7 @@ class ActivationWalk:
         if len(under_way) > SENDS_IN_FLIGHT:
             self.drop(under_way.popleft(), "sends")
 
-    def input_bytes(self, chunk: int) -> int:
-        return self.size.chunks[chunk - 1].result if chunk > 0 else self.size.inputs
+
+def _input_of(action: Action) -> Tensor:
+    """Returns the input of the chunk."""
+    return Kind.FORWARD, action.chunk - 1, action.micro_batch

@@ -1,4 +1,5 @@
-"""Predicts what offloading to a disk takes there and leaves on the host, and what a step reads and writes.
+"""Predicts what offloading to a disk takes there and leaves on the host, what a step reads and writes, and what live
+states take in their folder.
 
 With parts of m elements, and bytes per element as in ``memory.py``, every unit that trains has on the disk
 
@@ -9,6 +10,10 @@ Each tensor takes whole blocks. A step writes the gradient once, reads the weigh
 reads all but weights that are no master weights, and writes all but the gradient.
 
 The host has two buffers of the largest unit for updates, and some pieces in each direction of the bus.
+
+A live state of a rank holds master weights and optimizer state of its part of every unit that trains, and the weights
+of frozen units. Ranks that hold the same part share it. A step writes what trains. Frozen units are written once per
+slot.
 """
 
 from collections import Counter
@@ -21,6 +26,7 @@ from ds_lgamp.cost.offload import HostMemory, on_host
 from ds_lgamp.cost.state import ElementBytes, UnitSize
 from ds_lgamp.cost.traffic import bus_bytes
 from ds_lgamp.schedule.actions import Action, Kind
+from ds_lgamp.schedule.hierarchy import Hierarchy
 from ds_lgamp.schedule.offload import DISK_BLOCK, PIECE, PIECES, UPDATE_BUFFERS, Offload
 
 
@@ -141,3 +147,40 @@ def _inputs(actions: Sequence[Action], on_disk: OnDisk, activations: ActivationB
             held[moved] -= moved
     # The room of an input serves others of its size again.
     return most.total(), read, written
+
+
+def slots_of(updates: str) -> int:
+    """Returns how many states a rank's folder has at most, for ``updates`` of :class:`ProgramSpec`. The checkpoint's
+    ``live.py`` has the reason."""
+    return 3 if updates == "reduction" else 2
+
+
+class LiveUse(NamedTuple):
+    """Bytes of one rank, at most; None if the optimizer's state is unknown."""
+
+    held: int | None
+    """In the folder."""
+    written: int | None
+    """In a step."""
+
+
+def live_use(
+    units: Sequence[UnitSize],
+    zero_stage: int,
+    data_ranks: int,
+    size: ElementBytes,
+    hierarchy: Hierarchy | None,
+    updates: str,
+) -> LiveUse:
+    """Returns what live states take, without buffers and random states."""
+    if size.optimizer is None:
+        return LiveUse(None, None)
+    written = frozen = 0
+    for unit in units:
+        copies = data_ranks // unit.parts(zero_stage, data_ranks, hierarchy)
+        own = unit.part(zero_stage, data_ranks, hierarchy) // copies
+        if unit.frozen:
+            frozen += size.weights * own
+        else:
+            written += (size.master + size.optimizer) * own
+    return LiveUse(slots_of(updates) * (written + frozen), written)

@@ -5,7 +5,7 @@ of one tied module. Symbols:
 
 - W: data-parallel ranks.
 - S: equal parts of a unit's storage. S is W at stages 1, 2 and 3, and 1 at stage 0.
-- m: elements of one part, as ``storage.py`` counts them.
+- m: elements of one part, as ``state.py`` counts them.
 - T: pipeline ranks that hold a copy of a tied unit.
 - w: bytes per element of a weight.
 - g: bytes per element of a gradient that accumulates.
@@ -97,11 +97,10 @@ step on, because the first one learns shapes, and while shapes do not change. It
 - members of a result that have no gradient.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ds_lgamp.cost.activations import ActivationBytes, ActivationMemory, ActivationWalk
-from ds_lgamp.cost.ledger import Ledger
 from ds_lgamp.cost.offload import (
     HostMemory,
     OffloadedStateWalk,
@@ -111,8 +110,8 @@ from ds_lgamp.cost.offload import (
     on_host,
     stays,
 )
-from ds_lgamp.cost.state import ElementBytes, StateWalk, UnitSize
-from ds_lgamp.schedule.actions import Action
+from ds_lgamp.cost.state import ElementBytes, Ledger, StateWalk, Step, UnitSize
+from ds_lgamp.schedule.actions import Action, Kind
 from ds_lgamp.schedule.hierarchy import Hierarchy
 from ds_lgamp.schedule.offload import Offload
 from ds_lgamp.schedule.simulate import peak_live_activations
@@ -139,6 +138,8 @@ class Memory:
     """Temporary memory of the optimizer; None if unknown."""
     peak: int
     """The peak of all kinds together, without unknown ones."""
+    at_peak: Mapping[str, int]
+    """What the step holds at that peak beside weights, master weights and optimizer state, by kinds of the ledger."""
     stored_activations: int
     """The most forwards, one per chunk and micro-batch, whose backward is still to come; a number, not bytes. With full
     recomputation so many chunk inputs are stored, except inputs of a last chunk that turns at once."""
@@ -176,13 +177,13 @@ def rank_memory(
     walks: list[StateWalk | ActivationWalk] = []
     of_sums = all_to_all, in_rank_order
     if offload is None:
-        weights, master, optimizer = _state(units, zero_stage, data_ranks, size, hierarchy)
+        weights, master, optimizer = held_between_steps(units, zero_stage, data_ranks, size, hierarchy)
         update_unknown, host = size.update is None and step is None, None
         walks.append(StateWalk(actions, units, zero_stage, data_ranks, size, *of_sums, hierarchy, ledger, step))
     else:
         staying = [unit for unit in units if stays(unit, offload)]
         leaving = on_host(units, offload)
-        weights, master, optimizer = _state(staying, zero_stage, data_ranks, size, None)
+        weights, master, optimizer = held_between_steps(staying, zero_stage, data_ranks, size, None)
         weights += device_weights(leaving, offload, zero_stage, data_ranks, size)
         update_unknown = size.update is None and step is None and bool(staying)
         host = host_memory(leaving, offload, zero_stage, data_ranks, size, step)
@@ -191,9 +192,13 @@ def rank_memory(
     activations = None if activation_bytes is None else ActivationWalk(actions, activation_bytes, ledger)
     if activations is not None:
         walks.append(activations)
+    steps: dict[Kind, list[Step]] = {kind: [] for kind in Kind}
+    for walk in walks:
+        for kind, follow in walk.steps.items():
+            steps[kind].append(follow)
     for action in actions:
-        for walk in walks:
-            walk.follow(action)
+        for follow in steps[action.kind]:
+            follow(action)
     return Memory(
         weights=weights,
         resident_weights=ledger.most["resident"],
@@ -205,13 +210,14 @@ def rank_memory(
         tied_copies=ledger.most["copies"],
         update=None if update_unknown else ledger.most["update"],
         peak=weights + master + (optimizer or 0) + ledger.most_together,
+        at_peak=ledger.at_peak,
         stored_activations=peak_live_activations(actions),
         activations=None if activations is None else activations.memory(),
         host=host,
     )
 
 
-def _state(
+def held_between_steps(
     units: Sequence[UnitSize], zero_stage: int, data_ranks: int, size: ElementBytes, hierarchy: Hierarchy | None
 ) -> tuple[int, int, int | None]:
     """Returns the bytes of weights, master weights and optimizer state that a device holds between steps."""

@@ -4,8 +4,7 @@ formula."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ds_lgamp.cost.ledger import Ledger
-from ds_lgamp.cost.state import ElementBytes, HeldUnit, StateWalk, UnitSize
+from ds_lgamp.cost.state import ElementBytes, HeldUnit, Ledger, StateWalk, UnitSize
 from ds_lgamp.schedule.actions import Action, Kind
 from ds_lgamp.schedule.offload import Offload
 

@@ -1,13 +1,89 @@
 """Predicts the memory of parameters, gradients and updates on a pipeline rank by following its program. ``memory.py``
-has the formula."""
+has the formula.
+"""
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ds_lgamp.cost.ledger import Ledger
-from ds_lgamp.cost.storage import part_size
-from ds_lgamp.schedule.actions import Action, Kind
+from ds_lgamp.schedule.actions import PARTITION, Action, Kind
 from ds_lgamp.schedule.hierarchy import Hierarchy
+
+ALIGNMENT = 32
+"""Every parameter begins at a multiple of so many elements, and every rank's part of a unit's storage ends at one. The
+gaps hold zeros. An element then has the same place in the vectors a kernel works with, wherever parts are cut. This
+keeps rounding the same: a CPU with 512-bit vectors takes two vectors of 16 fp32 at once and the remaining elements one
+by one, which may round differently.
+
+A matrix also begins at a multiple of 64 bytes, which MKL asks for where results must be reproducible (Intel, "Getting
+Started with Conditional Numerical Reproducibility"). GPU kernels load 16 bytes at once."""
+
+
+def aligned(elements: int) -> int:
+    """Rounds ``elements`` up to a multiple of the alignment."""
+    return -(-elements // ALIGNMENT) * ALIGNMENT
+
+
+def offsets(sizes: Iterable[int]) -> list[int]:
+    """Returns where each parameter begins, and where the padding of the last one ends, in elements.
+
+    Args:
+        sizes: elements of each parameter, in storage order.
+    """
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + aligned(size))
+    return starts
+
+
+def part_size(end: int, ranks: int) -> int:
+    """Returns the elements of one part if ``ranks`` equal parts hold a storage of ``end`` elements."""
+    return aligned(-(-end // ranks))
+
+
+Step = Callable[[Action], None]
+"""Takes and frees what an action takes and frees."""
+
+
+class Ledger:
+    """Records bytes that are taken and freed on paper."""
+
+    def __init__(self) -> None:
+        self.held: defaultdict[str, int] = defaultdict(int)
+        self.together = 0
+        """What is held, of all kinds together."""
+        self.most: defaultdict[str, int] = defaultdict(int)
+        """The peak of each kind by itself."""
+        self.most_together = 0
+        """The peak of all kinds together."""
+        self._is_at_peak = False
+        self._held_at_peak: dict[str, int] = {}
+
+    @property
+    def at_peak(self) -> dict[str, int]:
+        """What is held of each kind at the peak of all kinds together."""
+        return dict(self.held) if self._is_at_peak else self._held_at_peak
+
+    def take(self, kind: str, amount: int) -> None:
+        held = self.held[kind] = self.held[kind] + amount
+        if held > self.most[kind]:
+            self.most[kind] = held
+        self.together += amount
+        if self.together > self.most_together:
+            self.most_together = self.together
+            self._is_at_peak = True
+
+    def free(self, kind: str, amount: int) -> None:
+        if self._is_at_peak and amount:
+            self._held_at_peak, self._is_at_peak = dict(self.held), False
+        self.held[kind] -= amount
+        self.together -= amount
+
+    def pass_by(self, kind: str, amount: int) -> None:
+        """Takes ``amount`` for a moment."""
+        self.take(kind, amount)
+        self.free(kind, amount)
+
 
 _MASTER_BYTES = 4
 
@@ -17,7 +93,7 @@ class UnitSize:
     """The size of a unit: the trainable or the frozen parameters of one chunk, or of one tied module on one rank."""
 
     parameters: int
-    """Elements that its parameters take in its storage, each rounded up by ``storage.aligned``."""
+    """Elements that its parameters take in its storage, each rounded up by :func:`aligned`."""
     trainable: int
     """How many of these elements the optimizer owns."""
     chunks: tuple[int, ...]
@@ -115,6 +191,11 @@ class StateWalk:
         if not self.partitioned:
             for unit in self.training:
                 self.ledger.take("gradients", self.size.gradients * unit.part)
+
+    @property
+    def steps(self) -> dict[Kind, Step]:
+        """What an action of each kind takes and frees."""
+        return dict.fromkeys(PARTITION | {Kind.BACKWARD, Kind.STEP}, self.follow)
 
     def follow(self, action: Action) -> None:
         using = self.using.get(action.chunk, [])
@@ -305,7 +386,7 @@ class HeldUnit:
         self.postponed = False
         """Whether the step before left its update to this one."""
         self.updated = False
-        """Whether it was updated ahead of the step."""
+        """Whether it was updated before the step."""
         self.node_sum = self.combining = 0
         """Bytes of what the node has summed up, and of what is under way between nodes."""
         self.reduced = False

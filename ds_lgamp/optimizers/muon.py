@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import Parameter
 
-from ds_lgamp.cost.matrices import Matrix, elements_by_rank, spread
+from ds_lgamp.cost.muon import Matrix, elements_by_rank, spread
 from ds_lgamp.optimizers.tensors import Exchange, Piece, Sharing, TensorOptimizer, check_numbers
 from ds_lgamp.partition.zero_partition import ZeroPartition
 

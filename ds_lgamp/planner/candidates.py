@@ -1,11 +1,14 @@
-"""The configurations that a search looks at."""
+"""The configurations that a search looks at, and the least time that each takes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from ds_lgamp.planner.cluster import Cluster
+from ds_lgamp.planner.cluster import Cluster, Efficiency
 from ds_lgamp.planner.configuration import Configuration
+from ds_lgamp.planner.hardware import Compute, Seconds
+from ds_lgamp.planner.memory import of_ranks
 from ds_lgamp.planner.model import Model
+from ds_lgamp.planner.work import host_seconds, is_layered
 
 LARGEST_MICRO_BATCH = 64
 """In sequences."""
@@ -85,3 +88,76 @@ def divisors(number: int) -> list[int]:
     """Returns the divisors of ``number``, ascending."""
     small = [factor for factor in range(1, int(number**0.5) + 1) if number % factor == 0]
     return small + [number // factor for factor in reversed(small) if factor * factor != number]
+
+
+class Bound:
+    """The least seconds that a step can take: compute that is spread evenly, and the bubble."""
+
+    def __init__(self, model: Model, cluster: Cluster) -> None:
+        self._model, self._compute = model, Compute(cluster, Efficiency(**cluster.efficiency))
+        self._layers: dict[tuple[int, int, bool], Seconds] = {}
+
+    def on_host(self, of: Configuration) -> float:
+        """Returns the least seconds of loads, of stores and of the host's updates, with offloading."""
+        if of.offload is None:
+            return 0.0
+        own = self._model.layers * self._model.layer_parameters / of.tensor_ranks / of.pipeline_ranks
+        return max(host_seconds(self._compute, of, own))
+
+    def seconds(self, of: Configuration) -> float:
+        key = of.micro_batch, of.tensor_ranks, of.fused_attention
+        if key not in self._layers:
+            self._layers[key] = self._compute.layer(self._model, *key)
+        layer = self._layers[key]
+        # The only chunk of a single pipeline rank is not recomputed.
+        again = layer.forward if of.recompute == "full" and of.chunks > 1 else 0.0
+        rank = (layer.forward + layer.backward + again) * self._model.layers / of.pipeline_ranks
+        return rank * (of.micro_batches + (of.pipeline_ranks - 1) / of.chunks_per_rank)
+
+
+MOST_OFFLOADED_COMPUTES = 10_000
+"""Forwards and backwards of a step that a search runs on the clock. Offloading has no closed form."""
+
+
+def ways_to_offload(configuration: Configuration) -> list[Configuration]:
+    """Returns a layered configuration with its optimizer on the host, and with its parameters there too at stage 3, if
+    a search can run it on the clock. Alone, a data-parallel rank is at stage 3. The configuration itself comes first,
+    because its inputs of chunks may lie on the host alone."""
+    one = configuration
+    if not is_layered(one) or one.hierarchy is not None or one.computes > MOST_OFFLOADED_COMPUTES:
+        return []
+    stage = one.zero_stage if one.data_ranks > 1 else 3
+    ways = [("optimizer", stage > 0), ("parameters", stage == 3)]
+    return [one, *(replace(one, zero_stage=stage, offload=offload) for offload, is_possible in ways if is_possible)]
+
+
+def with_room(
+    model: Model, ways: Iterable[tuple[Configuration, Configuration]], cluster: Cluster
+) -> Iterator[Configuration]:
+    """Yields each way to offload if the GPU may hold the rest. Where it cannot hold the rest with inputs of chunks,
+    these are on the host too.
+
+    Args:
+        ways: configurations without offloading, each with one of its :func:`ways_to_offload`.
+    """
+    known = set()
+    for one, way in ways:
+        stays = _stays(model, one, way, cluster)
+        if stays is not None and stays.uses_host and stays not in known:
+            known.add(stays)
+            yield stays
+
+
+def _stays(model: Model, one: Configuration, way: Configuration, cluster: Cluster) -> Configuration | None:
+    """Returns ``way``, with inputs of chunks on the host if a rank has no room for them; None if that is not enough."""
+    stores_inputs = False
+    for needed in of_ranks(model, one):
+        stays = needed.total
+        if way.offload is not None:
+            stays -= needed.master_weights + needed.optimizer_state + needed.gradients
+        if way.offload == "parameters":
+            stays -= needed.weights
+        stores_inputs |= stays > cluster.memory and one.recompute == "full"
+        if stays - needed.stored * stores_inputs > cluster.memory:
+            return None
+    return replace(way, stores_inputs=stores_inputs)

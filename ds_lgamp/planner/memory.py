@@ -1,36 +1,116 @@
-"""How much memory a configuration needs on the GPU that needs most.
+"""How much memory a configuration needs on the GPU that needs most, by the formula of :mod:`ds_lgamp.cost.memory`.
 
-``ds_lgamp/cost/memory.py`` has the project's memory formula, which follows the program of a rank. A search asks for
-thousands of configurations, so this module evaluates the same formula at a few moments in closed form:
-
-- a backward at which the rank may store most, such as the first of each visit to a chunk;
-- a wait for a reduction of a chunk that may have an end of the model;
-- the last forward of a micro-batch group, and the end of the step.
-
-The result is within 4 % of the formula, or within three messages where those are more (tests/planner/test_memory.py).
-Programs for a GPU post receives later than the others, so they may need less. Hierarchical shards, postponed
-updates, offloading and layers by speed have no closed form here: their programs are followed.
+The formula follows the program of a rank, so a search asks first for :func:`least`, which needs no program.
 """
 
 from collections.abc import Iterator
-from itertools import accumulate
+from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
-from ds_lgamp.planner.activations import Software, layer_bytes
+from ds_lgamp.cost.activations import ActivationBytes, ChunkBytes
+from ds_lgamp.cost.memory import Memory, held_between_steps, rank_memory
+from ds_lgamp.cost.state import UnitSize, aligned
+from ds_lgamp.planner.activations import Software, chunk_bytes, end_bytes, layer_bytes, share
 from ds_lgamp.planner.cluster import Cluster
 from ds_lgamp.planner.configuration import Configuration
-from ds_lgamp.planner.gradients import Gradients, RankUnit
 from ds_lgamp.planner.model import Model
-from ds_lgamp.planner.order import Order
-from ds_lgamp.planner.sizes import (
-    as_executed,
-    chunks_of,
-    default_software,
-    followed,
-    own_chunks,
-    units_of,
-)
-from ds_lgamp.schedule.spec import RECEIVES_POSTED, SENDS_IN_FLIGHT
+from ds_lgamp.schedule.actions import Action
+from ds_lgamp.schedule.program import build_rank_program
+from ds_lgamp.schedule.spec import RECEIVES_POSTED, ProgramSpec
+
+
+def as_executed(model: Model, configuration: Configuration) -> Configuration:
+    """Returns the configuration with the same program under the layered schedule. Stock ZeRO-3 is the layered order
+    with a chunk for every layer and one micro-batch in a group."""
+    if not configuration.micro_batch_outer:
+        return configuration
+    return replace(configuration, schedule="layered", chunks_per_rank=model.layers, micro_batch_group=1)
+
+
+def default_software(configuration: Configuration) -> Software:
+    """Returns what trains a configuration as :mod:`ds_lgamp.planner.write` starts it: models of transformers, or layers
+    of Megatron-core on several tensor-parallel ranks, with sequence parallelism."""
+    several = configuration.tensor_ranks > 1
+    return Software(fused=several, splits_sequence=several)
+
+
+def own_chunks(configuration: Configuration, rank: int) -> range:
+    """Returns the chunks of a pipeline rank. Every schedule's own placement gives it every P-th one."""
+    return range(rank, configuration.chunks, configuration.pipeline_ranks)
+
+
+def units_of(model: Model, configuration: Configuration, rank: int) -> list[UnitSize]:
+    """Returns the units of a pipeline rank, with the elements on one tensor-parallel rank. Tensor-parallel ranks divide
+    matrices and the biases of their columns; they all hold norms and other biases."""
+    ranks, last = configuration.tensor_ranks, configuration.chunks - 1
+    replicated = 2 * model.norm_parameters + (2 * model.hidden_size if model.biases else 0)
+    of_layer = share(model.layer_parameters - replicated, ranks) + replicated
+    words = share(model.vocabulary_size, ranks) * model.hidden_size
+    ends = {chunk: 0 for chunk in (0, last)}
+    ends[0] += words + model.position_embeddings * model.hidden_size
+    ends[last] += model.norm_parameters + model.extras + (0 if model.tied_embeddings else words)
+    units, users = [], []
+    for chunk in own_chunks(configuration, rank):
+        parameters = layers_of_chunk(model, configuration, chunk) * of_layer
+        if chunk in ends and model.tied_embeddings:
+            users.append(chunk)
+        elif chunk in ends:
+            parameters += ends[chunk]
+        units.append(UnitSize(aligned(parameters), aligned(parameters), (chunk,)))
+    if users:
+        # The engine ties everything that precedes and follows the layers.
+        tied = aligned(sum(ends.values()))
+        units.append(UnitSize(tied, tied, tuple(users), tied=True, copies=min(2, configuration.pipeline_ranks)))
+    return units
+
+
+def chunks_of(model: Model, configuration: Configuration, software: Software, chunks: range) -> list[ChunkBytes]:
+    """Returns the bytes of one micro-batch on each of ``chunks``."""
+    layer = layer_bytes(model, configuration.micro_batch, configuration.tensor_ranks, software)
+    ends = end_bytes(model, configuration.micro_batch, configuration.tensor_ranks, software)
+    last, spec = configuration.chunks - 1, configuration.spec
+    sorts = [
+        (layers_of_chunk(model, configuration, chunk), chunk == 0, chunk == last, spec.is_recomputed(chunk))
+        for chunk in chunks
+    ]
+    made = {sort: chunk_bytes(layer, ends, *sort) for sort in set(sorts)}
+    return [made[sort] for sort in sorts]
+
+
+def layers_of_chunk(model: Model, configuration: Configuration, chunk: int) -> int:
+    """Returns how many layers ``chunk`` has. The first chunks take one more, unless speeds share the layers."""
+    if configuration.speeds:
+        return configuration.layers_of_chunks(model)[chunk]
+    size, larger = divmod(model.layers, configuration.chunks)
+    return size + (chunk < larger)
+
+
+def followed(
+    model: Model, configuration: Configuration, rank: int, software: Software, receives_on_arrival: bool = False
+) -> Memory:
+    """Returns the memory of a pipeline rank by following its program, without token ids and labels."""
+    spec = replace(configuration.spec, receives_on_arrival=receives_on_arrival)
+    chunks = chunks_of(model, configuration, software, range(configuration.chunks))
+    return rank_memory(
+        _program(spec, rank),
+        units_of(model, configuration, rank),
+        configuration.zero_stage,
+        configuration.data_ranks,
+        software.element,
+        all_to_all=software.all_to_all,
+        activation_bytes=ActivationBytes(0, 0, chunks),
+        hierarchy=configuration.hierarchy,
+        offload=spec.offload,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _program(spec: ProgramSpec, rank: int) -> list[Action]:
+    """Returns the program of a rank. Configurations with other numbers of data-parallel or tensor-parallel ranks share
+    it."""
+    return build_rank_program(spec, rank)
+
 
 _ID_BYTES = 8
 """Bytes of a token id, and of a label."""
@@ -46,7 +126,7 @@ class ConfigurationMemory(NamedTuple):
     gradients: int
     """What the optimizer reads."""
     gathered_weights: int = 0
-    """At stage 3, of resident chunks."""
+    """At stage 3, of resident chunks, and parts of them that the host has sent."""
     gradient_buffers: int = 0
     """Full gradients before and during their reductions."""
     stored: int = 0
@@ -55,7 +135,7 @@ class ConfigurationMemory(NamedTuple):
     messages: int = 0
     """Sends and receives of the pipeline under way."""
     working: int = 0
-    """Of the backward or update that runs."""
+    """Of the forward, backward or update that runs."""
     batch: int = 0
     """Token ids, labels and tables of rotary positions of all micro-batches."""
 
@@ -88,38 +168,101 @@ def memory(model: Model, configuration: Configuration, software: Software | None
     Args:
         software: what trains the model; by default what :mod:`ds_lgamp.planner.write` starts.
     """
-    software = default_software(configuration) if software is None else software
-    configuration = as_executed(model, configuration)
-    # The ranks between rank 1 and the last one store fewer inputs than rank 1, and have no more layers.
-    ranks = sorted({0, min(1, configuration.pipeline_ranks - 1), configuration.pipeline_ranks - 1})
-    if configuration.speeds:
-        ranks = list(range(configuration.pipeline_ranks))
-    special = configuration.hierarchy is not None or configuration.overlap_update or bool(configuration.speeds)
-    special = special or configuration.uses_host
-    find = _followed if special else of_rank
-    needs = [find(model, configuration, software, rank) for rank in ranks]
+    needs = list(of_ranks(model, configuration, software))
     most = max(needs, key=lambda need: need.total)
     return most._replace(host=max(need.host for need in needs))
 
 
-def of_rank(model: Model, configuration: Configuration, software: Software, rank: int) -> ConfigurationMemory:
-    """Returns what a pipeline rank needs when it needs most."""
-    moments = _Rank(model, configuration, software, rank).moments()
-    return max(moments, key=lambda moment: moment.total)
-
-
-def _followed(model: Model, configuration: Configuration, software: Software, rank: int) -> ConfigurationMemory:
-    """Returns what a pipeline rank needs by its program. What is held for a part of the step counts as working."""
-    told = followed(model, configuration, rank, software)
-    inputs = 0 if told.activations is None else told.activations.on_host
-    held = told.weights, told.master_weights, told.optimizer_state or 0, told.gradients
-    return ConfigurationMemory(
-        *held,
-        working=told.peak - sum(held),
-        batch=batch_bytes(model, configuration, software),
-        pipeline_rank=rank,
-        host=inputs + (0 if told.host is None else told.host.peak),
+def fits(model: Model, configuration: Configuration, cluster: Cluster) -> bool:
+    """Whether the GPUs of ``cluster`` and their hosts have enough. Looks no further than the first rank that lacks
+    something."""
+    return least(model, configuration) <= cluster.memory and all(
+        need.fits(cluster) for need in of_ranks(model, configuration)
     )
+
+
+def of_ranks(
+    model: Model, configuration: Configuration, software: Software | None = None
+) -> Iterator[ConfigurationMemory]:
+    """Yields what each of those pipeline ranks needs among which one needs most."""
+    software = default_software(configuration) if software is None else software
+    return (of_rank(model, configuration, software, rank) for rank in _ranks(configuration))
+
+
+@lru_cache(maxsize=1 << 14)
+def least(model: Model, configuration: Configuration) -> int:
+    """Returns what a GPU needs at least: what it holds between steps, and the batch."""
+    software, of = default_software(configuration), as_executed(model, configuration)
+    if of.uses_host:
+        return batch_bytes(model, of, software)
+    held = [
+        held_between_steps(units_of(model, of, rank), of.zero_stage, of.data_ranks, software.element, of.hierarchy)
+        for rank in _ranks(of)
+    ]
+    return max(sum(each or 0 for each in kinds) for kinds in held) + batch_bytes(model, of, software)
+
+
+@lru_cache(maxsize=1 << 14)
+def of_rank(model: Model, configuration: Configuration, software: Software, rank: int) -> ConfigurationMemory:
+    """Returns what a pipeline rank needs when it needs most.
+
+    A long step is not followed to its end. Whatever follows the fourth group of micro-batches, or under 1F1B the fourth
+    round of the pipeline, takes the same memory again. Elsewhere, what is stored grows evenly from
+    :data:`MOST_FOLLOWED` forwards on, unless another moment needs most in longer steps. That was so in 1 of 2,000
+    configurations, and the result up to 6 % too small.
+    """
+    of = as_executed(model, configuration)
+    ranks, whole = of.pipeline_ranks, of.micro_batches
+    grows = of.schedule in ("interleaved_1f1b", "gpipe") or (of.schedule == "layered" and of.group == whole)
+    if grows:
+        # Under interleaved 1F1B the windows of receives grow too, by as much in every round of all chunks.
+        step = of.chunks if of.schedule == "interleaved_1f1b" else 1
+        enough = max(MOST_FOLLOWED // of.chunks_per_rank, 2 * ranks + 4)
+    else:
+        step = of.group if of.schedule == "layered" else ranks
+        # Receives are posted several small groups before their use.
+        enough = 1 + 3 * (step if ranks == 1 else max(step, RECEIVES_POSTED))
+    skipped = max(0, (whole - enough) // step)
+    found = _by_program(model, replace(of, micro_batches=whole - skipped * step), software, rank)
+    if grows and skipped:
+        longer = _by_program(model, replace(of, micro_batches=whole - (skipped - 1) * step), software, rank)
+        stored = found.stored + skipped * (longer.total - found.total)
+        found = found._replace(stored=stored, host=found.host + skipped * (longer.host - found.host))
+    return found._replace(batch=batch_bytes(model, of, software))
+
+
+MOST_FOLLOWED = 1024
+"""Forwards of a rank up to which a step is followed whole."""
+
+
+def _by_program(model: Model, configuration: Configuration, software: Software, rank: int) -> ConfigurationMemory:
+    found = followed(model, configuration, rank, software)
+    held = found.at_peak
+
+    def together(*kinds: str) -> int:
+        return sum(held.get(kind, 0) for kind in kinds)
+
+    return ConfigurationMemory(
+        weights=found.weights,
+        master_weights=found.master_weights,
+        optimizer_state=found.optimizer_state or 0,
+        gradients=together("gradients"),
+        gathered_weights=together("resident", "loaded"),
+        gradient_buffers=together("buffers"),
+        stored=together("inputs", "saved", "handed_over", "random_states"),
+        messages=together("receives", "sends"),
+        working=together("working", "update", "copies"),
+        pipeline_rank=rank,
+        host=(0 if found.activations is None else found.activations.on_host)
+        + (0 if found.host is None else found.host.peak),
+    )
+
+
+def _ranks(configuration: Configuration) -> list[int]:
+    """Returns the pipeline ranks among which one needs most. Those between rank 1 and the last one store fewer inputs
+    than rank 1, and have no more layers unless speeds share them."""
+    ranks = range(configuration.pipeline_ranks)
+    return list(ranks) if configuration.speeds else sorted({0, min(1, ranks[-1]), ranks[-1]})
 
 
 def batch_bytes(model: Model, configuration: Configuration, software: Software) -> int:
@@ -129,210 +272,3 @@ def batch_bytes(model: Model, configuration: Configuration, software: Software) 
     if not model.position_embeddings and not software.fused:
         per_token += 2 * software.element.weights * model.head_size
     return per_token * model.sequence_length * configuration.micro_batches
-
-
-def _visited(order: Order, sums: list[int], computes: int) -> int:
-    """Returns what the first so many forwards or backwards of a rank add up to.
-
-    Args:
-        sums: of one compute of each of the first so many chunks, in the order of the computes.
-    """
-    rounds, rest = divmod(computes, order.round * order.chunks)
-    chunks, begun = divmod(rest, order.round)
-    whole = order.round * (rounds * sums[-1] + sums[chunks])
-    return whole + (begun * (sums[chunks + 1] - sums[chunks]) if begun else 0)
-
-
-class _Rank:
-    """A pipeline rank at the moments when it may need most. Chunks are numbered on the rank."""
-
-    def __init__(self, model: Model, configuration: Configuration, software: Software, rank: int) -> None:
-        self.configuration, self.software, self.element, self.rank = configuration, software, software.element, rank
-        own, stage, data_ranks = own_chunks(configuration, rank), configuration.zero_stage, configuration.data_ranks
-        self.sizes = chunks_of(model, configuration, software, own)
-        spec = configuration.spec
-        self.recomputed = [spec.is_recomputed(chunk) for chunk in own]
-        self.has_input = [chunk > 0 for chunk in own]
-        self.result = layer_bytes(model, configuration.micro_batch, configuration.tensor_ranks, software).result
-        self.units = []
-        for unit in units_of(model, configuration, rank):
-            part, parts = unit.part(stage, data_ranks), unit.parts(stage, data_ranks)
-            users = own.index(unit.chunks[0]), own.index(unit.chunks[-1])
-            self.units.append(RankUnit(*users, part, part * parts, unit.copies))
-        self.gradients = Gradients(configuration, software, self.units, len(own))
-        self.part, self.full = sum(unit.part for unit in self.units), sum(unit.full for unit in self.units)
-        self.batch = batch_bytes(model, configuration, software)
-        kept = [self.kept_by(chunk) for chunk in range(len(own))]
-        self.kept, self.kept_backwards = ([0, *accumulate(each)] for each in (kept, reversed(kept)))
-        """What the first so many chunks store of a micro-batch, in the order of forwards and in that of backwards."""
-
-    def kept_by(self, chunk: int) -> int:
-        """Returns what a forward of ``chunk`` stores."""
-        if self.copies_input(chunk):
-            return self.result
-        return 0 if self.recomputed[chunk] else self.sizes[chunk].saved
-
-    def moments(self) -> Iterator[ConfigurationMemory]:
-        """Yields the memory at each moment that may be the worst."""
-        for micro_batches, earlier, final in self.groups():
-            order = Order(self.configuration, self.rank, micro_batches)
-            if earlier and self.gradients.reduces_every_group:
-                yield self.last_forward(order, earlier, final)
-            for number in order.turning_points():
-                yield self.backward(order, number, earlier, final)
-            if order.total == order.round * order.chunks:
-                yield from self.waits(order, earlier, final)
-        yield from self.end()
-
-    def groups(self) -> Iterator[tuple[int, int, bool]]:
-        """Yields micro-batch groups that may need most: their size, how many precede, and whether none follows."""
-        micro_batches, group = self.configuration.micro_batches, self.configuration.group
-        earlier = -(-micro_batches // group) - 1
-        if earlier:
-            yield group, earlier - 1, False
-        yield micro_batches - earlier * group, earlier, True
-
-    def last_forward(self, order: Order, earlier: int, final: bool) -> ConfigurationMemory:
-        """Returns the memory during the last forward ahead of all backwards of a group. None has waited for the
-        reductions of the group before."""
-        forwards = order.forwards(0) - 1
-        chunk = order.forward_chunk(forwards)
-        gradients, buffers = self.gradients.held(-1, earlier - 1, True)
-        gathered = self.gathered(order.next_chunks(0, self.configuration.resident_chunks, again=not final))
-        stored, messages = self.stored(order, forwards, 0), self.messages(order, 0, earlier, final)
-        working = self.sizes[chunk].forward + (self.result if self.has_input[chunk] else 0)
-        return self.moment(gradients, buffers, gathered, stored, messages, working)
-
-    def backward(self, order: Order, number: int, earlier: int, final: bool) -> ConfigurationMemory:
-        """Returns the memory during a backward.
-
-        Args:
-            number: how many others of the group precede it.
-            earlier: how many groups precede.
-            final: whether no other group follows.
-        """
-        chunk, per_round = order.backward_chunk(number), order.round * order.chunks
-        stored = self.stored(order, order.forwards(number), number)
-        messages = self.messages(order, number, earlier, final)
-        resident = order.next_chunks(number, self.configuration.resident_chunks, again=not final)
-        is_last_round = final and number >= order.total - per_round
-        gradients, buffers = self.gradients.held(chunk, earlier or number // per_round, is_last_round)
-        working = self.sizes[chunk].backward + (self.result if self.copies_input(chunk) else 0)
-        return self.moment(gradients, buffers, self.gathered(resident), stored, messages, working)
-
-    def waits(self, order: Order, earlier: int, final: bool) -> Iterator[ConfigurationMemory]:
-        """Yields the memory when a backward awaits a reduction of the group before, the oldest or that of the rank's
-        first chunk, or in its own group that of the rank's last chunk. First and last chunks may have an end of the
-        model."""
-        last, waiting, most = order.chunks - 1, [], self.gradients.most_full
-        if final and not earlier or self.gradients.reduces_every_group:
-            waiting.append((last - most, last, earlier == 0))
-        if earlier and self.gradients.reduces_every_group:
-            waiting += {(last, most - 1, earlier == 1), (last + 1 - most, 0, earlier == 1)}
-        for chunk, awaited, new in waiting:
-            if chunk < 0:
-                continue
-            number = (last - chunk) * order.round
-            gradients, buffers = self.gradients.held(chunk, earlier, final, begun=False)
-            gathered = self.gathered(order.next_chunks(number, self.configuration.resident_chunks, again=not final))
-            stored = self.stored(order, order.forwards(number), number)
-            messages = self.messages(order, number, earlier, final)
-            units = [unit for unit in self.units if unit.first == awaited]
-            for held, rest, finishing in self.gradients.finishing(units, gradients, buffers, new):
-                yield self.moment(held, rest, gathered, stored, messages, finishing)
-
-    def end(self) -> Iterator[ConfigurationMemory]:
-        """Yields the memory after the last backward, when the first of the last reductions ends, and when the optimizer
-        steps."""
-        configuration, element = self.configuration, self.element
-        micro_batches, sent = configuration.micro_batches, self.sends(self.configuration.micro_batches)
-        is_interleaved = configuration.schedule == "interleaved_1f1b"
-        together = configuration.pipeline_ranks if is_interleaved else configuration.group
-        earlier = -(-micro_batches // together) - 1
-        gradients, buffers = self.gradients.held(-1, earlier, True)
-        yield self.moment(gradients, buffers, self.gathered([0]), 0, sent, 0)
-        reduces = self.gradients.reduces_every_group
-        outstanding = range(len(self.sizes) if earlier and not reduces else self.gradients.most_full)
-        awaited = [unit for unit in self.units if unit.first in outstanding]
-        new = not (earlier and reduces)
-        for held, rest, finishing in self.gradients.finishing(awaited, gradients, buffers, new):
-            yield self.moment(held, rest, 0, 0, sent, finishing)
-        gradients = element.master * self.part
-        if not self.gradients.partitioned and element.gradients != element.master:
-            gradients += element.gradients * self.part
-        copies = max((unit.copies * unit.part for unit in self.units if unit.copies > 1), default=0)
-        yield self.moment(gradients, 0, 0, 0, sent, element.master * copies)
-
-    def moment(
-        self, gradients: int, buffers: int, gathered: int, stored: int, messages: int, working: int
-    ) -> ConfigurationMemory:
-        element, weights = self.element, self.part if self.configuration.zero_stage == 3 else self.full
-        return ConfigurationMemory(
-            weights=element.weights * weights,
-            master_weights=element.master * self.part if element.weights < element.master else 0,
-            optimizer_state=(element.optimizer or 0) * self.part,
-            gradients=gradients,
-            gathered_weights=gathered,
-            gradient_buffers=buffers,
-            stored=stored,
-            messages=messages,
-            working=working,
-            batch=self.batch,
-            pipeline_rank=self.rank,
-        )
-
-    def copies_input(self, chunk: int) -> bool:
-        """Whether a backward computes ``chunk`` again, from a copy of its stored input."""
-        return self.recomputed[chunk] and self.has_input[chunk]
-
-    def stored(self, order: Order, forwards: int, backwards: int) -> int:
-        """Returns what so many forwards have stored and so many backwards have not freed."""
-        stored = _visited(order, self.kept, forwards) - _visited(order, self.kept_backwards, backwards)
-        if self.configuration.pipeline_ranks == 1:
-            # Results that no forward has taken yet, and gradients that no backward has taken yet.
-            first, last = 0, order.chunks - 1
-            waiting = order.forwards_of(first, forwards) - order.forwards_of(last, forwards)
-            waiting += order.backwards_of(last, backwards) - order.backwards_of(first, backwards)
-            stored += self.result * waiting
-        return stored
-
-    def gathered(self, resident: list[int]) -> int:
-        """Returns the bytes of gathered weights while the chunks ``resident`` are whole."""
-        if not self.gradients.partitioned or self.configuration.zero_stage < 3:
-            return 0
-        whole = (unit.full for unit in self.units if unit.first in resident or unit.last in resident)
-        return self.element.weights * sum(whole)
-
-    def messages(self, order: Order, backwards: int, earlier: int, final: bool) -> int:
-        """Returns the bytes of messages under way during a backward that follows ``backwards`` others of its group."""
-        last, forwards = self.configuration.pipeline_ranks - 1, order.forwards(backwards)
-        if last == 0:
-            return 0
-        # The window of the link that closes the ring is larger, because messages pile up there. The window of gradients
-        # begins with this backward, that of results after the last forward.
-        wide = max(RECEIVES_POSTED, order.micro_batches - last + 1)
-        results = (wide if self.rank == 0 else RECEIVES_POSTED) - 1
-        gradients = wide if self.rank == last else RECEIVES_POSTED
-        left = order.total - backwards
-        posted = [min(results, order.total - forwards), min(gradients, left)]
-        if not final:
-            # Receives of the next group are posted too, if its forwards, or the backwards between them, are near.
-            later = order.chunks * (self.configuration.micro_batches - (earlier + 1) * order.micro_batches)
-            near = [2 * results + 1 - left, (2 * gradients - left - order.forwards(0)) // 2]
-            posted[0] += max(0, min(near[0], later, results - posted[0]))
-            posted[1] += max(0, min(near[1], later, gradients - posted[1]))
-        # The first chunk of the model receives no results, and the last one no gradients.
-        if self.rank == 0:
-            posted[0] -= order.forwards_of(0, forwards + posted[0]) - order.forwards_of(0, forwards)
-        if self.rank == last:
-            posted[1] -= order.backwards_of(order.chunks - 1, backwards + posted[1])
-            posted[1] += order.backwards_of(order.chunks - 1, backwards)
-        return self.sends(earlier * order.micro_batches + backwards) + self.result * sum(posted)
-
-    def sends(self, backwards: int) -> int:
-        """Returns the bytes of messages that are still under way after so many backwards."""
-        chunks, last = len(self.sizes), self.configuration.pipeline_ranks - 1
-        # How many chunks of the rank send results to the next rank, and gradients to the one before.
-        onward, back = (0, 0) if last == 0 else (chunks - (self.rank == last), chunks - (self.rank == 0))
-        sent = (onward * self.configuration.micro_batches, back * backwards)
-        return self.result * sum(min(SENDS_IN_FLIGHT, number) for number in sent)

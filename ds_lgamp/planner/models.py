@@ -1,14 +1,134 @@
 """Finds a model: by name, from a config.json of transformers, from flags of Megatron-LM."""
 
 import re
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 
 from ds_lgamp.planner.fields import read_json, read_text
-from ds_lgamp.planner.megatron_flags import UnclosedQuote, model_of_flags
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.transformers_config import model_of_config
+
+_UNKNOWN = ("--moe-", "--multi-latent-attention", "--mtp-", "--hybrid-", "--mamba-", "--heterogeneous-", "--encoder-")
+"""Flags that change sizes in a way the planner does not know. All others that are not read here do not change them."""
+_KNOWN = (
+    "--moe-router-topk",
+    "--moe-aux-loss-coeff",
+    "--moe-router-load-balancing-type",
+    "--moe-token-dispatcher-type",
+)
+"""Exceptions from these."""
+_BEYOND_SIZES = ("--squared-relu", "--rotary-base", "--rotary-percent", "--add-qkv-bias", "--qk-layernorm")
+"""Flags that change the model, but not what a step costs, or not by much."""
+
+
+def model_of_flags(name: str, text: str, sequence_length: int | None = None) -> Model:
+    """Returns the sizes of the model that ``text`` describes, such as "--num-layers 24 --hidden-size 1024 ...".
+
+    Raises ValueError if a flag that is needed is missing, or one that changes sizes is not understood.
+    """
+    flags = Flags(text)
+    flags.refuse_unknown()
+    hidden, heads = flags.count("--hidden-size"), flags.count("--num-attention-heads")
+    gated = flags.has("--swiglu")
+    # Megatron-LM's own default for SwiGLU: as many parameters as 4h without a gate, in multiples of 64.
+    wide = int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden
+    rotary = flags.has("--use-rotary-position-embeddings") or flags.word("--position-embedding-type") in (
+        "rope",
+        "none",
+    )
+    length = flags.count("--seq-length", sequence_length)
+    positions = flags.count("--max-position-embeddings", length)
+    biases = not flags.has("--disable-bias-linear")
+    rms = flags.word("--normalization") == "RMSNorm"
+    if "--kv-channels" not in flags.values and hidden % heads:
+        raise ValueError(f"--num-attention-heads is {heads}; it must divide the --hidden-size {hidden}")
+    head_size = flags.count("--kv-channels", hidden // heads)
+    grouped = flags.has("--group-query-attention")
+    key_values = flags.count("--num-query-groups", 1) if grouped else heads
+    extras = 2 * head_size * (1 if rms else 2) if flags.has("--qk-layernorm") else 0
+    if flags.has("--add-qkv-bias") and not biases:
+        extras += head_size * (heads + 2 * key_values)
+    # ``biases`` stands for linear layers and norms alike; the difference is an extra.
+    norm_bias = 0 if rms == (not biases) else hidden if not rms else -hidden
+    return Model(
+        name=name,
+        layers=flags.count("--num-layers"),
+        hidden_size=hidden,
+        attention_heads=heads,
+        vocabulary_size=_padded_vocabulary(flags),
+        sequence_length=length if sequence_length is None else sequence_length,
+        key_value_heads=key_values,
+        head_size=head_size,
+        feed_forward_size=flags.count("--ffn-hidden-size", wide),
+        gated=gated,
+        experts=flags.count("--num-experts", 1),
+        experts_per_token=flags.count("--moe-router-topk", 2) if "--num-experts" in flags.values else 1,
+        tied_embeddings=not flags.has("--untie-embeddings-and-output-weights"),
+        position_embeddings=0 if rotary else positions,
+        biases=biases,
+        # As GPT-2 of transformers, which trains without tensor parallelism.
+        composed_activation=not gated,
+        query_key_norms=flags.has("--qk-layernorm"),
+        is_plain_gpt=rms != biases and not any(map(flags.has, _BEYOND_SIZES)),
+        layer_extras=extras + 2 * norm_bias,
+        extras=norm_bias,
+    )
+
+
+def _padded_vocabulary(flags: "Flags") -> int:
+    """Megatron-LM pads the vocabulary so that every tensor rank holds a multiple of 128 words."""
+    multiple = flags.count("--make-vocab-size-divisible-by", 128) * flags.count("--tensor-model-parallel-size", 1)
+    return ceil(flags.count("--vocab-size") / multiple) * multiple
+
+
+class UnclosedQuote(ValueError):
+    """Flags cannot be told apart; the message is a sentence without its subject."""
+
+    def __init__(self) -> None:
+        super().__init__("a quote among the flags is not closed; close it")
+
+
+class Flags:
+    """Flags and their values. Lines may end with a backslash. Raises :class:`UnclosedQuote`."""
+
+    def __init__(self, text: str) -> None:
+        self.values: dict[str, str | None] = {}
+        flag = None
+        try:
+            words = shlex.split(text.replace("\\\n", " "), comments=True)
+        except ValueError:
+            raise UnclosedQuote from None
+        for word in words:
+            if word.startswith("--"):
+                flag, equals, value = word.partition("=")
+                self.values[flag] = value if equals else None
+            elif flag is not None and self.values[flag] is None:
+                self.values[flag] = word
+
+    def has(self, flag: str) -> bool:
+        return flag in self.values
+
+    def word(self, flag: str) -> str | None:
+        return self.values.get(flag)
+
+    def count(self, flag: str, default: int | None = None) -> int:
+        value = self.values.get(flag)
+        if flag not in self.values:
+            if default is None:
+                raise ValueError(f"{flag} is missing; add it to the flags of the model")
+            return default
+        if value is None or not value.isdecimal() or int(value) < 1:
+            raise ValueError(f"{flag} is {value!r}; use a whole number from 1")
+        return int(value)
+
+    def refuse_unknown(self) -> None:
+        for flag in self.values:
+            if flag.startswith(_UNKNOWN) and flag not in _KNOWN:
+                raise ValueError(f"{flag} changes the model in a way that the planner does not know; remove it")
+
 
 VOCABULARY = 51200
 """GPT-2's 50257 words, padded as Megatron-LM pads them."""

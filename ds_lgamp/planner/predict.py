@@ -1,18 +1,26 @@
-"""How long a step takes: the parts of :mod:`compute` and :mod:`network`, put together by a schedule."""
+"""How long a step takes: the parts of :mod:`ds_lgamp.planner.work`, put together by a schedule. And what network that
+needs."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import ceil
 from typing import Any
 
-from ds_lgamp.planner.cluster import Cluster
-from ds_lgamp.planner.compute import ELEMENT, Compute, Seconds
+from ds_lgamp.planner.cluster import Cluster, Efficiency
 from ds_lgamp.planner.configuration import Configuration
-from ds_lgamp.planner.efficiency import Efficiency
-from ds_lgamp.planner.exact import costs_of, is_layered
+from ds_lgamp.planner.hardware import ELEMENT, Compute, Network, Seconds, group_of, network_of
 from ds_lgamp.planner.model import Model
-from ds_lgamp.planner.network import Network, group_of, network_of
-from ds_lgamp.planner.work import collectives_of, crosses_nodes, hop_of, reduction, tied_seconds, work_of
+from ds_lgamp.planner.work import (
+    collectives_of,
+    costs_of,
+    crosses_nodes,
+    exact_seconds,
+    hop_of,
+    is_layered,
+    reduction,
+    tied_seconds,
+    work_of,
+)
 from ds_lgamp.schedule.closed_form import Shape, step_time
 from ds_lgamp.schedule.costs import Durations, Link
 from ds_lgamp.schedule.program import build_timed_program
@@ -84,7 +92,7 @@ def predict(model: Model, cluster: Cluster, configuration: Configuration, on_clo
     """Predicts a step of ``model`` on ``cluster``.
 
     With ``on_clock``, or with hierarchical shards or offloading, a layered step is run action by action, and takes
-    :func:`ds_lgamp.planner.exact.exact_seconds`. Otherwise a formula assumes equal chunks and ranks.
+    :func:`ds_lgamp.planner.work.exact_seconds`. Otherwise a formula assumes equal chunks and ranks.
 
     Raises ValueError if the configuration needs more GPUs than there are, or if tensor ranks or layers do not divide.
     """
@@ -314,14 +322,58 @@ def _exposed_by_micro_batches(
     configuration: Configuration, beside: Seconds, gather: float, reduction: float
 ) -> tuple[float, float]:
     """With micro-batches outermost, each of them gathers twice (stage 3) and reduces (stages 2 and 3). Then gathers run
-    ahead of the compute and reductions behind it; otherwise only the backward of the last micro-batch can hide a
-    reduction. Stages 1 and 2 gather behind the update, when nothing computes."""
+    before the compute and reductions after it; otherwise only the backward of the last micro-batch can hide a
+    reduction. Stages 1 and 2 gather after the update, when nothing computes."""
     rounds = configuration.micro_batches if configuration.micro_batch_outer else 1
     gathers = 2 * rounds * gather if configuration.zero_stage == 3 else 0.0
     reductions = reduction * (rounds if configuration.zero_stage >= 2 else 1)
-    behind_update = gather if configuration.zero_stage in (1, 2) else 0.0
+    after_update = gather if configuration.zero_stage in (1, 2) else 0.0
     if not configuration.overlaps:
-        return behind_update + gathers, reductions
+        return after_update + gathers, reductions
     share = rounds / configuration.micro_batches
     exposed = max(0.0, gathers / 2 - share * beside.forward)
-    return behind_update + exposed, max(0.0, gathers / 2 + reductions - share * beside.backward)
+    return after_update + exposed, max(0.0, gathers / 2 + reductions - share * beside.backward)
+
+
+SLOWEST, FASTEST = 1e5, 1e13
+"""Bytes per second of a network card between which the needed bandwidth is looked for."""
+MOST_CLOCKED_COMPUTES = 50_000
+"""The most forwards and backwards to run on the clock, half a second for each bandwidth."""
+
+
+def with_bandwidth(cluster: Cluster, bandwidth: float) -> Cluster:
+    """Returns the cluster with ``bandwidth``, in bytes per second, for each network card between nodes."""
+    return replace(cluster, between=replace(cluster.between, bandwidth=bandwidth))
+
+
+def seconds_over_bandwidth(
+    model: Model, cluster: Cluster, configuration: Configuration, bandwidths: Sequence[float]
+) -> list[float]:
+    """Returns the seconds of a step for each bandwidth of the network cards between nodes, in bytes per second: of a
+    layered step by the clock, as plans have them, or by the formula if it is long."""
+    on_clock = is_layered(configuration) and configuration.computes <= MOST_CLOCKED_COMPUTES
+
+    def seconds(bandwidth: float) -> float:
+        changed = with_bandwidth(cluster, bandwidth)
+        if on_clock:
+            return exact_seconds(model, changed, configuration)
+        return predict(model, changed, configuration).seconds
+
+    return [seconds(bandwidth) for bandwidth in bandwidths]
+
+
+def bandwidth_needed(model: Model, cluster: Cluster, configuration: Configuration, loss: float = 0.05) -> float | None:
+    """Returns the bandwidth of a network card between nodes, in bytes per second, at which a step takes ``loss`` longer
+    than with an unlimited one. None if it takes less than that even at 100 kB/s, as within one node."""
+    (ideal,) = seconds_over_bandwidth(model, cluster, configuration, [FASTEST])
+    slow, fast = SLOWEST, FASTEST
+
+    def loses(bandwidth: float) -> bool:
+        return seconds_over_bandwidth(model, cluster, configuration, [bandwidth])[0] > ideal * (1 + loss)
+
+    if not loses(slow):
+        return None
+    while fast / slow > 1.01:
+        middle = (slow * fast) ** 0.5
+        slow, fast = (middle, fast) if loses(middle) else (slow, middle)
+    return fast

@@ -1,19 +1,19 @@
 """Finds the fastest, cheapest or smallest configurations that train a model on a cluster."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
+from itertools import islice, takewhile
 from math import inf
 
-from ds_lgamp.planner.bound import Bound
-from ds_lgamp.planner.candidates import candidates
+from ds_lgamp.planner.candidates import Bound, candidates, ways_to_offload, with_room
 from ds_lgamp.planner.cluster import Cluster
 from ds_lgamp.planner.configuration import Configuration, describe, method_of
-from ds_lgamp.planner.exact import exact_seconds, is_quick
-from ds_lgamp.planner.memory import ConfigurationMemory, memory
+from ds_lgamp.planner.memory import ConfigurationMemory, fits, least, memory
 from ds_lgamp.planner.model import Model
-from ds_lgamp.planner.offload import offloaded
 from ds_lgamp.planner.predict import Prediction, predict, scaled
+from ds_lgamp.planner.work import exact_seconds, is_quick
 from ds_lgamp.schedule.hierarchy import Hierarchy
 
 OBJECTIVES = ("time", "cost", "memory")
@@ -65,34 +65,32 @@ def search(
     if objective == "cost" and cluster.price is None:
         raise ValueError("price is missing in the cluster, which the objective cost needs; add it, as in '2.5 USD/h'")
     plans: list[Plan] = []
-    needs: list[Need] = []
+    tried: list[Configuration] = []
     if objective == "memory":
-        plans = _by_memory(model, cluster, sequences, needs, best, offload, suits)
+        plans = _by_memory(model, cluster, sequences, tried, best, offload, suits)
     else:
         for part in _parts(cluster) if objective == "cost" else [cluster]:
-            plans += _by_bound(model, part, sequences, needs, offload, suits)
+            plans += _by_bound(model, part, sequences, tried, offload, suits)
     if not plans:
-        raise NothingFits(_why_nothing_fits(model, cluster, sequences, needs))
+        raise NothingFits(_why_nothing_fits(model, cluster, sequences, tried))
     plans.sort(key=_RANK[objective])
     plans += _with_nodes(model, cluster, plans)
     if objective != "memory":
         plans = _on_the_clock(model, cluster, sorted(plans, key=_RANK[objective]))
     different = distinct(sorted(plans, key=_RANK[objective]))
     others = [plan for plan in best_by_method(different).values() if plan not in different[:best]]
-    return sorted((_told(model, cluster, plan) for plan in different[:best] + others), key=_RANK[objective])
+    return sorted((_with_parts(model, cluster, plan) for plan in different[:best] + others), key=_RANK[objective])
 
-
-Need = tuple[ConfigurationMemory, Configuration]
 
 WORTH_A_LOOK = 1.5
 """Plans that take more than so many times as long as the best one of their method are left out."""
 
 
 def _by_bound(
-    model: Model, cluster: Cluster, sequences: int, needs: list[Need], offload: bool, suits: Suits
+    model: Model, cluster: Cluster, sequences: int, tried: list[Configuration], offload: bool, suits: Suits
 ) -> list[Plan]:
-    """Returns the plans that may be among the fastest, beginning with those that have the shortest compute. Adds the
-    memory that was calculated to ``needs``."""
+    """Returns the plans that may be among the fastest, beginning with those that have the shortest compute. Adds what
+    it looks at to ``tried``."""
     bounds = Bound(model, cluster)
     fastest: dict[str, float] = {}
     plans, too_large = [], []
@@ -101,19 +99,19 @@ def _by_bound(
         method = method_of(configuration)
         if bound > WORTH_A_LOOK * fastest.get(method, inf):
             continue
-        needed = memory(model, configuration)
-        needs.append((needed, configuration))
-        if needed.fits(cluster):
-            plans.append(_plan(model, cluster, configuration, needed))
+        tried.append(configuration)
+        if fits(model, configuration, cluster):
+            plans.append(_plan(model, cluster, configuration))
             fastest[method] = min(fastest.get(method, inf), plans[-1].prediction.seconds)
         else:
-            too_large.append(needs[-1])
+            too_large.append(configuration)
     if not offload:
         return plans
     shortest = min(fastest.values(), default=inf)
-    ways = ((max(bounds.seconds(one), bounds.on_host(one)), one) for one in offloaded(too_large, cluster))
-    worth = sorted(((bound, one) for bound, one in ways if bound < shortest), key=lambda item: item[0])
-    return plans + _on_host(model, cluster, [one for _, one in worth], needs)
+    ways = [(one, way) for one in too_large for way in ways_to_offload(one)]
+    worth = [(max(bounds.seconds(way), bounds.on_host(way)), one, way) for one, way in ways]
+    worth = sorted((each for each in worth if each[0] < shortest), key=lambda each: each[0])
+    return plans + _on_host(model, cluster, lambda: ((one, way) for _, one, way in worth), tried)
 
 
 MOST_ON_HOST, MOST_ALIKE = 24, 3
@@ -121,50 +119,72 @@ MOST_ON_HOST, MOST_ALIKE = 24, 3
 the clock some ten milliseconds."""
 
 
-def _on_host(model: Model, cluster: Cluster, ways: Sequence[Configuration], needs: list[Need]) -> list[Plan]:
-    """Returns plans with offloading of the first ``ways`` that fit, and of the first that also store inputs. Adds the
-    memory that was calculated to ``needs``."""
-    kinds = [[one for one in ways if one.stores_inputs == stores] for stores in (False, True)]
-    return [plan for kind in kinds for plan in _first_that_fit(model, cluster, kind, needs)]
-
-
-def _first_that_fit(model: Model, cluster: Cluster, ways: Sequence[Configuration], needs: list[Need]) -> list[Plan]:
-    tried: Counter[tuple] = Counter()
+def _on_host(
+    model: Model,
+    cluster: Cluster,
+    ways: Callable[[], Iterable[tuple[Configuration, Configuration]]],
+    tried: list[Configuration],
+) -> list[Plan]:
+    """Returns plans with offloading of the first ``ways`` that fit, and of the first that also store inputs. Adds what
+    it looks at to ``tried``."""
     plans = []
-    for configuration in ways:
-        tried[layout := _layout(configuration)] += 1
-        if tried[layout] > MOST_ALIKE:
-            continue
-        needed = memory(model, configuration)
-        needs.append((needed, configuration))
-        if needed.fits(cluster):
-            plans.append(_plan(model, cluster, configuration, needed))
-        if sum(min(count, MOST_ALIKE) for count in tried.values()) == MOST_ON_HOST:
-            break
+    for stores in (False, True):
+        counts: Counter[tuple] = Counter()
+        for configuration in with_room(model, ways(), cluster):
+            layout = _layout(configuration)
+            if configuration.stores_inputs != stores or counts[layout] == MOST_ALIKE:
+                continue
+            counts[layout] += 1
+            tried.append(configuration)
+            if fits(model, configuration, cluster):
+                plans.append(_plan(model, cluster, configuration))
+            if counts.total() == MOST_ON_HOST:
+                break
     return plans
 
 
 def _by_memory(
-    model: Model, cluster: Cluster, sequences: int, needs: list[Need], best: int, offload: bool, suits: Suits
+    model: Model,
+    cluster: Cluster,
+    sequences: int,
+    tried: list[Configuration],
+    best: int,
+    offload: bool,
+    suits: Suits,
 ) -> list[Plan]:
-    """Returns the plans that need least memory, enough of each method for ``best`` different ones. Adds the memory of
-    all to ``needs``."""
-    needs += [(memory(model, one), one) for one in candidates(model, cluster, sequences) if suits(one)]
-    taken: Counter[str] = Counter()
+    """Returns the plans that need least memory, enough of each method for ``best`` different ones. Adds all to
+    ``tried``."""
+    tried += [one for one in candidates(model, cluster, sequences) if suits(one)]
     plans = []
-    for needed, configuration in sorted(needs, key=lambda item: item[0].total):
-        method = method_of(configuration)
-        if needed.fits(cluster) and taken[method] < _SIMILAR * best:
-            taken[method] += 1
-            plans.append(_plan(model, cluster, configuration, needed))
+    for method in dict.fromkeys(map(method_of, tried)):
+        ascending = _ascending(model, [one for one in tried if method_of(one) == method])
+        that_fit = takewhile(lambda one: memory(model, one).fits(cluster), ascending)
+        plans += [_plan(model, cluster, one) for one in islice(that_fit, _SIMILAR * best)]
     if not offload:
         return plans
-    smallest = list(offloaded(sorted(needs, key=lambda item: item[0].total), cluster))
-    return plans + _on_host(model, cluster, smallest, needs)
+    in_memory = list(tried)
+
+    def ways() -> Iterator[tuple[Configuration, Configuration]]:
+        return ((one, way) for one in _ascending(model, in_memory) for way in ways_to_offload(one))
+
+    return plans + _on_host(model, cluster, ways, tried)
+
+
+def _ascending(model: Model, configurations: Sequence[Configuration]) -> Iterator[Configuration]:
+    """Yields ``configurations`` in the order of their memory. Follows the program of one only where :func:`least` does
+    not show that others need less."""
+    heap = [(least(model, one), number, False) for number, one in enumerate(configurations)]
+    heapify(heap)
+    while heap:
+        _, number, is_followed = heappop(heap)
+        if is_followed:
+            yield configurations[number]
+        else:
+            heappush(heap, (memory(model, configurations[number]).total, number, True))
 
 
 _SIMILAR = 20
-"""How many plans of a method are kept for each that is returned, because similar ones are left out."""
+"""How many plans of a method a search keeps for each that is returned, because similar ones are left out."""
 
 
 MOST_WITH_NODES = 24
@@ -179,9 +199,8 @@ def _with_nodes(model: Model, cluster: Cluster, plans: Sequence[Plan]) -> list[P
         ranks = _node_ranks(cluster, plan.configuration)
         for replicated in (False, True):
             configuration = replace(plan.configuration, hierarchy=Hierarchy(ranks, replicated))
-            needed = memory(model, configuration)
-            if needed.fits(cluster):
-                found.append(_plan(model, cluster, configuration, needed))
+            if fits(model, configuration, cluster):
+                found.append(_plan(model, cluster, configuration))
     return found
 
 
@@ -201,16 +220,16 @@ def _on_the_clock(model: Model, cluster: Cluster, plans: Sequence[Plan]) -> list
         if near and computes <= left and _is_by_formula(plan.configuration):
             left -= computes
             seconds = exact_seconds(model, cluster, plan.configuration)
-            plan = _retold(plan, cluster, scaled(plan.prediction, seconds))
+            plan = _with_prediction(plan, cluster, scaled(plan.prediction, seconds))
         clocked.append(plan)
     return clocked
 
 
-def _told(model: Model, cluster: Cluster, plan: Plan) -> Plan:
+def _with_parts(model: Model, cluster: Cluster, plan: Plan) -> Plan:
     """Returns the plan with the clock's seconds of each part of the step, if the clock knows it."""
     if not _is_by_formula(plan.configuration):
         return plan
-    return _retold(plan, cluster, predict(model, cluster, plan.configuration, on_clock=True))
+    return _with_prediction(plan, cluster, predict(model, cluster, plan.configuration, on_clock=True))
 
 
 def _is_by_formula(of: Configuration) -> bool:
@@ -218,7 +237,7 @@ def _is_by_formula(of: Configuration) -> bool:
     return is_quick(of) and not of.takes_clock
 
 
-def _retold(plan: Plan, cluster: Cluster, prediction: Prediction) -> Plan:
+def _with_prediction(plan: Plan, cluster: Cluster, prediction: Prediction) -> Plan:
     return replace(plan, prediction=prediction, dollars=_dollars(cluster, plan.configuration, prediction))
 
 
@@ -249,8 +268,9 @@ def best_by_method(plans: Sequence[Plan]) -> dict[str, Plan]:
     return first
 
 
-def _plan(model: Model, cluster: Cluster, configuration: Configuration, needed: ConfigurationMemory) -> Plan:
+def _plan(model: Model, cluster: Cluster, configuration: Configuration) -> Plan:
     prediction = predict(model, cluster, configuration)
+    needed = memory(model, configuration)
     return Plan(configuration, prediction, needed, _dollars(cluster, configuration, prediction))
 
 
@@ -278,13 +298,19 @@ def _parts(cluster: Cluster) -> Iterator[Cluster]:
             return
 
 
-def _why_nothing_fits(model: Model, cluster: Cluster, sequences: int, needs: Sequence[Need]) -> str:
-    if not needs:
+def _why_nothing_fits(model: Model, cluster: Cluster, sequences: int, tried: Sequence[Configuration]) -> str:
+    if not tried:
         return (
             f"batch_size is {sequences}: no layout of {cluster.gpus} GPUs with at most {model.layers} pipeline ranks "
             "divides it evenly; use a multiple of a divisor of the GPUs"
         )
-    needed, configuration = min(needs, key=lambda item: (item[0].missing(cluster), item[0].host))
+    ascending = _ascending(model, tried)
+    configuration = next(ascending)
+    if memory(model, configuration).missing(cluster) == 0:
+        # The GPUs have enough for this one and maybe for others, but the hosts do not.
+        others = {configuration, *takewhile(lambda one: memory(model, one).missing(cluster) == 0, ascending)}
+        configuration = min((one for one in tried if one in others), key=lambda one: memory(model, one).host)
+    needed = memory(model, configuration)
     kind, most = max(needed.kinds.items(), key=lambda item: item[1])
     smallest, lacking = f"nothing fits: the smallest configuration ({describe(configuration)}) needs", "than there are"
     if needed.missing(cluster) == 0:
@@ -296,4 +322,56 @@ def _why_nothing_fits(model: Model, cluster: Cluster, sequences: int, needs: Seq
     return (
         f"{smallest} {needed.total / 1e9:.3g} GB per GPU, {needed.missing(cluster) / 1e9:.3g} GB more {lacking}; most "
         f"is {kind.replace('_', ' ')} with {most / 1e9:.3g} GB. Use more GPUs, or a smaller model, batch or sequence"
+    )
+
+
+PARTS = {
+    "compute": "computing",
+    "tensor_parallel": "tensor-parallel collectives",
+    "bubble": "the bubble",
+    "messages": "messages between pipeline ranks",
+    "data_parallel": "reductions of gradients",
+    "gathers": "gathers of parameters",
+    "bus": "transfers between host and GPU",
+    "optimizer": "the optimizer",
+}
+"""What the parts of a prediction are called in a sentence."""
+
+
+def reasons(plans: Sequence[Plan]) -> list[str]:
+    """Returns a sentence about what sets the fastest plan apart from the best plan of another method, if there is one,
+    and a sentence about what limits it.
+
+    Args:
+        plans: at least one; the first is the one that is explained.
+    """
+    best, *others = best_by_method(plans).values()
+    sentences = [_against(best, others[0])] if others else []
+    return [*sentences, _limit(best)]
+
+
+def _against(best: Plan, other: Plan) -> str:
+    mine, theirs = best.prediction.parts, other.prediction.parts
+    name = max(mine, key=lambda part: theirs[part] - mine[part])
+    seconds, slower = best.prediction.seconds, other.prediction.seconds
+    if slower < 0.995 * seconds:
+        return f"{best.method} leads by this objective, although {other.method} takes {1 - slower / seconds:.0%} less."
+    gained = 1 - seconds / slower
+    if gained < 0.005:
+        return f"{best.method} takes about as long as the best plan with {other.method}."
+    verb = "takes" if name in ("bubble", "optimizer", "compute") else "take"
+    return (
+        f"{best.method} takes {gained:.0%} less time than the best plan with {other.method}, above all "
+        f"because {PARTS[name]} {verb} {mine[name]:.3g} s of a step instead of {theirs[name]:.3g} s."
+    )
+
+
+def _limit(best: Plan) -> str:
+    parts = dict(best.prediction.parts)
+    compute = parts.pop("compute")
+    name = max(parts, key=lambda part: parts[part])
+    seconds = best.prediction.seconds
+    return (
+        f"A step computes for {compute / seconds:.0%} of its time, at an MFU of {best.prediction.mfu:.0%}; what costs "
+        f"most beside it is {PARTS[name]} with {parts[name] / seconds:.1%}."
     )

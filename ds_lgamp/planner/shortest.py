@@ -4,19 +4,50 @@ No training is faster than a pipeline of as many ranks as layers with one micro-
 time. So at least ``BUSY`` of the GPUs' time must be compute.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import ceil
 
-from ds_lgamp.planner.bound import Bound
-from ds_lgamp.planner.candidates import chunks_per_rank, divisors, tensor_rank_numbers
+from ds_lgamp.planner.candidates import Bound, chunks_per_rank, divisors, tensor_rank_numbers
 from ds_lgamp.planner.cluster import Cluster
 from ds_lgamp.planner.configuration import Configuration
-from ds_lgamp.planner.memory import memory
+from ds_lgamp.planner.memory import fits, memory
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.predict import predict
-from ds_lgamp.planner.scaling import critical_batch, tokens_needed
 from ds_lgamp.planner.search import Plan
+from ds_lgamp.schedule.closed_form import Shape, step_time
+from ds_lgamp.schedule.costs import Durations
+
+
+def kaplan(model: Model) -> float:
+    """Returns the critical batch in tokens by Kaplan et al., arXiv 2001.08361: B* L^(-1/0.21) with B* = 2e8, at the
+    loss L = (8.8e13 / parameters)^0.076 that a model of this size reaches."""
+    loss = (8.8e13 / model.parameters) ** 0.076
+    return 2e8 * loss ** (-1 / 0.21)
+
+
+def by_width(model: Model) -> float:
+    """Returns 82 layers^(2/3) sequences, in tokens. This is a hypothesis of this project for models whose layers, heads
+    and head size are one number, as in arXiv 2106.02679. At a trillion parameters it is a seventh of :func:`kaplan`."""
+    return 82 * model.layers ** (2 / 3) * model.sequence_length
+
+
+LAWS: dict[str, Callable[[Model], float]] = {"kaplan": kaplan, "width": by_width}
+
+
+def critical_batch(model: Model, law: str) -> int:
+    """Returns the critical batch in sequences: larger ones need almost proportionally more tokens (McCandlish et al.,
+    arXiv 1812.06162). Raises ValueError for an unknown law."""
+    if law not in LAWS:
+        raise ValueError(f"law is '{law}'; use one of {', '.join(LAWS)}")
+    return max(1, int(LAWS[law](model) / model.sequence_length))
+
+
+def tokens_needed(tokens: float, sequences: int, critical: int) -> float:
+    """Returns the tokens that training with ``sequences`` per step reads to come as far as ``tokens`` do with very
+    small batches: they grow by 1 + B / B_crit (arXiv 1812.06162)."""
+    return tokens * (1 + sequences / critical)
+
 
 BUSY = 0.5
 DAY = 86400
@@ -53,9 +84,8 @@ def shortest(model: Model, cluster: Cluster, tokens: float, law: str) -> dict[st
         days = steps * prediction.seconds / DAY
         if prediction.compute < BUSY * prediction.seconds or (name in found and days >= found[name].days):
             continue
-        needed = memory(model, configuration)
-        if needed.fits(cluster):
-            found[name] = Shortest(Plan(configuration, prediction, needed, None), days)
+        if fits(model, configuration, cluster):
+            found[name] = Shortest(Plan(configuration, prediction, memory(model, configuration), None), days)
     return found
 
 
@@ -86,13 +116,13 @@ def _candidates(model: Model, cluster: Cluster, limit: int) -> Iterator[Configur
 
 def _busy(configuration: Configuration) -> bool:
     """Whether the bubble alone leaves enough of the step for compute."""
-    ranks, chunks, micro_batches = (
-        configuration.pipeline_ranks,
-        configuration.chunks_per_rank,
-        configuration.micro_batches,
-    )
-    slots = (chunks - 1) * max(micro_batches, ranks) + micro_batches + ranks - 1
-    return chunks * micro_batches >= BUSY * slots
+    of = configuration
+    # Without messages, the other pipelines take as long as the layered one.
+    step = step_time(Shape("layered", of.pipeline_ranks, of.chunks_per_rank, of.micro_batches), _COMPUTE_ALONE)
+    return of.chunks_per_rank * of.micro_batches >= BUSY * step
+
+
+_COMPUTE_ALONE = Durations(forward=1.0, backward=0.0)
 
 
 def _different_quotients(number: int) -> list[int]:

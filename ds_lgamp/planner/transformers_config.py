@@ -137,7 +137,7 @@ def _bert(config: _Config) -> Model:
         tied=config.flag("tie_word_embeddings", True),
         activation=config.word("hidden_act", "gelu"),
         # The head has a matrix, its bias and a norm in front, and a bias for every word. The norm that the sizes have
-        # behind the layers is the one behind the embedding.
+        # after the layers is the one after the embedding.
         extras=hidden * hidden + 3 * hidden + config.count("vocab_size"),
     )
 

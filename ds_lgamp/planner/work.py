@@ -1,13 +1,19 @@
-"""What a micro-batch takes in a layer, at the ends of the model and on the network, on one tensor-parallel rank."""
+"""What the parts of a step take on one tensor-parallel rank, and the step on the clock, which is exact where the closed
+form assumes equal ranks."""
 
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
-from ds_lgamp.planner.cluster import Cluster
-from ds_lgamp.planner.compute import ELEMENT, Compute, Seconds
+from ds_lgamp.planner.activations import layer_bytes
+from ds_lgamp.planner.cluster import Cluster, Efficiency
 from ds_lgamp.planner.configuration import Configuration
+from ds_lgamp.planner.hardware import ELEMENT, Compute, Group, Network, Seconds, group_of, network_of
+from ds_lgamp.planner.memory import default_software
 from ds_lgamp.planner.model import Model
-from ds_lgamp.planner.network import Group, Network, group_of
+from ds_lgamp.schedule.costs import Costs, links_of
+from ds_lgamp.schedule.program import build_timed_program
+from ds_lgamp.schedule.simulate import simulate
 
 _MASTER = 4
 """Bytes of an element that the optimizer updates."""
@@ -107,3 +113,93 @@ def tied_seconds(model: Model, cluster: Cluster, configuration: Configuration, n
     size *= _MASTER / configuration.shards if configuration.schedule == "layered" else ELEMENT
     ends = Group(1, 2) if crosses_nodes(cluster, configuration) else Group(2, 1)
     return network.all_reduce(ends, size)
+
+
+MOST_COMPUTES = 300_000
+"""Forwards and backwards that the clock runs in a few seconds."""
+
+
+_GRADIENT = 4
+"""Bytes of a stored gradient."""
+
+
+def is_quick(configuration: Configuration) -> bool:
+    """Whether the clock can run the configuration, which is one of ds_lgamp's, in seconds."""
+    return is_layered(configuration) and configuration.computes <= MOST_COMPUTES
+
+
+def is_layered(configuration: Configuration) -> bool:
+    """Whether ds_lgamp runs the configuration under the layered schedule."""
+    return configuration.schedule == "layered" and not configuration.micro_batch_outer
+
+
+def exact_seconds(model: Model, cluster: Cluster, configuration: Configuration) -> float:
+    """Returns the seconds of a step of this project's engine, by the clock."""
+    spec = configuration.spec
+    costs = costs_of(model, cluster, configuration)
+    return simulate(spec, build_timed_program(spec), costs, sends_at_once=True).step_time
+
+
+def costs_of(model: Model, cluster: Cluster, configuration: Configuration) -> Costs:
+    """Returns what the actions of the configuration's program take, in seconds. Chunks differ in their layers;
+    embedding and head belong to the first and the last one."""
+    efficiency = Efficiency(**cluster.efficiency)
+    network = network_of(cluster, configuration.gpus, efficiency)
+    compute = Compute(cluster, efficiency)
+    work = work_of(model, cluster, configuration, compute, network)
+    counts, sums = configuration.layers_of_chunks(model), 2 * work.tensor_sum
+    forward = [count * (work.layer.forward + sums) for count in counts]
+    backward = [count * (work.layer.backward + sums) for count in counts]
+    recompute = list(forward)
+    elements = [count * work.layer_parameters for count in counts]
+    for chunk, end, own in work.ends:
+        forward[chunk] += end.forward + work.tensor_sum / 2
+        backward[chunk] += end.backward + work.tensor_sum / 2
+        elements[chunk] += own
+    moves = [collectives_of(cluster, configuration, network, ELEMENT * own) for own in elements]
+    spec = configuration.spec
+    hosts = [host_seconds(compute, configuration, own) for own in elements] if spec.offload else []
+    updates = [compute.update(own / configuration.shards) for own in elements]
+    hop, message = hop_of(model, cluster, configuration, network)
+    links, tied = links_of(spec), tied_seconds(model, cluster, configuration, network)
+    ends = {configuration.placement[0], configuration.placement[-1]}
+    return Costs(
+        forward,
+        backward,
+        recompute,
+        gather=[each.gather for each in moves],
+        reduce=[each.reduce for each in moves],
+        hop=dict.fromkeys(links, hop),
+        message=dict.fromkeys(links, message),
+        update=[host.update for host in hosts] or updates,
+        tied=[tied if rank in ends else 0.0 for rank in range(configuration.pipeline_ranks)],
+        shares_card=crosses_nodes(cluster, configuration),
+        refresh=[each.refresh for each in moves] if spec.hierarchy else (),
+        combine=[each.combine for each in moves] if spec.hierarchy else (),
+        load=[host.load for host in hosts],
+        store=[host.store for host in hosts],
+        input=[input_seconds(compute, model, configuration)] * spec.chunks if spec.stores_inputs else (),
+    )
+
+
+class HostSeconds(NamedTuple):
+    """What one chunk takes between its GPU and the host."""
+
+    load: float
+    """Copying a rank's part of its weights to the GPU."""
+    store: float
+    """Copying that part of its gradient to the host."""
+    update: float
+    """Updating that part on the host."""
+
+
+def host_seconds(compute: Compute, configuration: Configuration, parameters: float) -> HostSeconds:
+    """Returns the seconds of a chunk of so many ``parameters`` on one tensor-parallel rank."""
+    part = parameters / configuration.shards
+    return HostSeconds(compute.transfer(ELEMENT * part), compute.transfer(_GRADIENT * part), compute.host_update(part))
+
+
+def input_seconds(compute: Compute, model: Model, configuration: Configuration) -> float:
+    """Returns the seconds that the input of a chunk takes between GPU and host, for one micro-batch."""
+    software = default_software(configuration)
+    return compute.transfer(layer_bytes(model, configuration.micro_batch, configuration.tensor_ranks, software).result)

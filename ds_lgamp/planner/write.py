@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from ds_lgamp.cost.assignment import Demand
 from ds_lgamp.planner.cluster import Cluster
 from ds_lgamp.planner.configuration import Configuration
-from ds_lgamp.planner.demand import facts_of
+from ds_lgamp.planner.load import facts_of
 from ds_lgamp.planner.model import Model
 from ds_lgamp.schedule.orders import SINGLE_CHUNK_SCHEDULES
 

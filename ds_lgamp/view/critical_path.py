@@ -1,7 +1,7 @@
 """What each interval of a recorded step waited for, and the chain of such causes that took the whole step.
 
 A compute follows the compute before it on its rank, unless it waited for something that ended later: a message of
-another rank, a collective, or a transfer. These follow the compute that launched them, or what was ahead of them in
+another rank, a collective, or a transfer. These follow the compute that launched them, or what preceded them in
 their lane. A collective follows the rank that launched it last.
 """
 
@@ -11,13 +11,54 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
-from ds_lgamp.schedule.actions import COLLECTIVES, WAITS, Action, Kind, awaited_by, send_of
+from ds_lgamp.schedule.actions import (
+    BETWEEN_NODES,
+    COLLECTIVES,
+    SENDS,
+    WAITS,
+    Action,
+    Kind,
+    awaited_by,
+    receive_matching,
+    send_of,
+)
 from ds_lgamp.schedule.spec import ProgramSpec
-from ds_lgamp.view.peers import Peers
 from ds_lgamp.view.recording import Interval, RankRecording, Step
 
+
+class Peers:
+    """Ranks are numbered by their place in ``ranks``.
+
+    Tensor-parallel ranks share their pipeline rank and their data-parallel rank. They are told apart by their order.
+    """
+
+    def __init__(self, spec: ProgramSpec, ranks: Sequence[RankRecording]) -> None:
+        self._hierarchy = spec.hierarchy
+        self._ranks = ranks
+        self._alike: dict[tuple[int, int], list[int]] = defaultdict(list)
+        self.tensor_ranks: list[int] = []
+        """Of every rank, which of those with both its numbers it is."""
+        for number, rank in enumerate(ranks):
+            alike = self._alike[rank.pipeline_rank, rank.data_rank]
+            self.tensor_ranks.append(len(alike))
+            alike.append(number)
+
+    def at(self, pipeline_rank: int, rank: int) -> int | None:
+        """Returns the rank of another pipeline rank with which ``rank`` exchanges messages; None if it is missing."""
+        alike, place = self._alike.get((pipeline_rank, self._ranks[rank].data_rank), ()), self.tensor_ranks[rank]
+        return alike[place] if place < len(alike) else None
+
+    def group(self, rank: int, kind: Kind) -> tuple[int, int, int]:
+        """Returns what the ranks have in common that run a collective of this kind with ``rank``, and no others."""
+        data_rank, part = self._ranks[rank].data_rank, 0
+        if self._hierarchy is not None:
+            node, place = divmod(data_rank, self._hierarchy.node_ranks)
+            part = place if kind in BETWEEN_NODES else node
+        return self._ranks[rank].pipeline_rank, self.tensor_ranks[rank], part
+
+
 NEGLIGIBLE = 0.01
-"""A wait below this share of the compute behind it delayed nothing: also what has long arrived takes a moment to
+"""A wait below this share of the compute after it delayed nothing: also what has long arrived takes a moment to
 receive."""
 _MESSAGES = ("activation", "gradient")
 _EARLIER = {Kind.LOAD: Kind.UPDATE, Kind.UPDATE: Kind.STORE}
@@ -25,7 +66,7 @@ _EARLIER = {Kind.LOAD: Kind.UPDATE, Kind.UPDATE: Kind.STORE}
 
 
 class Place(NamedTuple):
-    """Where an interval stands."""
+    """The place of an interval."""
 
     rank: int
     """In the list of ranks."""
@@ -205,7 +246,7 @@ class _Search:
         return {launch: place for launch, (_, place) in launches.items()}
 
     def launched_behind(self, rank: int, index: int) -> Place | None:
-        """Returns the last to end of: the compute before it, what is ahead in its lane, what its chunk did before."""
+        """Returns the last to end of: the compute before it, what precedes it in its lane, and in its chunk."""
         lanes = self.lanes[rank]
         each, action = lanes.all[index], action_of(lanes.all[index].name)
         in_lane = lanes.by_lane[each.lane]
@@ -224,3 +265,39 @@ def action_of(name: str) -> Action | None:
         return Action.parse(name)
     except ValueError:
         return None
+
+
+_USES = {Kind.RECV_FORWARD: Kind.FORWARD, Kind.RECV_BACKWARD: Kind.BACKWARD}
+
+
+def with_arrivals(spec: ProgramSpec, ranks: Sequence[RankRecording], steps: Sequence[Step]) -> list[Step]:
+    """Returns the steps with sends that end when the compute that uses their message begins, if that is earlier.
+
+    A rank learns that a send is over when it looks, which may be much later.
+    """
+    peers = Peers(spec, ranks)
+    begun: dict[tuple[int | None, str], float] = {}
+    for rank, step in enumerate(steps):
+        for each in step.intervals:
+            if each.lane == "compute":
+                # A backward that recomputes has two intervals. The second uses the gradient.
+                begun[rank, each.name] = each.start
+
+    def arrived(rank: int, each: Interval) -> Interval:
+        send = action_of(each.name) if each.lane == "send" else None
+        if send is None or send.kind not in SENDS:
+            return each
+        receive = receive_matching(send)
+        use = Action(_USES[receive.kind], receive.chunk, receive.micro_batch)
+        start = begun.get((peers.at(spec.placement[use.chunk], rank), str(use)), each.end)
+        return each._replace(end=min(each.end, max(each.start, start)))
+
+    return [
+        step._replace(intervals=[arrived(rank, each) for each in step.intervals]) for rank, step in enumerate(steps)
+    ]
+
+
+def micro_batches_of(step: Step) -> int:
+    """Returns how many micro-batches a step has. Data-parallel ranks of different speeds have different numbers."""
+    computes = (action_of(each.name) for each in step.intervals if each.lane == "compute")
+    return max((action.micro_batch + 1 for action in computes if action is not None), default=0)

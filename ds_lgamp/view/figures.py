@@ -6,8 +6,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
-from ds_lgamp.view.critical_path import Causes, Place, causes, critical_path
-from ds_lgamp.view.messages import with_arrivals
+from ds_lgamp.view.critical_path import Causes, Place, causes, critical_path, with_arrivals
 from ds_lgamp.view.recording import Recording, RecordingError, Step
 
 COMPUTE = ("forward", "backward", "step")

@@ -11,8 +11,8 @@ from itertools import count
 from math import floor, log10
 from typing import Any, NamedTuple
 
+from ds_lgamp.view.critical_path import micro_batches_of
 from ds_lgamp.view.figures import COMPUTE, KINDS, Shown
-from ds_lgamp.view.messages import micro_batches_of
 from ds_lgamp.view.recording import LANES, RankRecording
 
 PARTS = ("page.css", "d3.js", "model.js", "chart.js", "summary.js", "page.js")

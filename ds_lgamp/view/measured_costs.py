@@ -13,10 +13,8 @@ from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import simulate
 from ds_lgamp.schedule.spec import ProgramSpec
-from ds_lgamp.view.critical_path import action_of
+from ds_lgamp.view.critical_path import Peers, action_of, micro_batches_of
 from ds_lgamp.view.figures import Shown
-from ds_lgamp.view.messages import micro_batches_of
-from ds_lgamp.view.peers import Peers
 from ds_lgamp.view.recording import Interval, Recording, of_simulation
 
 _COLLECTIVES = (Kind.GATHER, Kind.REDUCE, Kind.REFRESH, Kind.COMBINE)
@@ -64,7 +62,7 @@ def costs_of(shown: Shown) -> Costs:
     """Returns mean durations of a recorded step, in seconds.
 
     Computes, transfers and updates: by chunk, over micro-batches and those ranks that have as many micro-batches as the
-    program. Collectives: from the last launch of a rank that takes part, or the end of the one ahead, to the first end.
+    program. Collectives: from the last launch of a rank that takes part, or the last end before, to the first end.
     Messages: the fastest on each link for which an idle rank waited; the mean of the other links where none did. A
     recording does not show waits for network cards, so messages and collectives do not share one.
     """
@@ -120,7 +118,7 @@ def _means(shown: Shown, spec: ProgramSpec) -> dict[Action, float]:
 
 
 def _queued(intervals: Sequence[Interval]) -> Iterator[tuple[Action, float, Interval]]:
-    """Yields the actions with the times when they really began: behind the one ahead of them in their lane."""
+    """Yields the actions with the times when they really began: after the one before them in their lane."""
     ahead: defaultdict[str, float] = defaultdict(float)
     for each in sorted(intervals, key=lambda each: each.start):
         action = action_of(each.name)

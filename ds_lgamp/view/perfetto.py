@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ds_lgamp.schedule.actions import Action, Kind, receive_matching, send_of
 from ds_lgamp.schedule.spec import ProgramSpec
-from ds_lgamp.view.peers import Peers
+from ds_lgamp.view.critical_path import Peers
 from ds_lgamp.view.recording import LANES, Interval, RankRecording, Recording
 
 _BEGIN, _END, _COUNTER = 1, 2, 4

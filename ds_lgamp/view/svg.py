@@ -35,10 +35,10 @@ class Panel(NamedTuple):
 
 
 def beside_1f1b(spec: ProgramSpec, timeline: Timeline, durations: Durations) -> list[Panel]:
-    """A simulated program behind 1F1B with the same work.
+    """Returns a panel of 1F1B with the same work, and one of the simulated program after it.
 
-    1F1B has one chunk per pipeline rank, which takes as long as the chunks of ``spec`` on a rank. A 1F1B program stands
-    alone.
+    1F1B has one chunk per pipeline rank, which takes as long as the chunks of ``spec`` on a rank. A 1F1B program has
+    one panel.
     """
     panels = [Panel(title_of(spec), spec, timeline)]
     if spec.schedule != "1f1b":

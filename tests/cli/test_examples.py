@@ -4,8 +4,8 @@ import shlex
 
 import pytest
 
-from ds_lgamp.cli.examples import EXAMPLES
 from ds_lgamp.cli.main import command_line, main
+from ds_lgamp.cli.terminal import EXAMPLES
 
 
 def words(example):

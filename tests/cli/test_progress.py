@@ -6,7 +6,7 @@ import time
 import pytest
 from rich.console import Console
 
-from ds_lgamp.cli.progress import at_work
+from ds_lgamp.cli.terminal import at_work
 
 
 def shown(terminal, seconds, patience=0.01):

@@ -14,7 +14,7 @@ from ds_lgamp.cli import run_islands
 from ds_lgamp.cli.run_islands import assigned, dry_run, laid_out_on, of_flags
 from ds_lgamp.config import ConfigError
 from ds_lgamp.cost.assignment import Demand
-from ds_lgamp.planner.exposed import Exposed
+from ds_lgamp.planner.island_search import Exposed
 from ds_lgamp.runtime.node import NODE
 from ds_lgamp.schedule.hierarchy import Hierarchy
 from ds_lgamp.schedule.spec import ProgramSpec

@@ -6,8 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from ds_lgamp.cost.state import ElementBytes, UnitSize
-from ds_lgamp.cost.storage import aligned
+from ds_lgamp.cost.state import ElementBytes, UnitSize, aligned
 from ds_lgamp.cost.traffic import collective_bytes, predict_traffic
 from ds_lgamp.runtime.batch import BatchState
 from ds_lgamp.runtime.measure import CollectiveCounter

@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
-from ds_lgamp.cost.matrices import Matrix, exchange_bytes
-from ds_lgamp.cost.muon import Iteration, step_memory
+from ds_lgamp.cost.muon import Iteration, Matrix, exchange_bytes, step_memory
 from ds_lgamp.optimizers.muon import Muon
 from ds_lgamp.partition.unit import parts_of
 from ds_lgamp.runtime.measure import CollectiveCounter, PeakMemory, live_tensors

@@ -5,10 +5,8 @@ import json
 
 import pytest
 
-from ds_lgamp.planner.cluster import Host, parse_cluster
-from ds_lgamp.planner.clusters import CLUSTERS, GBIT, named_cluster, read_cluster
-from ds_lgamp.planner.efficiency import Efficiency
-from ds_lgamp.planner.quantity import UNITS, parse_quantity, with_unit
+from ds_lgamp.planner.cluster import CLUSTERS, GBIT, Efficiency, Host, named_cluster, parse_cluster, read_cluster
+from ds_lgamp.planner.fields import UNITS, parse_quantity, with_unit
 
 FILE = {
     "name": "mine",

@@ -8,7 +8,7 @@ import pytest
 from ds_lgamp.cost.activations import ActivationBytes, ChunkBytes
 from ds_lgamp.cost.traffic import hop_bytes
 from ds_lgamp.planner.configuration import Configuration
-from ds_lgamp.planner.demand import demand_of, demand_of_facts, facts_of, megatron_demand
+from ds_lgamp.planner.load import demand_of, demand_of_facts, facts_of, megatron_demand
 from ds_lgamp.planner.models import read_model
 from ds_lgamp.schedule.hierarchy import Hierarchy
 

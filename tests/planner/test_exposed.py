@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ds_lgamp.cost.assignment import Demand
 from ds_lgamp.planner.assign import assign
-from ds_lgamp.planner.exposed import exposed
+from ds_lgamp.planner.island_search import exposed
 from ds_lgamp.planner.load import load
 from ds_lgamp.schedule.hierarchy import Hierarchy
 from ds_lgamp.schedule.placement import place_chunks

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_lgamp.planner.cluster import Link
-from ds_lgamp.planner.grouping import Node, cluster_text, islands_of
-from ds_lgamp.planner.islands import parse_islands
+from ds_lgamp.planner.islands import Node, cluster_text, islands_of, parse_islands
 
 GBIT = 1e9 / 8
 

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from ds_lgamp.planner.clusters import has_islands
+from ds_lgamp.planner.cluster import has_islands
 from ds_lgamp.planner.island_search import alike, search_islands
 from ds_lgamp.planner.models import read_model
 from tests.planner.islands import cluster, island

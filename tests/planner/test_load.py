@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from ds_lgamp.cost.assignment import Demand
 from ds_lgamp.planner.assign import as_launched
 from ds_lgamp.planner.cluster import Link
+from ds_lgamp.planner.hardware import Group, Network
 from ds_lgamp.planner.load import hop_of, ring
-from ds_lgamp.planner.network import Group, Network
 from tests.planner.islands import TWO, cluster, island
 
 GBIT = 1e9 / 8

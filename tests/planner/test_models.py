@@ -4,9 +4,8 @@ import json
 
 import pytest
 
-from ds_lgamp.planner.megatron_flags import model_of_flags
 from ds_lgamp.planner.model import Model
-from ds_lgamp.planner.models import NAMES, read_model
+from ds_lgamp.planner.models import NAMES, model_of_flags, read_model
 from ds_lgamp.planner.transformers_config import model_of_config
 
 FLAGS = "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --vocab-size 50257"

@@ -6,10 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_lgamp.planner.cluster import Link
-from ds_lgamp.planner.clusters import named_cluster
-from ds_lgamp.planner.efficiency import Efficiency
-from ds_lgamp.planner.network import Group, Network, group_of, network_of
+from ds_lgamp.planner.cluster import Efficiency, Link, named_cluster
+from ds_lgamp.planner.hardware import Group, Network, group_of, network_of
 
 IDEAL = Efficiency(inside=1, between=1, crowding=0)
 FREE = Network(Link(100.0, 0.0), Link(10.0, 0.0), gpus=8, crowding=0)

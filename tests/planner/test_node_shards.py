@@ -4,17 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from ds_lgamp.planner.cluster import Cluster, Link
+from ds_lgamp.planner.cluster import Cluster, Efficiency, Link
 from ds_lgamp.planner.configuration import Configuration, describe
-from ds_lgamp.planner.efficiency import Efficiency
-from ds_lgamp.planner.exact import exact_seconds
-from ds_lgamp.planner.memory import batch_bytes, memory
+from ds_lgamp.planner.hardware import Group, network_of
+from ds_lgamp.planner.memory import batch_bytes, default_software, followed, memory
 from ds_lgamp.planner.model import Model
-from ds_lgamp.planner.network import Group, network_of
 from ds_lgamp.planner.predict import predict
 from ds_lgamp.planner.search import search
-from ds_lgamp.planner.sizes import default_software, followed
-from ds_lgamp.planner.work import collectives_of
+from ds_lgamp.planner.work import collectives_of, exact_seconds
 from ds_lgamp.planner.write import ds_config
 from ds_lgamp.schedule.hierarchy import Hierarchy
 

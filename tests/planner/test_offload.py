@@ -4,18 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from ds_lgamp.planner.bound import Bound
-from ds_lgamp.planner.clusters import named_cluster
-from ds_lgamp.planner.compute import BUS_REACHED, HOST_MEMORY_REACHED, HOST_UPDATE_BYTES
+from ds_lgamp.planner.candidates import Bound, ways_to_offload, with_room
+from ds_lgamp.planner.cluster import named_cluster
 from ds_lgamp.planner.configuration import Configuration, describe
-from ds_lgamp.planner.exact import exact_seconds
-from ds_lgamp.planner.memory import batch_bytes, memory
+from ds_lgamp.planner.hardware import BUS_REACHED, HOST_MEMORY_REACHED, HOST_UPDATE_BYTES
+from ds_lgamp.planner.memory import batch_bytes, default_software, followed, memory
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.models import read_model
-from ds_lgamp.planner.offload import offloaded
 from ds_lgamp.planner.predict import predict
 from ds_lgamp.planner.search import NothingFits, best_by_method, search
-from ds_lgamp.planner.sizes import default_software, followed
+from ds_lgamp.planner.work import exact_seconds
 from ds_lgamp.planner.write import ds_config
 from ds_lgamp.schedule.offload import Offload
 
@@ -139,7 +137,10 @@ def test_no_step_is_shorter_than_its_bound():
 
 def test_a_search_offloads_what_the_layered_schedule_runs_and_the_clock_is_quick_with():
     def made(of):
-        return {(one.offload, one.zero_stage) for one in offloaded([(memory(MODEL, of), of)], CLUSTER)}
+        return {
+            (one.offload, one.zero_stage)
+            for one in with_room(MODEL, [(of, way) for way in ways_to_offload(of)], CLUSTER)
+        }
 
     assert made(IN_MEMORY) == {("optimizer", 3), ("parameters", 3)}
     assert made(replace(IN_MEMORY, zero_stage=2)) == {("optimizer", 2)}
@@ -153,7 +154,7 @@ def test_a_search_stores_inputs_only_where_the_gpu_lacks_room_for_them():
     needed = memory(MODEL, IN_MEMORY)
 
     def made(room):
-        ways = offloaded([(needed, IN_MEMORY)], replace(CLUSTER, memory=room))
+        ways = with_room(MODEL, [(IN_MEMORY, way) for way in ways_to_offload(IN_MEMORY)], replace(CLUSTER, memory=room))
         return {(one.offload, one.stores_inputs) for one in ways}
 
     assert made(needed.total) == {("optimizer", False), ("parameters", False)}

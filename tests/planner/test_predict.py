@@ -7,15 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_lgamp.planner.cluster import Link
-from ds_lgamp.planner.clusters import CLUSTERS, named_cluster
+from ds_lgamp.planner.cluster import CLUSTERS, Efficiency, Link, named_cluster
 from ds_lgamp.planner.configuration import Configuration
-from ds_lgamp.planner.efficiency import Efficiency
-from ds_lgamp.planner.exact import exact_seconds
+from ds_lgamp.planner.hardware import Group, network_of
 from ds_lgamp.planner.models import read_model
-from ds_lgamp.planner.network import Group, network_of
 from ds_lgamp.planner.predict import Prediction, predict
-from ds_lgamp.planner.work import tied_seconds
+from ds_lgamp.planner.work import exact_seconds, tied_seconds
 
 MODEL = read_model("gpt3-175b")
 PARTS = ("compute", "tensor_parallel", "bubble", "messages", "data_parallel", "gathers", "optimizer")

@@ -3,7 +3,7 @@
 import pytest
 
 from ds_lgamp.cost.assignment import Slot
-from ds_lgamp.planner.presence import Presence, places_of
+from ds_lgamp.planner.assign import Presence, places_of
 from tests.planner.islands import TWO, cluster, island
 
 NAMED = cluster(island("east", ["e0", "e1.site"], 1), island("west", ["w0"], 1, interface="ib0"))

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.planner_fit import CHOICE_LIMIT, LIMITS, MULTI, ONE, choice, errors_of, read_rows
 from benchmarks.record import read
-from ds_lgamp.planner.efficiency import Efficiency
+from ds_lgamp.planner.cluster import Efficiency
 
 FITTED = {row.metric: row.median for row in read("planner_fit").rows if row.unit == "constant"}
 

@@ -6,15 +6,13 @@ from time import process_time
 import pytest
 
 from ds_lgamp.planner.candidates import candidates, divisors
-from ds_lgamp.planner.clusters import named_cluster
+from ds_lgamp.planner.cluster import named_cluster
 from ds_lgamp.planner.configuration import method_of
-from ds_lgamp.planner.exact import exact_seconds
 from ds_lgamp.planner.memory import memory
 from ds_lgamp.planner.models import read_model
-from ds_lgamp.planner.network_need import bandwidth_needed, seconds_over_bandwidth, with_bandwidth
-from ds_lgamp.planner.predict import predict, scaled
-from ds_lgamp.planner.reasons import reasons
-from ds_lgamp.planner.search import NothingFits, best_by_method, search
+from ds_lgamp.planner.predict import bandwidth_needed, predict, scaled, seconds_over_bandwidth, with_bandwidth
+from ds_lgamp.planner.search import NothingFits, best_by_method, reasons, search
+from ds_lgamp.planner.work import exact_seconds
 
 MODEL = read_model("llama-8b")
 CLUSTER = named_cluster("a100-25gbit", 16)

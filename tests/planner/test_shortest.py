@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from ds_lgamp.planner.clusters import named_cluster
+from ds_lgamp.planner.cluster import named_cluster
 from ds_lgamp.planner.models import read_model
-from ds_lgamp.planner.scaling import critical_batch, tokens_needed
-from ds_lgamp.planner.shortest import BUSY, shortest
+from ds_lgamp.planner.shortest import BUSY, critical_batch, shortest, tokens_needed
 
 MODEL = read_model("x32")
 

@@ -16,9 +16,9 @@ from ds_lgamp.config import read_block
 from ds_lgamp.integrations.program_spec import chunk_bounds, place, program_spec
 from ds_lgamp.planner.cluster import Cluster, Link
 from ds_lgamp.planner.configuration import Configuration
-from ds_lgamp.planner.demand import demand_of, demand_of_facts
-from ds_lgamp.planner.megatron_flags import model_of_flags
+from ds_lgamp.planner.load import demand_of, demand_of_facts
 from ds_lgamp.planner.model import Model
+from ds_lgamp.planner.models import model_of_flags
 from ds_lgamp.planner.write import OnIslands, ds_config, launch_script, why_not, write
 from ds_lgamp.schedule.offload import Offload
 from testing import ROOT, SCRIPTS

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ds_lgamp.checkpoint.live import LiveState, Rest
 from ds_lgamp.checkpoint.live_states import last_step, publish_newest
 from ds_lgamp.config import BLOCK, ConfigError
-from ds_lgamp.cost.live import slots_of
+from ds_lgamp.cost.disk import slots_of
 from ds_lgamp.integrations.deepspeed.checkpoint.description import describe
 from ds_lgamp.integrations.deepspeed.checkpoint.rank_state import rank_state
 from ds_lgamp.integrations.deepspeed.checkpoint.run import Run, ranks_of

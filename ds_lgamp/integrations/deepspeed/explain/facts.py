@@ -4,8 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ds_lgamp.cost.disk import DiskUse
-from ds_lgamp.cost.live import LiveUse
+from ds_lgamp.cost.disk import DiskUse, LiveUse
 from ds_lgamp.cost.memory import Memory
 from ds_lgamp.cost.traffic import Traffic
 

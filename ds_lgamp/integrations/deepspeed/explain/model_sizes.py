@@ -8,8 +8,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
-from ds_lgamp.cost.state import UnitSize
-from ds_lgamp.cost.storage import aligned
+from ds_lgamp.cost.state import UnitSize, aligned
 from ds_lgamp.integrations.deepspeed.explain.facts import ChunkFacts, TiedFacts
 from ds_lgamp.integrations.deepspeed.model.construction import build_without_memory
 from ds_lgamp.integrations.deepspeed.model.module import Layout, layer_types

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from deepspeed.accelerator import get_accelerator
 
 from ds_lgamp.cost.activations import ActivationBytes
-from ds_lgamp.cost.disk import DiskUse, OnDisk, disk_use, host_beside_disk
-from ds_lgamp.cost.live import LiveUse, live_use
+from ds_lgamp.cost.disk import DiskUse, LiveUse, OnDisk, disk_use, host_beside_disk, live_use
 from ds_lgamp.cost.memory import Memory, rank_memory
 from ds_lgamp.cost.state import ElementBytes, UnitSize
 from ds_lgamp.cost.traffic import (

@@ -15,8 +15,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.cost.memory import rank_memory
-from ds_lgamp.cost.state import ElementBytes, UnitSize
-from ds_lgamp.cost.storage import aligned
+from ds_lgamp.cost.state import ElementBytes, UnitSize, aligned
 from ds_lgamp.cost.traffic import collective_bytes, predict_traffic
 from ds_lgamp.integrations.deepspeed.explain.explain import explain
 from ds_lgamp.integrations.deepspeed.hook.initialize import partition_method_of

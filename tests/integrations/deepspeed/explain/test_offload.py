@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from ds_lgamp.cost.disk import DiskUse
-from ds_lgamp.cost.live import LiveUse
+from ds_lgamp.cost.disk import DiskUse, LiveUse
 from ds_lgamp.cost.memory import rank_memory
 from ds_lgamp.cost.state import ElementBytes, UnitSize
 from ds_lgamp.cost.traffic import bus_bytes, predict_traffic

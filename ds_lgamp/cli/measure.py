@@ -1,8 +1,9 @@
-"""``ds_lgamp plan --calibrate``: measures this machine and writes its cluster file."""
+"""Measures machines and writes their cluster files: ``ds_lgamp plan --calibrate`` and ``ds_lgamp cluster detect``."""
 
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -10,12 +11,14 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from ds_lgamp.cli.options import why_not_writable
-from ds_lgamp.cli.progress import at_work
-from ds_lgamp.planner.clusters import named_cluster
-from ds_lgamp.planner.fields import read_json
-from ds_lgamp.planner.quantity import with_unit
-from ds_lgamp.runtime.calibrate import Calibration, calibrate
+from ds_lgamp.cli.terminal import at_work, why_not_writable
+from ds_lgamp.partition.agreement import everyone, raise_everywhere
+from ds_lgamp.planner.cluster import Link, named_cluster
+from ds_lgamp.planner.fields import read_json, with_unit
+from ds_lgamp.planner.islands import Node, cluster_text
+from ds_lgamp.runtime.calibrate import Calibration, calibrate, measure_nodes
+from ds_lgamp.runtime.node import network_kind, node_name, own_interface
+from ds_lgamp.watch.launcher import require_launcher
 
 
 def calibrate_cluster(path: Path, as_json: bool, output: TextIO) -> int:
@@ -94,3 +97,44 @@ def _existing(path: Path) -> dict[str, Any]:
         if not isinstance(text.get(key, 1), int):
             raise ValueError(f"--cluster is '{path}', whose {key} is {text[key]!r}; write a whole number")
     return text
+
+
+def detect(path: Path, as_json: bool, output: TextIO) -> int:
+    """Measures, and writes ``path``. Collective over all ranks that a launcher started. Rank 0 writes and prints.
+    Returns the exit status.
+
+    Raises ValueError on every rank, before it measures, if the file exists or cannot be written, or if no launcher has
+    set the environment.
+    """
+    require_launcher()
+    accelerator = get_accelerator()
+    device = torch.device(accelerator.device_name(int(os.environ["LOCAL_RANK"])))
+    if device.type != "cpu":
+        accelerator.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(accelerator.communication_backend_name() if device.type != "cpu" else "gloo")
+    try:
+        raise_everywhere(_complaint_about(path) if dist.get_rank() == 0 else None, ValueError)
+        with at_work("measuring every pair of nodes"):
+            measured = measure_nodes(device)
+        interface = own_interface(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        facts = {node: rest for node, *rest in everyone((node_name(), network_kind(), interface))}
+        flops: Sequence[float | None] = measured.flops or [None] * len(measured.nodes)
+        nodes = [
+            Node(name, gpus, facts[name][0], speed, facts[name][1])
+            for name, gpus, speed in zip(measured.nodes, measured.ranks_per_node, flops)
+        ]
+        links = {frozenset(pair): Link(*rate) for pair, rate in measured.links.items()}
+        text = cluster_text(nodes, links, None if measured.inside is None else Link(*measured.inside))
+        if dist.get_rank() == 0:
+            path.write_text(json.dumps(text, indent=2) + "\n")
+            output.write(json.dumps(text) + "\n" if as_json else f"{path}:\n{json.dumps(text, indent=2)}\n")
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+def _complaint_about(path: Path) -> str | None:
+    if path.exists():
+        return f"{path} exists; name another file"
+    complaint = why_not_writable(path)
+    return None if complaint is None else f"FILE is {complaint}"
