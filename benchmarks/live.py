@@ -116,7 +116,7 @@ def _time(folders: dict[str, str], model: Model, steps: int, repetitions: int) -
     for repetition in range(repetitions + 1):
         for name, engine in engines.items():
             ends: list[float] = []
-            engine._end_step = _timed(type(engine)._end_step.__get__(engine), ends)
+            engine.lgamp.end_step = _timed(type(engine.lgamp).end_step.__get__(engine.lgamp), ends)
             seconds: list[float] = []
             step = _timed(lambda engine=engine: engine.train_batch(_batches(model)), seconds)
             for _ in range(steps):

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.record import OURS, REPETITIONS, Config, Record, begin
 from benchmarks.virtual import bare, chunk
-from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
+from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources
 from ds_lgamp.partition.flat_storage import UnitParameter
 from ds_lgamp.partition.policy import ZeroPolicy
 from ds_lgamp.partition.zero_partition import build_partition
@@ -64,7 +64,7 @@ STARTS = {
     "import deepspeed": ("DeepSpeed", ["-c", "import deepspeed"]),
     "import deepspeed and the engine": (
         OURS,
-        ["-c", "import deepspeed, ds_lgamp.integrations.deepspeed.engine.engine"],
+        ["-c", "import deepspeed, ds_lgamp.integrations.deepspeed.engine.pipeline_engine"],
     ),
 }
 """By what the interpreter loads: the contender, and the interpreter's arguments."""

@@ -97,7 +97,7 @@ def _measure(layout: Layout, pairs: int, turns: int, folder: str) -> Found:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     own = RankRecording(rank, rank // layout.data_ranks, rank % layout.data_ranks)
     trace = Trace(Path(folder), 1, 1 << 30, own, ranks, CPU)
-    training.engine.executor.trace = trace
+    training.engine.lgamp.executor.trace = trace
     for step in range(WARM_UP):
         training.step(step, MICRO_BATCHES)
     told = []
@@ -105,7 +105,7 @@ def _measure(layout: Layout, pairs: int, turns: int, folder: str) -> Found:
         times = Times({False: 0.0, True: 0.0}, {False: 0.0, True: 0.0})
         for pair in range(pairs):
             for recorded in (False, True) if pair % 2 else (True, False):
-                training.engine.executor.trace = trace if recorded else None
+                training.engine.lgamp.executor.trace = trace if recorded else None
                 clock, cpu = perf_counter(), process_time()
                 training.step(pair, MICRO_BATCHES)
                 times.clock[recorded] += perf_counter() - clock
@@ -114,7 +114,7 @@ def _measure(layout: Layout, pairs: int, turns: int, folder: str) -> Found:
     trace.close()
     dist.barrier()
     intervals = len(read_recording(Path(folder)).ranks[rank].steps[-1].intervals)
-    return Found(told, intervals, _alone(trace, training.engine.own_spec, intervals, turns))
+    return Found(told, intervals, _alone(trace, training.engine.lgamp.own_spec, intervals, turns))
 
 
 def _alone(trace: Trace, spec: ProgramSpec, intervals: int, turns: int) -> list[float]:

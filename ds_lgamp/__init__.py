@@ -13,11 +13,11 @@ def install() -> None:
 
     Raises ConfigError if the installed DeepSpeed lacks something that the integration builds on.
     """
-    from ds_lgamp.integrations.deepspeed.hook.seams import check_seams
+    from ds_lgamp.integrations.deepspeed.hook.deepspeed_seams import check_seams
 
     check_seams()
     # This import fails with a DeepSpeed that check_seams refuses.
-    from ds_lgamp.integrations.deepspeed.hook.install import install
+    from ds_lgamp.integrations.deepspeed.hook.initialize import install
 
     install()
 
@@ -25,7 +25,7 @@ def install() -> None:
 def uninstall() -> None:
     """Undoes :func:`install`. Afterwards every attribute of deepspeed is stock's, and errors end the script as
     before."""
-    from ds_lgamp.integrations.deepspeed.hook.install import uninstall
+    from ds_lgamp.integrations.deepspeed.hook.initialize import uninstall
 
     uninstall()
 
@@ -43,6 +43,6 @@ def deferred_init() -> AbstractContextManager[None]:
     and writing to them raises ConfigError. Calls :func:`install`, and raises what it raises.
     """
     install()
-    from ds_lgamp.integrations.deepspeed.model.deferred_init import deferred_init
+    from ds_lgamp.integrations.deepspeed.model.construction import deferred_init
 
     return deferred_init()

@@ -33,7 +33,7 @@ from tokenizers import Tokenizer
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 from tqdm import tqdm
 
-from ds_lgamp.integrations.deepspeed.hook.compiling import compile_no_collective
+from ds_lgamp.integrations.deepspeed.hook.initialize import compile_no_collective
 from ds_lgamp.integrations.megatron.layers.gpt_layers import gpt_layer_specs, language_model_loss
 
 

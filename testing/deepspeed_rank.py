@@ -11,8 +11,8 @@ import deepspeed
 import torch.distributed as dist
 
 from ds_lgamp.config import read_block
-from ds_lgamp.integrations.deepspeed.engine.engine import LgampEngine
-from ds_lgamp.integrations.deepspeed.hook.compiling import compile_no_collective
+from ds_lgamp.integrations.deepspeed.engine.door import LgampDoor
+from ds_lgamp.integrations.deepspeed.hook.initialize import compile_no_collective
 
 
 def prepare_rank() -> None:
@@ -58,4 +58,4 @@ def quiet():
 def is_ours(engine: Any) -> bool:
     """Whether ``engine`` trains with ds_lgamp. A test that compares losses with one process needs to ask: stock
     DeepSpeed, and torch's DDP, have the same."""
-    return isinstance(engine, LgampEngine)
+    return isinstance(engine, LgampDoor)

@@ -81,7 +81,7 @@ def sample_index(sizes: Any, documents: Any, sequence: int, epochs: int, tokens_
 def _change_deepspeed(deepspeed: ModuleType) -> None:
     import torch
 
-    from ds_lgamp.integrations.deepspeed.hook.compiling import compile_no_collective
+    from ds_lgamp.integrations.deepspeed.hook.initialize import compile_no_collective
 
     compile_no_collective()
     # It would fork workers with gloo's threads, and choose a GPU.

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ds_lgamp.integrations.replacing import replace_attribute
+from ds_lgamp.integrations.hosts import replace_attribute
 from ds_lgamp.partition import bus
 from ds_lgamp.partition.bus import Bus, Transfer
 from testing.simnccl.execution import Fault, Memory

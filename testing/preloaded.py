@@ -13,7 +13,7 @@ import torch._inductor.compile_fx  # noqa: F401
 import torch.distributed._tensor  # noqa: F401
 import transformers.modeling_utils  # noqa: F401
 
-import ds_lgamp.integrations.deepspeed.hook.install  # noqa: F401
+import ds_lgamp.integrations.deepspeed.hook.initialize  # noqa: F401
 
 with suppress(ImportError):
     import peft  # noqa: F401

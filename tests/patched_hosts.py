@@ -27,7 +27,7 @@ def deepspeed_with_its_registry():
     import deepspeed
     from deepspeed.runtime.engine_registry import _engine_factories
 
-    from ds_lgamp.integrations.deepspeed.hook.install import partition_method_of
+    from ds_lgamp.integrations.deepspeed.hook.initialize import partition_method_of
 
     before = attributes_of("deepspeed")
     ds_lgamp.install()

@@ -22,9 +22,8 @@ FLOORS = (
     (
         "integrations.cluster_file",
         "integrations.handshake",
+        "integrations.hosts",
         "integrations.program_spec",
-        "integrations.replacing",
-        "integrations.seams",
         "integrations.shard_keys",
         "integrations.tracing",
         "integrations.user_script",

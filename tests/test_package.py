@@ -98,7 +98,7 @@ def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(built, wheel
     assert {
         "ds_lgamp/py.typed",
         "ds_lgamp/schedule/orders.py",
-        "ds_lgamp/integrations/deepspeed/engine/engine.py",
+        "ds_lgamp/integrations/deepspeed/engine/training.py",
         "ds_lgamp/view/page/page.html",
         "ds_lgamp/view/page/d3.js",
     } <= packages

@@ -8,7 +8,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from megatron.core import parallel_state
 
-from ds_lgamp.integrations.deepspeed.hook.compiling import compile_no_collective
+from ds_lgamp.integrations.deepspeed.hook.initialize import compile_no_collective
 
 
 def prepare_process(rank: int, device: int | None = None) -> None:

@@ -56,7 +56,7 @@ def noted_waits(training: Layered) -> Iterator[Counter[Place]]:
         def note(message: Warning | str, *where: Any, **named: Any) -> None:
             if WARNING not in str(message):
                 return show(message, *where, **named)
-            action = training.engine.executor.current
+            action = training.engine.lgamp.executor.current
             found["no action" if action is None else str(action), innermost_line()] += 1
 
         warnings.showwarning = note

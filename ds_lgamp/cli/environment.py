@@ -98,7 +98,7 @@ def _import(name: str, found: Environment) -> bool:
     try:
         importlib.import_module(name)
     except Exception as error:
-        from ds_lgamp.integrations.deepspeed.hook.seams import TESTED_VERSION
+        from ds_lgamp.integrations.deepspeed.hook.deepspeed_seams import TESTED_VERSION
 
         fix = f"pip install deepspeed=={TESTED_VERSION}" if name == "deepspeed" else "install torch 2.6 or newer"
         if found.versions[name] == _ABSENT:
@@ -132,7 +132,12 @@ def _look_at_deepspeed(found: Environment) -> None:
     from deepspeed.accelerator import get_accelerator
 
     from ds_lgamp.config import ConfigError
-    from ds_lgamp.integrations.deepspeed.hook.seams import TESTED_VERSION, all_seams, check_seams, missing_seams
+    from ds_lgamp.integrations.deepspeed.hook.deepspeed_seams import (
+        TESTED_VERSION,
+        all_seams,
+        check_seams,
+        missing_seams,
+    )
 
     _note_untested("deepspeed", [TESTED_VERSION], found)
     accelerator: Any = get_accelerator()

@@ -205,7 +205,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         from ds_lgamp.integrations.deepspeed.hook.run_script import run_script
 
         return run_script(options.script, arguments, options.measure, keys)
-    from ds_lgamp.integrations.deepspeed.hook.explain_script import explain_script
+    from ds_lgamp.integrations.deepspeed.hook.run_script import explain_script
 
     with own_output() as output:
         lay_out = None

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ds_lgamp.config import BLOCK
 from ds_lgamp.cost.assignment import Assignment, Transport
-from ds_lgamp.integrations.replacing import replace_attribute
+from ds_lgamp.integrations.hosts import replace_attribute
 from ds_lgamp.watch.this_rank import this_rank
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"

@@ -39,7 +39,10 @@ class Plain:
             return
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         for parameter in parameters:
-            # Momentum and weight decay go on moving one that is frozen later, or unused, as docs/configuration.md says.
+            # Momentum and weight decay go on moving one that is unused, but none that is frozen, as docs/numbers.md
+            # says.
+            if parameter.grad is None and not parameter.requires_grad:
+                continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             if self._data_ranks > 1:

@@ -7,10 +7,10 @@ from types import CodeType
 import deepspeed
 from deepspeed.runtime.pipe.module import PipelineModule
 
-from ds_lgamp.integrations.deepspeed.hook.seams import ATTRIBUTES, LOOKUPS
+from ds_lgamp.integrations.deepspeed.hook.deepspeed_seams import ATTRIBUTES, LOOKUPS
+from ds_lgamp.integrations.hosts import resolve
 from ds_lgamp.integrations.megatron.loop.seams import TRAINING_LOOKUPS, VALIDATING
 from ds_lgamp.integrations.megatron.loop.sharded.seams import TRAINING_LOOKUPS as SHARDING_LOOKUPS
-from ds_lgamp.integrations.seams import resolve
 from testing.pretraining import megatron_tree
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
+from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources
 from ds_lgamp.runtime.batch import BatchState
 from ds_lgamp.runtime.recompute import Draws, RandomSource
 from ds_lgamp.schedule.actions import Kind

@@ -85,8 +85,8 @@ def initialize(training: Training, layout: Layout):
 def batches(step: int, engine, training: bool = True):
     """The micro-batches of this data-parallel rank. In training, those of a block may have unequal numbers of them."""
     rank, shares = engine.grid.data_parallel_id, [MICRO_BATCHES] * engine.dp_world_size
-    if training and hasattr(engine, "replica_specs"):
-        shares = [replica.micro_batches for replica in engine.replica_specs]
+    if training and hasattr(engine, "lgamp"):
+        shares = [replica.micro_batches for replica in engine.lgamp.replica_specs]
     first = sum(shares[:rank])
     return iter([micro_batch(step, first + index) for index in range(shares[rank])])
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_lgamp.config import ConfigError, LgampConfig
-from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
+from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources
 from ds_lgamp.integrations.deepspeed.plain.layers import layers_of as plain_layers_of
 from ds_lgamp.integrations.split.call import Call
 from ds_lgamp.integrations.split.layers import Ends

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ds_lgamp.config import LgampConfig
-from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
+from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources
 from ds_lgamp.integrations.split.call import Call
 from ds_lgamp.integrations.split.layers import Ends
 from ds_lgamp.integrations.transformers.layers import ModelLayers

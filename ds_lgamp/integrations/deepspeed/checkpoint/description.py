@@ -15,8 +15,7 @@ from ds_lgamp.integrations.deepspeed.checkpoint.data_position import epoch_of
 from ds_lgamp.integrations.deepspeed.checkpoint.fields import COUNTERS, PULLED, TOP_LEVEL, read_fields
 from ds_lgamp.integrations.deepspeed.checkpoint.run import Run
 from ds_lgamp.integrations.deepspeed.config.precision import parameter_dtype, scaler_state
-from ds_lgamp.integrations.deepspeed.model.layout import layer_types
-from ds_lgamp.integrations.deepspeed.model.module import built_layers, global_names
+from ds_lgamp.integrations.deepspeed.model.module import built_layers, global_names, layer_types
 from ds_lgamp.integrations.split.call import Tree
 from ds_lgamp.partition.parts import parts_of
 from ds_lgamp.version import __version__

@@ -8,9 +8,7 @@ import torch.distributed as dist
 from deepspeed.utils.logging import logger
 
 from ds_lgamp.config import BLOCK, LgampConfig
-from ds_lgamp.integrations.deepspeed.engine.overflow import LateFlag
-from ds_lgamp.integrations.deepspeed.model.layout import layer_types
-from ds_lgamp.integrations.deepspeed.model.module import PlacedModule
+from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, layer_types
 from ds_lgamp.partition.agreement import everyone, host_group
 from ds_lgamp.partition.parts import parts_of
 from ds_lgamp.partition.unit import Unit
@@ -201,3 +199,35 @@ def nonfinite_check(
         return None
     gradients_count = not config.float16_config.enabled
     return NonfiniteCheck(settings.nonfinite, module, partition, losses, steps, name, gradients_count, device)
+
+
+class LateFlag:
+    """A flag that travels from the device to the host while the host goes on."""
+
+    def __init__(self, device: torch.device) -> None:
+        on_host = device.type == "cpu"
+        self._arrived = torch.zeros((), device="cpu", pin_memory=not on_host)
+        # A view of the same memory, because reading a tensor counts as waiting for a device.
+        self._value = self._arrived.numpy()
+        self._event = None if on_host else torch.get_device_module(device).Event()
+
+    def exchange(self, flag: torch.Tensor) -> bool:
+        """Returns the flag of the previous call, False at the first, and sends ``flag`` on its way to the host."""
+        previous = self.pending
+        self._arrived.copy_(flag, non_blocking=True)
+        if self._event is not None:
+            self._event.record()
+        return previous
+
+    @property
+    def pending(self) -> bool:
+        """What the next :meth:`exchange` returns. Reading it may wait for the device."""
+        if self._event is not None:
+            self._event.synchronize()
+        return bool(self._value)
+
+    @pending.setter
+    def pending(self, flag: bool) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+        self._arrived.fill_(flag)

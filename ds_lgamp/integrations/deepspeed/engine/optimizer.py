@@ -14,14 +14,13 @@ from ds_lgamp.config import ConfigError, LgampConfig
 from ds_lgamp.integrations.deepspeed.config.optimizer_choice import skips_by_itself
 from ds_lgamp.integrations.deepspeed.config.precision import checks_overflow, loss_scaler
 from ds_lgamp.integrations.deepspeed.engine.disk_updates import updates_of
-from ds_lgamp.integrations.deepspeed.engine.nonfinite import NonfiniteCheck
+from ds_lgamp.integrations.deepspeed.engine.nonfinite import LateFlag, NonfiniteCheck
 from ds_lgamp.integrations.deepspeed.engine.optimizer_state import (
     complaint_about_class,
     load_state,
     names_of_cut,
     state_of,
 )
-from ds_lgamp.integrations.deepspeed.engine.overflow import LateFlag
 from ds_lgamp.integrations.deepspeed.engine.updates import Options
 from ds_lgamp.optimizers.tensors import TensorOptimizer
 from ds_lgamp.partition.host_home import arriving

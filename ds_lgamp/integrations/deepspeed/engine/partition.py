@@ -8,12 +8,12 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.module import TiedLayerSpec
 
 from ds_lgamp.config import ConfigError, LgampConfig
-from ds_lgamp.integrations.deepspeed.config.offload import disk_path, on_disk_of
 from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype
+from ds_lgamp.integrations.deepspeed.config.zero import disk_path, on_disk_of
 from ds_lgamp.integrations.deepspeed.model.materialise import DeferredLayers
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, global_names, shown_name
-from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
-from ds_lgamp.integrations.deepspeed.model.tensor_parallel import Sharing, sharing_of, tensor_group
+from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources
+from ds_lgamp.integrations.deepspeed.model.shared_tensors import Sharing, sharing_of, tensor_group
 from ds_lgamp.partition.agreement import raise_everywhere
 from ds_lgamp.partition.bus import Bus
 from ds_lgamp.partition.disk import Disk

@@ -1,4 +1,4 @@
-"""Plans a training run ahead of the engine: chunks, placement and program."""
+"""Plans a training run before the engine is built: chunks, placement and program."""
 
 from collections.abc import Callable
 from functools import lru_cache, partial
@@ -7,22 +7,21 @@ from typing import Any, NamedTuple
 from deepspeed.runtime.pipe.module import PipelineModule
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
-from ds_lgamp.integrations.deepspeed.config.hierarchy import hierarchy_of
-from ds_lgamp.integrations.deepspeed.config.offload import (
+from ds_lgamp.integrations.deepspeed.config.precision import checks_overflow
+from ds_lgamp.integrations.deepspeed.config.run_checks import (
+    refuse_irreproducible,
+    refuse_overlapped_update,
+    refuse_unsupported,
+)
+from ds_lgamp.integrations.deepspeed.config.zero import (
     disk_path,
+    hierarchy_of,
     live_folder,
     offload_of,
     refuse_offloaded_optimizer,
     share_of_host,
 )
-from ds_lgamp.integrations.deepspeed.config.precision import checks_overflow
-from ds_lgamp.integrations.deepspeed.config.refusals import (
-    refuse_irreproducible,
-    refuse_overlapped_update,
-    refuse_unsupported,
-)
-from ds_lgamp.integrations.deepspeed.model.layout import Layout, layout_of
-from ds_lgamp.integrations.deepspeed.model.module import announced_tensors, layer_prefix, prefix_of
+from ds_lgamp.integrations.deepspeed.model.module import Layout, announced_tensors, layer_prefix, layout_of, prefix_of
 from ds_lgamp.integrations.program_spec import micro_batch_shares, program_spec
 from ds_lgamp.runtime.ring import posts_on_arrival
 from ds_lgamp.schedule.hierarchy import Hierarchy
@@ -45,23 +44,23 @@ class Plan(NamedTuple):
 
 def plan_training(
     settings: LgampConfig,
-    given: dict[str, Any],
-    config: Any,
-    module: PipelineModule,
+    arguments: dict[str, Any],
     partition_method: str,
-    optimizer: Any,
+    micro_batches: int,
     scales_in_step: bool,
 ) -> Plan:
     """Returns the layout and the programs that ``settings`` ask for. Collective over all ranks; raises ConfigError on
     every rank if the engine cannot train as asked. Changes nothing.
 
     Args:
-        given: ds_config.json, as the user wrote it.
-        config: the DeepSpeedConfig.
+        arguments: those of DeepSpeed's engine: ``model`` is a PipelineModule, ``config`` ds_config.json as the user
+            wrote it, ``config_class`` the DeepSpeedConfig, ``optimizer`` what the user passed as such, if anything.
         partition_method: how the module cuts its layers; ``chunks_per_rank`` balances by it.
-        optimizer: what the user passed as such; None if ds_config.json names it.
+        micro_batches: those of a batch on a pipeline, if all data-parallel ranks compute equally many.
         scales_in_step: whether the script decides on the factor of the loss after the backward passes.
     """
+    module, given, config = arguments["model"], arguments["config"], arguments["config_class"]
+    optimizer = arguments.get("optimizer")
     offload = offload_of(given, config)
     disk_path(config, settings)
     live_folder(config, settings)
@@ -73,7 +72,7 @@ def plan_training(
     layout = layout_of(settings, module, partition_method)
     if offload is not None:
         offload = share_of_host(config, offload, layout.placement)
-    micro_batches, zero_stage = config.gradient_accumulation_steps, int(config.zero_optimization_stage)
+    zero_stage = int(config.zero_optimization_stage)
     updates = _updates(settings, config, scales_in_step, offload)
     hierarchy = hierarchy_of(given, zero_stage, module)
     data_ranks = module.topology().get_dim("data")

@@ -1,4 +1,4 @@
-"""Seeds generators ahead of every layer, where the module or ``"reproducible": true`` asks for it."""
+"""Seeds generators before every layer, where the module or ``"reproducible": true`` asks for it."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +16,7 @@ def before_layers(
     random_sources: Sequence[RandomSource],
     global_step: Callable[[], int],
 ) -> BeforeLayer | None:
-    """Returns what is called ahead of every layer; None if nothing is.
+    """Returns what is called before every layer; None if nothing is.
 
     The seed that the module asks for wins over that of a reproducible run.
 

@@ -20,8 +20,7 @@ from ds_lgamp.config import LgampConfig
 from ds_lgamp.cost.activations import ActivationBytes, ChunkBytes
 from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype, input_dtype, parameter_dtype
 from ds_lgamp.integrations.deepspeed.model.module import function_of
-from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
-from ds_lgamp.integrations.deepspeed.model.selective import switch_on
+from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources, switch_on
 from ds_lgamp.partition.gradient_reduction import ACCUMULATES_IN_OTHER_DTYPES
 from ds_lgamp.runtime.chunk import Chunk, differentiable
 from ds_lgamp.runtime.chunk_memory import chunk_bytes

@@ -10,12 +10,12 @@ from deepspeed.runtime.config import DtypeEnum
 from ds_lgamp.cost.state import ElementBytes
 from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
     choose_optimizer,
+    counterpart,
     kernels_of,
     state_tensors,
     updates_in_place,
 )
 from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype, parameter_dtype
-from ds_lgamp.integrations.deepspeed.config.whole_tensors import counterpart
 from ds_lgamp.optimizers.lamb import Lamb
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from deepspeed.runtime.pipe.module import PipelineModule
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, read_block
-from ds_lgamp.integrations.deepspeed.config.offload import on_disk_of
+from ds_lgamp.integrations.deepspeed.config.zero import on_disk_of
 from ds_lgamp.integrations.deepspeed.engine.plan import Plan, plan_training
 from ds_lgamp.integrations.deepspeed.explain.activations import (
     NO_DATA,
@@ -23,8 +23,8 @@ from ds_lgamp.integrations.deepspeed.explain.facts import Explanation, RankFacts
 from ds_lgamp.integrations.deepspeed.explain.model_sizes import ModelSizes
 from ds_lgamp.integrations.deepspeed.explain.rank_facts import Step
 from ds_lgamp.integrations.deepspeed.explain.update_traffic import rule_of
-from ds_lgamp.integrations.deepspeed.model.layout import Layout, layer_types
-from ds_lgamp.integrations.deepspeed.model.selective import refuse_unless_offered
+from ds_lgamp.integrations.deepspeed.model.module import Layout, layer_types
+from ds_lgamp.integrations.deepspeed.model.recomputation import refuse_unless_offered
 from ds_lgamp.schedule.actions import Program
 from ds_lgamp.schedule.costs import UNIT_DURATIONS, Costs, sized_costs, uniform_costs
 from ds_lgamp.schedule.orders import default_placement
@@ -55,7 +55,9 @@ def explain(
         scales_in_step: whether the script decides on the factor of the loss after the backward passes.
     """
     settings = enabled_block(config)
-    plan = plan_training(settings, config, config_class, module, partition_method, optimizer, scales_in_step)
+    arguments = {"model": module, "config": config, "config_class": config_class, "optimizer": optimizer}
+    micro_batches = config_class.gradient_accumulation_steps
+    plan = plan_training(settings, arguments, partition_method, micro_batches, scales_in_step)
     spec = max(plan.specs, key=lambda replica: replica.micro_batches)
     program = build_program(spec)
     validate(spec, program)

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ds_lgamp.integrations.replacing import replace_attribute
+from ds_lgamp.integrations.hosts import replace_attribute
 
 
 def imagine_ranks(ranks: int, rank: int) -> None:

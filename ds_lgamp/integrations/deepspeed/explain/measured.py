@@ -12,7 +12,7 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.deepspeed.engine.engine import LgampEngine
+from ds_lgamp.integrations.deepspeed.engine.door import LgampDoor
 from ds_lgamp.partition.agreement import everyone
 from ds_lgamp.runtime.measure import CollectiveCounter, PeakMemory, live_tensors
 from ds_lgamp.schedule.program import build_program
@@ -86,7 +86,7 @@ class TrainingMeasurement:
 
 def simulated_bubble(engine: PipelineEngine) -> float:
     """Returns the bubble of the engine's schedule as a fraction of the ideal step time. A stock engine runs 1F1B."""
-    if isinstance(engine, LgampEngine):
+    if isinstance(engine, LgampDoor):
         spec = engine.program_spec
     else:
         ranks = tuple(range(engine.num_stages))

@@ -11,10 +11,9 @@ from torch import nn
 from ds_lgamp.cost.state import UnitSize
 from ds_lgamp.cost.storage import aligned
 from ds_lgamp.integrations.deepspeed.explain.facts import ChunkFacts, TiedFacts
-from ds_lgamp.integrations.deepspeed.model.deferred_init import build_without_memory
-from ds_lgamp.integrations.deepspeed.model.layout import Layout, layer_types
-from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
-from ds_lgamp.integrations.deepspeed.model.selective import offers_selective
+from ds_lgamp.integrations.deepspeed.model.construction import build_without_memory
+from ds_lgamp.integrations.deepspeed.model.module import Layout, layer_types
+from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources, offers_selective
 from ds_lgamp.runtime.recompute import undisturbed
 
 

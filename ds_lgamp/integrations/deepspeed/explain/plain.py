@@ -7,8 +7,8 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from ds_lgamp.config import LgampConfig
 from ds_lgamp.integrations.deepspeed.explain.explain import explain
 from ds_lgamp.integrations.deepspeed.explain.facts import Explanation
-from ds_lgamp.integrations.deepspeed.model.first_values import check_tensors
-from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
+from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources
+from ds_lgamp.integrations.deepspeed.model.shared_tensors import check_tensors
 from ds_lgamp.integrations.deepspeed.plain.build import configuration_of_pipelines
 from ds_lgamp.integrations.deepspeed.plain.layers import layers_of
 from ds_lgamp.integrations.deepspeed.plain.module import pipeline_module, topology_of

@@ -10,8 +10,7 @@ from torch import nn
 from ds_lgamp.cost.matrices import Matrix, exchange_bytes
 from ds_lgamp.cost.muon import Iteration, step_memory
 from ds_lgamp.cost.storage import offsets
-from ds_lgamp.integrations.deepspeed.config.optimizer_choice import choose_optimizer, kernels_of
-from ds_lgamp.integrations.deepspeed.config.whole_tensors import counterpart
+from ds_lgamp.integrations.deepspeed.config.optimizer_choice import choose_optimizer, counterpart, kernels_of
 from ds_lgamp.integrations.deepspeed.explain.model_sizes import ModelSizes
 from ds_lgamp.optimizers.lamb import Lamb
 from ds_lgamp.optimizers.muon import DEFAULTS, Muon

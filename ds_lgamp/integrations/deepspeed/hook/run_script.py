@@ -1,14 +1,24 @@
-"""``ds_lgamp run`` of a DeepSpeed script, unedited, with the engine installed."""
+"""``ds_lgamp run`` of a DeepSpeed script, unedited: with the engine installed or, for ``--explain``, up to
+``deepspeed.initialize`` on imagined ranks."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
-from ds_lgamp.config import ConfigError, read_block
+from ds_lgamp.config import BLOCK, ConfigError, read_block
+from ds_lgamp.integrations.cluster_file import with_speeds
 from ds_lgamp.integrations.deepspeed.config.check_keys import check_keys, without_auto
-from ds_lgamp.integrations.deepspeed.hook.seams import check_seams
+from ds_lgamp.integrations.deepspeed.hook.deepspeed_seams import check_seams
 from ds_lgamp.integrations.user_script import failures_end_the_process, leave, run_as_main
 
+# These need a DeepSpeed that check_seams accepts, so functions import them.
+if TYPE_CHECKING:
+    from ds_lgamp.integrations.deepspeed.explain.assigned import LaidOut
+    from ds_lgamp.integrations.deepspeed.explain.facts import Explanation
+
+LayOut = Callable[[dict[str, Any]], "LaidOut"]
 STOCK_REFUSAL = "must divide distributed world size"
 """Words of PipelineModule's own error for a number of stages that does not divide the number of ranks."""
 
@@ -27,8 +37,13 @@ def run_script(
         check_config(arguments)
         # These imports fail with a DeepSpeed that check_seams refuses.
         from ds_lgamp.integrations.deepspeed.explain.measured import TrainingMeasurement
-        from ds_lgamp.integrations.deepspeed.hook.compiling import compile_no_collective
-        from ds_lgamp.integrations.deepspeed.hook.install import install, pipeline_engine, plain_engine, with_keys
+        from ds_lgamp.integrations.deepspeed.hook.initialize import (
+            compile_no_collective,
+            install,
+            pipeline_engine,
+            plain_engine,
+            with_keys,
+        )
 
         compile_no_collective()
         install(*(with_keys(build, keys) if keys else build for build in (pipeline_engine, plain_engine)))
@@ -71,3 +86,110 @@ def _read_config(name: str, value: str) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ConfigError(f"{name} {value} holds {type(config).__name__}; it must hold an object")
     return config
+
+
+def explain_script(
+    script: str, arguments: Sequence[str], ranks: int | None, as_json: bool, output: TextIO, lay_out: LayOut | None
+) -> int:
+    """Runs ``script`` in this process alone up to ``deepspeed.initialize``, writes to ``output`` what the block would
+    do, and returns the exit status. No engine is built.
+
+    Args:
+        ranks: the number of ranks to imagine; None takes ``WORLD_SIZE``, else 1.
+        as_json: writes JSON instead of text.
+        lay_out: returns where the ranks of what is explained go, to be written too; may raise ConfigError.
+    """
+    world_size = ranks if ranks is not None else int(os.environ.get("WORLD_SIZE", 1))
+    rank = int(os.environ.get("RANK", 0))
+    if rank >= world_size:
+        return 0
+    hint = (
+        f"ds_lgamp: the script failed before deepspeed.initialize; it ran on {world_size} imagined ranks (--ranks), "
+        "whose collectives move nothing\n"
+    )
+    with failures_end_the_process(STOCK_REFUSAL, hint):
+        check_seams()
+        check_config(arguments)
+        from ds_lgamp.integrations.deepspeed.explain.imagined import imagine_ranks
+        from ds_lgamp.integrations.deepspeed.hook.initialize import compile_no_collective, install
+
+        explainer = _Explainer(output if rank == 0 else None, as_json, lay_out)
+        compile_no_collective()
+        imagine_ranks(world_size, rank)
+        install(explainer.explain_pipeline, explainer.explain_plain)
+        try:
+            run_as_main(script, arguments)
+        except (Exception, SystemExit):
+            # The script cannot go on without an engine. Once the explanation is written, its errors do not matter.
+            if not explainer.done:
+                raise
+        if not explainer.done:
+            raise ConfigError(f"{script} ended without initialising an engine with a {BLOCK} block: nothing to explain")
+    return 0
+
+
+class _Explainer:
+    """Takes the place of the builders of engines, and ends the script.
+
+    Args:
+        output: what to write to; None writes nothing.
+        as_json: writes JSON instead of text.
+        lay_out: as in :func:`explain_script`.
+    """
+
+    def __init__(self, output: TextIO | None, as_json: bool, lay_out: LayOut | None) -> None:
+        self._output, self._as_json, self._lay_out = output, as_json, lay_out
+        self.done = False
+
+    def explain_pipeline(self, _stock: Any, *, model: Any, config: Any, config_class: Any, **rest: Any) -> NoReturn:
+        from ds_lgamp.integrations.deepspeed.explain.explain import explain
+        from ds_lgamp.integrations.deepspeed.hook.initialize import partition_method_of
+
+        optimizer, data, collate_fn = (rest.get(name) for name in ("optimizer", "training_data", "collate_fn"))
+        method = partition_method_of(model)
+
+        def facts_of(filled: dict[str, Any]) -> "Explanation":
+            return explain(model, filled, config_class, optimizer, method, data, collate_fn)
+
+        self._explain(facts_of, config, replicas=True)
+
+    def explain_plain(self, stock: Any, **arguments: Any) -> Any:
+        from ds_lgamp.integrations.deepspeed.explain.explain import enabled_block
+        from ds_lgamp.integrations.deepspeed.explain.plain import explain_plain
+        from ds_lgamp.integrations.deepspeed.plain.build import only_evaluates
+
+        if only_evaluates(arguments):
+            return stock(**arguments)
+
+        def facts_of(filled: dict[str, Any]) -> "Explanation":
+            return explain_plain(enabled_block(filled), {**arguments, "config": filled})
+
+        self._explain(facts_of, arguments["config"], replicas=False)
+
+    def _explain(
+        self, facts_of: Callable[[dict[str, Any]], "Explanation"], config: dict[str, Any], replicas: bool
+    ) -> NoReturn:
+        """Writes the facts of ``config``, with the speeds of where its ranks go. Facts are made on all ranks, because
+        they may be refused."""
+        facts = facts_of(config)
+        if self._output is not None:
+            laid_out = None if self._lay_out is None else self._lay_out(asdict(facts))
+            filled = config if laid_out is None else with_speeds(config, laid_out.assignment, replicas)
+            if self._lay_out is not None and laid_out is not None and filled != config:
+                # The same order, with the work that follows from it.
+                facts = facts_of(filled)
+                laid_out = self._lay_out({**asdict(facts), "order": laid_out.assignment.order})
+            self._output.write(self._text(facts, laid_out))
+            self._output.flush()
+        self.done = True
+        raise SystemExit(0)
+
+    def _text(self, facts: "Explanation", laid_out: "LaidOut | None") -> str:
+        from ds_lgamp.integrations.deepspeed.explain.assigned import assigned_json, assigned_text
+        from ds_lgamp.integrations.deepspeed.explain.facts import json_text
+        from ds_lgamp.integrations.deepspeed.explain.text import as_text
+
+        if self._as_json:
+            return json_text(facts, None if laid_out is None else assigned_json(laid_out)) + "\n"
+        parts = [as_text(facts), *([] if laid_out is None else [assigned_text(laid_out)])]
+        return "\n\n".join(parts) + "\n"

@@ -9,24 +9,22 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.deepspeed.model.deferred_init import (
+from ds_lgamp.integrations.deepspeed.model.construction import (
     build_without_memory,
     deferred_seed,
     defers,
     end_deferral,
     showing,
 )
+from ds_lgamp.integrations.deepspeed.model.layer_moves import adopt_traits, replace_layers, share_tied_values, traits_of
 from ds_lgamp.integrations.deepspeed.model.module import (
     TIED_MODULES,
     PlacedModule,
     built_layers,
     layer_prefix,
     prefix_of,
-    replace_layers,
-    share_tied_values,
     tensors_of,
 )
-from ds_lgamp.integrations.deepspeed.model.traits import adopt_traits, traits_of
 from ds_lgamp.partition.flat_storage import UnitParameter
 
 

@@ -1,9 +1,6 @@
-"""Moves the built layers of a PipelineModule into chunks instead of stages, each chunk on its pipeline rank.
+"""A PipelineModule with chunks in the place of stages: how layers form chunks, and how tensors are called."""
 
-Layers move with their values and are never initialised anew, because users load weights before
-``deepspeed.initialize``.
-"""
-
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -12,22 +9,81 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from ds_lgamp.checkpoint.safetensors_files import without_layer
-from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.deepspeed.model.deferred_init import build_without_memory, deferred_keys, defers
-from ds_lgamp.integrations.deepspeed.model.first_values import share_values
-from ds_lgamp.integrations.deepspeed.model.layout import Layout
-from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
-from ds_lgamp.integrations.deepspeed.model.traits import Traits, adopt_traits, traits_of
-from ds_lgamp.partition.agreement import everyone, raise_everywhere
-from ds_lgamp.partition.rows import bytes_of
+from ds_lgamp.config import LgampConfig
+from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources
+from ds_lgamp.integrations.program_spec import chunk_bounds, place
+from ds_lgamp.partition.agreement import everyone
 from ds_lgamp.runtime.recompute import undisturbed
+from ds_lgamp.schedule.orders import chunks_of
+from ds_lgamp.schedule.placement import Placement
+
+
+class Layout(NamedTuple):
+    """The layers of every chunk, and the pipeline rank that holds it."""
+
+    bounds: list[int]
+    """The first layer of every chunk, then the number of layers."""
+    placement: Placement
+
+    def chunk_of(self, layer: int) -> int:
+        """Returns the chunk that contains ``layer``."""
+        return bisect_right(self.bounds, layer) - 1
+
+    def owner(self, layer: int) -> int:
+        """Returns the pipeline rank that holds ``layer``."""
+        return self.placement[self.chunk_of(layer)]
+
+    def layers(self, chunk: int) -> range:
+        return range(self.bounds[chunk], self.bounds[chunk + 1])
+
+    def chunks_of(self, rank: int) -> list[int]:
+        return chunks_of(self.placement, rank)
+
+
+def layout_of(settings: LgampConfig, module: PipelineModule, partition_method: str) -> Layout:
+    """Returns the layout that ``settings`` ask for. Raises ConfigError if there are too few layers for it.
+
+    Args:
+        partition_method: the module's method to cut its layers. ``chunks_per_rank`` balances chunks by it.
+    """
+    if settings.one_chunk_per_rank and settings.pipeline_rank_speeds is None:
+        bounds = [int(bound) for bound in module.parts]
+    else:
+        weights = [] if settings.chunks_per_rank is None else layer_weights(module, partition_method)
+        bounds = chunk_bounds(settings, module.num_stages, layer_types(module), weights)
+    return Layout(bounds, place(settings, len(bounds) - 1, module.num_stages))
+
+
+def layer_types(module: PipelineModule) -> list[str]:
+    """Returns the class or function name of every layer. Automatic chunks compare them."""
+    return [_type_name(layer) for layer in module._layer_specs]
+
+
+def layer_weights(module: PipelineModule, method: str) -> list[float]:
+    """Returns the weight that DeepSpeed's partition ``method`` gives every layer. Draws no random numbers."""
+    method = method.lower()
+    if method == "parameters":
+        device = torch.device(get_accelerator().current_device_name())
+        sources = layer_sources(device)
+        with undisturbed(sources):
+            return [float(count) for count in module._count_layer_params()]
+    if method.startswith("type:"):
+        chosen = set(module._find_layer_type(method.split(":", 1)[1]))
+        return [float(layer in chosen) for layer in range(module._num_layers)]
+    return [1.0] * module._num_layers
+
+
+def _type_name(layer: Any) -> str:
+    if isinstance(layer, LayerSpec):
+        return layer.typename.__name__
+    return getattr(layer, "__name__", type(layer).__name__)
+
 
 TIED_MODULES = "tied_modules."
 """How global names in tied modules begin."""
@@ -35,8 +91,6 @@ NAMES_OF_MODEL = "_ds_lgamp_names_of_model"
 """The attribute of a module whose tensors have their names in a script's model inside its layers."""
 BESIDE = "beside"
 """What global names begin with, in place of a layer, of buffers that are in none. Every rank has them."""
-
-
 BeforeLayer = Callable[[int, int], None]
 """Called with (layer, micro-batch) ahead of the layer."""
 
@@ -133,147 +187,10 @@ def global_names(module: PipelineModule) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"{prefix}.{name}", tensor
 
 
-def place_layers(module: PipelineModule, layout: Layout) -> None:
-    """Moves every built layer to the pipeline rank of its chunk and makes ``module`` a :class:`PlacedModule`.
-
-    Collective over all ranks. ``module`` stays the same object. The move consumes no random numbers. Deferred layers
-    stay without memory. Raises ConfigError if a layer has other parameters, buffers or hooks than its specification
-    builds.
-    """
-    previous_owner = [module.stage_owner(layer) for layer in range(module._num_layers)]
-    infos, traits, stayed = announced_tensors(module), announced_traits(module), set(built_layers(module))
-    device = torch.device(get_accelerator().device_name(module.local_rank))
-    sources = layer_sources(device)
-    with undisturbed(sources):
-        built = {
-            layer: _obtain(module, layer, previous_owner[layer], layout.owner(layer), infos, device)
-            for layer in range(module._num_layers)
-        }
-    module.__class__ = type(type(module).__name__, (PlacedModule, type(module)), {})
-    module.layout = layout
-    _register(module, built)
-    arrived = {prefix: layer for prefix, layer in built_layers(module).items() if prefix not in stayed}
-    raise_everywhere(adopt_traits(arrived, traits), ConfigError)
-    module.tied_comms = module._index_tied_modules()
-    for layer in module.tied_modules.values():
-        for parameter in layer.parameters():
-            _forget_collectives(parameter)
-    for key in module.tied_comms:
-        if key not in deferred_keys(module):
-            share_tied_values(module, key, module.tied_modules[key])
-
-
-def _forget_collectives(parameter: nn.Parameter) -> None:
-    """Drops the autograd hook that would warn, in every first backward pass, of the broadcast of a tied parameter by
-    stock's module. Assigning the hooks that Python has added drops all others."""
-    parameter._backward_hooks = parameter._backward_hooks
-
-
-def share_tied_values(module: PipelineModule, key: str, layer: nn.Module) -> None:
-    """Gives ``layer``, which is the tied module ``key``, the values of the first pipeline rank that uses it. Collective
-    over the ranks that use it."""
-    if key in module.tied_comms:
-        tied = module.tied_comms[key]
-        device = torch.device(get_accelerator().device_name(module.local_rank))
-        share_values((tensor for _, tensor in tensors_of(layer)), tied["group"], device)
-
-
-def replace_layers(module: PlacedModule, layers: Mapping[str, nn.Module]) -> None:
-    """Replaces layers of this rank by ``layers``, which are given by the prefix of their global names."""
-    built = {}
-    for chunk, functions in module.chunk_functions.items():
-        for layer, function in zip(module.layout.layers(chunk), functions):
-            spec = module._layer_specs[layer]
-            new = layers.get(prefix_of(layer, spec))
-            built[layer] = function if new is None else function_of(spec, new)
-            if new is not None and isinstance(spec, TiedLayerSpec):
-                module.tied_modules[spec.key] = new
-    for key, tied in module.tied_comms.items():
-        tied["module"] = module.tied_modules[key]
-    _register(module, built)
-
-
-def _obtain(
-    module: PipelineModule,
-    layer: int,
-    source: int,
-    target: int,
-    infos: dict[str, TensorInfo],
-    device: torch.device,
-) -> Any:
-    """Returns the layer's function on pipeline rank ``target``, None elsewhere. Its tensors travel from ``source``."""
-    spec = module._layer_specs[layer]
-    rank = module.stage_id
-    prefix = prefix_of(layer, spec)
-    built = built_layers(module).get(prefix)
-    deferred = defers(module, spec)
-    if rank == source and rank != target and built is not None and not deferred:
-        transfer(dist.isend, module, target, [tensor.detach().contiguous() for _, tensor in tensors_of(built)])
-        if built is spec:
-            # The list of layers keeps the module that the user gave.
-            for parameter in built.parameters():
-                parameter.data = parameter.data.new_empty(0)
-    if rank != target:
-        return None
-    if source != target:
-        received = build_without_memory(spec) if deferred else _build(spec)
-        if received is not None:
-            if not deferred:
-                received.to(device)
-            arrived = _receive(module, received, prefix, source, infos)
-            # If this rank has the tied module already, the arrived one is a copy of it.
-            built = built if built is not None else arrived
-    if isinstance(spec, TiedLayerSpec):
-        if spec.key not in module.tied_modules:
-            module.tied_modules[spec.key] = built
-            module.tied_weight_attrs[spec.key] = spec.tied_weight_attr
-        built = module.tied_modules[spec.key]
-    return spec if built is None else function_of(spec, built)
-
-
 def function_of(spec: Any, layer: nn.Module) -> Callable:
     """Returns what a pipeline calls for ``spec``, once its ``layer`` is built."""
     applies = isinstance(spec, TiedLayerSpec) and spec.forward_fn is not None
     return partial(spec.forward_fn, layer) if applies else layer
-
-
-def transfer(operation: Callable, module: PipelineModule, rank: int, tensors: Sequence[torch.Tensor]) -> None:
-    """Sends contiguous ``tensors`` to pipeline rank ``rank``, or receives them from it.
-
-    They travel in one batch in the pipeline's group. Alone, they would make NCCL keep a communicator for these two
-    ranks. They travel as bytes, because NCCL does not carry every dtype.
-    """
-    group, peer = module._grid.get_pipe_parallel_group(), module._grid.stage_to_global(rank)
-    messages = [bytes_of(tensor) for tensor in tensors if tensor.numel()]
-    if messages:
-        for work in dist.batch_isend_irecv([dist.P2POp(operation, message, peer, group) for message in messages]):
-            work.wait()
-
-
-def _receive(
-    module: PipelineModule, layer: nn.Module, prefix: str, source: int, infos: dict[str, TensorInfo]
-) -> nn.Module:
-    """Gives ``layer`` the tensors that arrive from pipeline rank ``source``, and says which of them are trained.
-
-    A layer without memory receives no tensors.
-    """
-    expected = [name for name in infos if name.startswith(f"{prefix}.")]
-    names = [f"{prefix}.{name}" for name, _ in tensors_of(layer)]
-    if sorted(names) != sorted(expected):
-        raise ConfigError(
-            f"layer {prefix} has other parameters or buffers than its specification builds "
-            f"({', '.join(sorted(set(names) ^ set(expected)))}); change layers after deepspeed.initialize"
-        )
-    arriving = []
-    for name, tensor in tensors_of(layer):
-        info = infos[f"{prefix}.{name}"]
-        if tensor.device.type != "meta":
-            tensor.data = torch.empty(info.shape, dtype=info.dtype, device=tensor.device)
-            arriving.append(tensor.data)
-        if isinstance(tensor, nn.Parameter):
-            tensor.requires_grad_(info.requires_grad)
-    transfer(dist.irecv, module, source, arriving)
-    return layer
 
 
 def announced_tensors(module: PipelineModule) -> dict[str, TensorInfo]:
@@ -285,13 +202,6 @@ def announced_tensors(module: PipelineModule) -> dict[str, TensorInfo]:
     return {name: info for rank in over_pipeline(module, own) for name, info in rank.items()}
 
 
-def announced_traits(module: PipelineModule) -> dict[str, Traits]:
-    """Returns what the built layers of all pipeline ranks have beside tensors, by the global names of their parts.
-    Collective."""
-    own = {name: each for prefix, layer in built_layers(module).items() for name, each in traits_of(layer, prefix)}
-    return {name: each for rank in over_pipeline(module, own) for name, each in rank.items()}
-
-
 def over_pipeline(module: PipelineModule, own: Any) -> list[Any]:
     """Returns ``own`` of every pipeline rank. Collective."""
     return everyone(own, module._grid.get_pipe_parallel_group())
@@ -300,36 +210,6 @@ def over_pipeline(module: PipelineModule, own: Any) -> list[Any]:
 def over_data(module: PipelineModule, own: Any) -> list[Any]:
     """Returns ``own`` of every data-parallel rank. Collective."""
     return everyone(own, module._grid.get_data_parallel_group())
-
-
-def _register(module: PlacedModule, built: dict[int, Any]) -> None:
-    """Registers this rank's layers, and only these, under DeepSpeed's names, in layer order."""
-    layout, specs = module.layout, module._layer_specs
-    for layer in range(module._num_layers):
-        module._modules.pop(str(layer), None)
-    own = layout.chunks_of(module.stage_id)
-    needed_keys = set()
-    module.chunk_functions = {}
-    for chunk in own:
-        module.chunk_functions[chunk] = [built[layer] for layer in layout.layers(chunk)]
-        for layer in layout.layers(chunk):
-            if isinstance(specs[layer], TiedLayerSpec):
-                needed_keys.add(specs[layer].key)
-            elif isinstance(built[layer], nn.Module):
-                module.add_module(str(layer), built[layer])
-    for key in set(module.tied_modules) - needed_keys:
-        del module.tied_modules[key], module.tied_weight_attrs[key]
-    module.parts = layout.bounds
-    module.forward_funcs = [function for functions in module.chunk_functions.values() for function in functions]
-    module.fwd_map = {}
-    module._local_start, module._local_stop = 0, len(module.forward_funcs)
-
-
-def _build(spec: Any) -> nn.Module | None:
-    """Returns a new layer that can receive values; None for a function."""
-    if isinstance(spec, LayerSpec):
-        return spec.build()
-    return spec if isinstance(spec, nn.Module) else None
 
 
 def built_layers(module: PipelineModule) -> dict[str, nn.Module]:

@@ -29,7 +29,7 @@ class Next(IntEnum):
     """Its number is that of its micro-batches."""
     STEP = 3
     """It steps the optimizer. Its numbers are the smallest and the largest factor of its losses; see
-    :meth:`~ds_lgamp.integrations.deepspeed.plain.told_loss.ToldLosses.common_factor`."""
+    :meth:`~ds_lgamp.integrations.deepspeed.plain.loss_engine.ReturnedLosses.common_factor`."""
     READ_STATE = 4
     """It gathers the state of the whole model."""
     LOAD_STATE = 5

@@ -1,25 +1,25 @@
 """Builds the engine of a plain script."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.utils import groups as stock_groups
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
-from ds_lgamp.integrations.deepspeed.model.client_optimizer import as_groups
-from ds_lgamp.integrations.deepspeed.model.first_values import check_tensors, share_over_pipeline
-from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
-from ds_lgamp.integrations.deepspeed.model.zero_init import make_whole
-from ds_lgamp.integrations.deepspeed.plain.elsewhere import release
+from ds_lgamp.integrations.deepspeed.config.client_optimizer import as_groups
+from ds_lgamp.integrations.deepspeed.model.construction import make_whole
+from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources
+from ds_lgamp.integrations.deepspeed.model.shared_tensors import check_tensors, share_over_pipeline
 from ds_lgamp.integrations.deepspeed.plain.engine import ModelEngine
 from ds_lgamp.integrations.deepspeed.plain.layers import Layers, layers_of, needed_to_split
 from ds_lgamp.integrations.deepspeed.plain.loss_engine import LossEngine
 from ds_lgamp.integrations.deepspeed.plain.module import pipeline_module, topology_of
 from ds_lgamp.integrations.deepspeed.plain.outputs_engine import OutputsEngine
 from ds_lgamp.integrations.deepspeed.plain.sequence_parallel import check_layout, sequence_ranks
-from ds_lgamp.integrations.shard_keys import for_deepspeed
+from ds_lgamp.integrations.deepspeed.plain.state import release
 from ds_lgamp.watch.this_rank import this_rank
 
 
@@ -40,29 +40,23 @@ def build_engine(settings: LgampConfig, arguments: dict[str, Any]) -> ModelEngin
     share_over_pipeline(model.buffers(), module)
     _keep_own_values(layers, module)
     _keep_own_parameters(module, arguments)
-    given_mpu, mpu = arguments.get("mpu"), module.mpu()
-    check_layout(given_mpu, mpu, settings)
-    config = configuration_of_pipelines(arguments, module.num_stages)
-    rest = {name: value for name, value in arguments.items() if name not in ("model", "config", "config_class", "mpu")}
-    # DeepSpeed gives the last engine's mpu to all. Those without a block are in no pipeline.
-    mpu_of_others = stock_groups.mpu
-    try:
-        engine = (LossEngine if settings.outputs == "loss" else OutputsEngine)(
-            user_model=model,
-            layers=layers,
-            settings=settings,
-            partition_method=layers.partition_method,
-            model=module,
-            mpu=mpu,
-            config=config,
-            config_class=DeepSpeedConfig(for_deepspeed(config), mpu),
-            sequence_ranks=sequence_ranks(given_mpu),
-            **rest,
-        )
-    finally:
-        stock_groups.mpu = mpu_of_others if sequence_ranks(given_mpu) == 1 else given_mpu
+    check_layout(arguments.get("mpu"), module.mpu(), settings)
+    rest = {name: value for name, value in arguments.items() if name != "model"}
+    build = LossEngine if settings.outputs == "loss" else OutputsEngine
+    with _groups_of(arguments.get("mpu")):
+        engine = build(model, layers, settings, {"model": module, **rest})
     this_rank.models.add(model)
     return engine
+
+
+@contextmanager
+def _groups_of(mpu: Any) -> Iterator[None]:
+    """Lets DeepSpeed find the groups of ``mpu``. It gives the last engine's to all engines that come."""
+    before, stock_groups.mpu = stock_groups.mpu, mpu
+    try:
+        yield
+    finally:
+        stock_groups.mpu = before if mpu is None else mpu
 
 
 def _has_hooks_of_zero_3(model: torch.nn.Module) -> bool:

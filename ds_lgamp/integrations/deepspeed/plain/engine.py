@@ -1,48 +1,91 @@
 """The engine of plain scripts, behind ``deepspeed.initialize`` for all models but a PipelineModule."""
 
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import islice, takewhile
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.pipe.module import PipelineModule
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ds_lgamp.config import BLOCK, ConfigError
+from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.integrations.deepspeed.config.precision import input_dtype
-from ds_lgamp.integrations.deepspeed.engine.batch_terms import batch_terms
-from ds_lgamp.integrations.deepspeed.engine.casting import cast_and_move
-from ds_lgamp.integrations.deepspeed.engine.data import integer_elements, to_device
-from ds_lgamp.integrations.deepspeed.engine.engine import LgampEngine
-from ds_lgamp.integrations.deepspeed.engine.instructions import ProgramSchedule
-from ds_lgamp.integrations.deepspeed.engine.monitor import monitored
-from ds_lgamp.integrations.deepspeed.engine.seeding import kept_from_script
-from ds_lgamp.integrations.deepspeed.model.first_values import share_values
-from ds_lgamp.integrations.deepspeed.model.module import PlacedModule
+from ds_lgamp.integrations.deepspeed.engine.data import batch_terms, integer_elements, to_device
+from ds_lgamp.integrations.deepspeed.engine.door import LgampDoor
+from ds_lgamp.integrations.deepspeed.engine.training import Training
+from ds_lgamp.integrations.deepspeed.model.shared_tensors import share_values
 from ds_lgamp.integrations.deepspeed.plain import state
 from ds_lgamp.integrations.deepspeed.plain.agreement import Next, agree, agree_at_the_end
 from ds_lgamp.integrations.deepspeed.plain.direct_calls import guide_direct_calls
-from ds_lgamp.integrations.deepspeed.plain.elsewhere import Elsewhere, release
 from ds_lgamp.integrations.deepspeed.plain.exchange import Exchange
 from ds_lgamp.integrations.deepspeed.plain.kept import Kept
 from ds_lgamp.integrations.deepspeed.plain.layers import Compiled, Layers
 from ds_lgamp.integrations.deepspeed.plain.module import tell_of_model
-from ds_lgamp.integrations.deepspeed.plain.open_batch import OpenBatch
-from ds_lgamp.integrations.split.call import Arguments, Call
+from ds_lgamp.integrations.deepspeed.plain.state import Elsewhere, release
+from ds_lgamp.integrations.split.call import Arguments, Call, Calls
+from ds_lgamp.integrations.transformers.sharding import whole_to_layers
 from ds_lgamp.partition.agreement import Term
 from ds_lgamp.partition.groups import own_host_group
-from ds_lgamp.runtime.batch import BatchState, LoadMicroBatch
+from ds_lgamp.runtime.batch import BatchState
 from ds_lgamp.runtime.nonfinite import INPUTS
-from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.schedule.actions import Action, Kind
+from ds_lgamp.schedule.orders import chunks_of
+from ds_lgamp.schedule.placement import Placement
 
 
-class ModelEngine(LgampEngine):
+class OpenBatch:
+    """A batch that has begun.
+
+    Args:
+        training: runs it.
+        state: that of the batch. Its program may change after what has run.
+        calls: those of the batch.
+    """
+
+    def __init__(self, training: Training, state: BatchState, calls: Calls) -> None:
+        self.state = state
+        self._training, self._executor, self._calls = training, training.executor, calls
+        self._measuring = ExitStack()
+        # A batch that fails never leaves it.
+        self._measuring.enter_context(training.monitored())
+
+    def run_up_to(self, kind: Kind) -> None:
+        """Executes the next actions, without the first one of ``kind``."""
+        executor = self._executor
+        last_compute = _last_compute(executor.placement, self.state.first_trained, executor.rank)
+        with self._training.kept_from_script(), whole_to_layers(), executor.run_batch(self.state):
+            for action in takewhile(lambda action: action.kind is not kind, self._rest()):
+                executor.execute(action)
+                if action[:2] == last_compute:
+                    # Masks of long sequences are large.
+                    self._calls.all[action.micro_batch].forget_blocks()
+
+    def run_next(self) -> None:
+        """Executes the next action."""
+        with self._executor.run_batch(self.state):
+            self._executor.execute(next(self._rest()))
+
+    def run_to_the_end(self) -> None:
+        """Executes all that is left."""
+        with self._measuring, self._executor.run_batch(self.state):
+            self._executor.run(self._rest())
+
+    def _rest(self) -> Iterator[Action]:
+        """Returns the actions of which none has run."""
+        return islice(self.state.program, self.state.row + 1, None)
+
+
+def _last_compute(placement: Placement, first_trained: int, rank: int) -> tuple[Kind, int]:
+    """Returns with which compute, of which chunk, a rank is done with a micro-batch."""
+    own = chunks_of(placement, rank)
+    trained = [chunk for chunk in own if chunk >= first_trained]
+    return (Kind.BACKWARD, trained[0]) if trained else (Kind.FORWARD, own[-1])
+
+
+class ModelEngine(LgampDoor):
     """Runs programs behind ``engine(...)``, ``engine.backward(loss)`` and ``engine.step()``.
 
     A program computes the micro-batches of all ranks of its pipeline. Subclasses say what of it runs when, and what a
@@ -51,35 +94,32 @@ class ModelEngine(LgampEngine):
     Args:
         user_model: its modules are the layers.
         layers: its layers.
-        sequence_ranks: how many ranks share a sequence.
-        arguments: those of :class:`LgampEngine`. The batch of the configuration has the micro-batches of all ranks of a
-            pipeline.
+        settings: the block.
+        arguments: those of DeepSpeedEngine, with the layers as a PipelineModule.
     """
 
-    mpu: Any
-    dp_world_size: int
-    _placed: tuple[PlacedModule, ...] = ()
-    _sequence_ranks = 1
-    scales_in_step = True
-
-    def __init__(self, user_model: torch.nn.Module, layers: Layers, sequence_ranks: int = 1, **arguments: Any) -> None:
+    def __init__(
+        self, user_model: torch.nn.Module, layers: Layers, settings: LgampConfig, arguments: dict[str, Any]
+    ) -> None:
         self._layers = layers
-        # Not for the pipeline: all of its ranks draw data.
-        training_data = arguments.pop("training_data", None)
+        self.grid = arguments["model"]._grid
+        self.num_stages, self.stage_id = self.grid.pipe_parallel_size, self.grid.get_stage_id()
+        self.micro_batches = arguments["config_class"].gradient_accumulation_steps * self.num_stages
+        self.lgamp = Training(
+            self, settings, layers.partition_method, self.micro_batches, layers.modules, arguments, scales_in_step=True
+        )
+        # Until it is built, DeepSpeed knows this rank's layers only.
         super().__init__(**arguments)
-        self._sequence_ranks = sequence_ranks
-        # A tuple, because a module assigned to the engine would become its child.
-        self._placed = (super().placed,)
+        self.pipeline_parallelism = False
+        self.complete()
         self.module: Any = user_model
         tell_of_model(self.placed, user_model, layers)
         own = {id(parameter) for parameter in self.placed.parameters()}
         release(user_model, own)
         # The rest: freed parameters, and buffers outside of layers, such as those of rotary embeddings.
-        cast_and_move(self)
-        share_values(user_model.buffers(), self.seq_data_parallel_group, self.device)
+        self._cast_and_move()
+        share_values(user_model.buffers(), self.lgamp.data_group, self.device)
         self.elsewhere = Elsewhere(user_model, own)
-        self.training_data = training_data
-        self.training_dataloader = self.deepspeed_io(training_data) if training_data else None
         pipeline = self.grid.get_pipe_parallel_group()
         self._exchange = Exchange(pipeline, own_host_group(self.grid.pipe_groups, pipeline), self.device)
         self._kept = Kept(user_model)
@@ -95,27 +135,11 @@ class ModelEngine(LgampEngine):
         """The batch that has begun and has not come to its step."""
         self._shapes: list[Any] = []
         """The shapes of the last batch's micro-batches."""
-        self._returns_gradients = False
-        """Whether the current batch computes gradients of the script's arguments, below all that trains."""
+        self._lr_kwargs: Any = None
+        """What the script passes to the scheduler's next step."""
         agree_at_the_end()
         state.give_state(self)
         self._check_forward = guide_direct_calls(self, user_model, state.is_spread(self))
-
-    def _all_layers(self, module: PipelineModule) -> Iterable[torch.nn.Module]:
-        return self._layers.modules
-
-    @property
-    def placed(self) -> PlacedModule:
-        return self._placed[0] if self._placed else super().placed
-
-    def deepspeed_io(self, *positional: Any, **named: Any) -> Any:
-        """As DeepSpeedEngine's. Every rank gets data of its own, as under data parallelism over all ranks."""
-        of_pipeline: Any = self.mpu, self.dp_world_size
-        self.mpu, self.dp_world_size = None, dist.get_world_size()
-        try:
-            return super().deepspeed_io(*positional, **named)
-        finally:
-            self.mpu, self.dp_world_size = of_pipeline
 
     # What scripts call
 
@@ -125,7 +149,7 @@ class ModelEngine(LgampEngine):
         In evaluation, or without gradients, returns the model's output at once. All ranks call it together.
         """
         self._check_forward()
-        self.executor.refuse_after_failure()
+        self.lgamp.executor.refuse_after_failure()
         self._refuse_call()
         cast = input_dtype(self._config)
         if cast is not None:
@@ -147,7 +171,7 @@ class ModelEngine(LgampEngine):
 
     def step(self, lr_kwargs: Any = None) -> None:
         """Steps the optimizer if the batch is complete, and the scheduler with ``lr_kwargs``."""
-        self.executor.refuse_after_failure()
+        self.lgamp.executor.refuse_after_failure()
         self._lr_kwargs = lr_kwargs
         self._step_applied = False
         completes = self.is_gradient_accumulation_boundary()
@@ -156,7 +180,7 @@ class ModelEngine(LgampEngine):
             self._open = None
         self.micro_steps += 1
         if completes:
-            self._end_step()
+            self.lgamp.end_step()
 
     def _complete_batch(self) -> None:
         """Computes what is left of the batch, the step of the optimizer included."""
@@ -166,7 +190,7 @@ class ModelEngine(LgampEngine):
         """Also the optimizer's. There is nothing to drop between batches. Raises ConfigError inside a batch, whose
         micro-batches have no gradients yet that could be dropped."""
         if self._would_lose_gradients():
-            self.executor.refuse_after_failure()
+            self.lgamp.executor.refuse_after_failure()
             raise ConfigError(
                 f"zero_grad() is called after {len(self._kept.calls)} micro-batches of a batch; with a {BLOCK} block, "
                 "call it after engine.step(), where it is not needed"
@@ -177,39 +201,18 @@ class ModelEngine(LgampEngine):
         return bool(self._kept.calls)
 
     def load_checkpoint(self, *positional: Any, **named: Any) -> Any:
-        """As LgampEngine's. The next call begins a batch: micro-batches since the last step are dropped. Raises
+        """As DeepSpeedEngine's. The next call begins a batch: micro-batches since the last step are dropped. Raises
         ConfigError if their gradients are there already."""
         if self._open is not None:
             raise ConfigError(
-                "load_checkpoint is called inside a batch that is computed already; call it ahead of the first "
-                "micro-batch of a step, or behind its engine.step()"
+                "load_checkpoint is called inside a batch that is computed already; call it before the first "
+                "micro-batch of a step, or after its engine.step()"
             )
         loaded = super().load_checkpoint(*positional, **named)
         if loaded[0] is not None:
             self._kept.clear()
             self.micro_steps = 0
         return loaded
-
-    def train_batch(self, data_iter: Any = None) -> torch.Tensor:
-        raise ConfigError(_NO_PIPELINE.format("train_batch"))
-
-    def eval_batch(self, data_iter: Any, *arguments: Any, **options: Any) -> Any:
-        raise ConfigError(_NO_PIPELINE.format("eval_batch"))
-
-    def gradient_accumulation_steps(self) -> int:
-        steps = super().gradient_accumulation_steps()
-        return steps if self._lgamp_initialising else steps // self.num_stages
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        if self._is_gradient_accumulation_boundary is None:
-            return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
-        return self._is_gradient_accumulation_boundary
-
-    @property
-    def replica_specs(self) -> list[ProgramSpec]:
-        """As LgampEngine's. Gradients of arguments go through frozen chunks."""
-        specs = super().replica_specs
-        return [replace(spec, first_trained=0) for spec in specs] if self._returns_gradients else specs
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """As DeepSpeedEngine's. Raises ConfigError also inside a batch, whose losses were divided by the old number of
@@ -220,15 +223,7 @@ class ModelEngine(LgampEngine):
                 f"were divided by {self.gradient_accumulation_steps()}; call it after the engine.step() that completes "
                 "a batch"
             )
-        super().set_train_batch_size(train_batch_size * self._sequence_ranks)
-
-    def train_batch_size(self) -> int:
-        """As DeepSpeedEngine's: sequences per step."""
-        return super().train_batch_size() // self._sequence_ranks
-
-    @property
-    def _drawing_ranks(self) -> int:
-        return self.dp_world_size * self.num_stages
+        super().set_train_batch_size(train_batch_size)
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
@@ -270,10 +265,10 @@ class ModelEngine(LgampEngine):
         return self.is_gradient_accumulation_boundary()
 
     def _take_settings(self) -> None:
-        """Gives every rank what the forward behind the blocks has set in the configuration, which any may save.
+        """Gives every rank what the forward after the blocks has set in the configuration, which any may save.
         Collective over the pipeline in the first batch."""
         if self._forward_settings is not None:
-            changed = self._exchange.told(self._forward_settings.changed(), self.program_spec.loss_rank)
+            changed = self._exchange.of_rank(self._forward_settings.changed(), self.program_spec.loss_rank)
             self._forward_settings.take(changed)
             self._forward_settings = None
 
@@ -289,17 +284,14 @@ class ModelEngine(LgampEngine):
 
     def _evaluate(self, arguments: Arguments) -> Any:
         """Returns the model's output for the call of this rank."""
-        with self.in_batch(training=False):
+        training = self.lgamp
+        with training.in_batch(training=False):
             self._begin(Next.EVALUATE, [arguments])
-            self._partition.catch_up()
-            schedule = self._inference_schedule(self.num_stages)
-            batch = BatchState(
-                self.num_stages, self._load, training=False, program=schedule.actions, name=self._own_name
-            )
-            with torch.no_grad(), self.executor.run_batch(batch):
-                self.executor.run(schedule.actions)
+            batch = training.batch_state(self.program_spec.evaluation(self.num_stages), self._load, self._own_name)
+            with torch.no_grad(), training.executor.run_batch(batch):
+                training.executor.run(batch.program)
             self._layers.calls.all = []
-            outputs = self.executor.losses if self.is_last_stage() else None
+            outputs = training.executor.losses if training.computes_loss else None
             return self._exchange.scatter(outputs, self.program_spec.loss_rank)
 
     def _begin(self, following: Next, own: list[Arguments]) -> None:
@@ -312,17 +304,17 @@ class ModelEngine(LgampEngine):
         shapes = [_shapes(call) for call in calls]
         differ = any(each != shapes[0] for each in shapes)
         if differ or shapes[0] not in self._shapes:
-            self.executor.links.reset(dynamic=differ)
+            self.lgamp.executor.links.reset(dynamic=differ)
         self._shapes = shapes
 
     def _calls_of_all(self, following: Next, number: int, own: list[Arguments]) -> list[Call]:
         """Returns the calls of all ranks of the pipeline, the first ones of all ranks first. Collective over all ranks,
         which agree on what is ``following`` and its ``number``."""
-        with self.executor.timing.time("data"):
+        with self.lgamp.executor.timing.time("data"):
             wants = self._wants_gradients(own)
             terms = dict(batch_terms(self))
             if following is not Next.EVALUATE:
-                self._returns_gradients = wants
+                self.lgamp.computes_input_gradients = wants
                 if self.program_spec.first_trained:
                     # The schedule depends on it.
                     terms["gradients of arguments"] = Term(str(wants), "ask for them on all ranks or on none")
@@ -348,55 +340,53 @@ class ModelEngine(LgampEngine):
             )
         return wants
 
-    def _begin_batch(self, schedule: ProgramSchedule) -> OpenBatch:
+    def _begin_batch(self) -> OpenBatch:
         """Begins a batch for training."""
-        spec = schedule.spec
-        state = BatchState(
-            spec.micro_batches,
-            self._noting(self._load, spec),
-            turns_at_once=spec.turns_at_once,
-            program=schedule.actions,
-            first_trained=spec.first_trained,
-            returns_outputs=spec.returns_outputs,
-            name=self._own_name,
-        )
-        measured = monitored(self, self._step_monitor, self._loader)
-        kept = partial(kept_from_script, self.random_sources, self.lgamp_settings.reproducible)
-        return OpenBatch(self.executor, state, self._layers.calls, kept, measured)
+        training = self.lgamp
+        state = training.batch_state(training.own_spec, self._load, self._own_name)
+        self._note_inputs(0)
+        return OpenBatch(training, state, self._layers.calls)
 
     def _run_to_the_end(self, batch: OpenBatch) -> None:
         """Executes the step, and what follows it."""
-        self._loader.tokens += sum(map(_tokens, self._kept.calls))
+        self.lgamp.loader.tokens += sum(map(_tokens, self._kept.calls))
         self._kept.clear()
         self._layers.calls.all = []
         batch.run_to_the_end()
-        self.placed.micro_offset += self.own_spec.micro_batches
-        self._act_on_nonfinite()
-
-    def _noting(self, load: LoadMicroBatch, spec: ProgramSpec) -> LoadMicroBatch:
-        noting = super()._noting(load, spec)
-        self._note_inputs(0)
-        return noting
+        self.lgamp.end_batch([self.lgamp.own_spec])
 
     def _note_inputs(self, first: int) -> None:
         """Notes the inputs of the micro-batches from ``first`` on, if something looks at them."""
-        if self._check is not None and self.is_first_stage():
+        check = self.lgamp.check
+        if check is not None and self.stage_id == 0:
             for number, call in enumerate(self._layers.calls.all[first:], first):
-                self._check.seen.after_layer(INPUTS, number, (call.positional, call.named))
+                check.seen.after_layer(INPUTS, number, (call.positional, call.named))
 
-    def _micro_batch_name(self, data_rank: int, micro_batch: int) -> str:
+    def micro_batch_name(self, data_rank: int, micro_batch: int) -> str:
         call, stage = divmod(micro_batch, self.num_stages)
         (rank,) = self.placed.topology().filter_match(pipe=stage, data=data_rank)
         return f"call {call} of rank {rank}"
 
     def _own_name(self, micro_batch: int) -> str:
-        return self._micro_batch_name(self.grid.data_parallel_id, micro_batch)
+        return self.micro_batch_name(self.lgamp.data_rank, micro_batch)
 
     def _load(self, micro_batch: int) -> tuple[Any, None]:
         return self._layers.first_input(self._layers.calls.all[micro_batch]), None
 
-    # The calls of the script have returned the losses already.
-    _step = LgampEngine._step_optimizer
+    # What its training asks
+
+    def loss_of(self, outputs: Any, labels: Any) -> Any:
+        raise NotImplementedError
+
+    def end_backward(self) -> None:
+        """Does nothing: the calls of the script have returned the losses already."""
+
+    def take_step(self) -> None:
+        self._take_model_step(self._lr_kwargs)
+        if self.global_rank == 0 and self.monitor.enabled:
+            values = {"lr": self.get_lr()[0], "loss_scale": self.optimizer.loss_scale if self.fp16_enabled() else None}
+            events = [(f"Train/Samples/{name}", each, self.global_samples) for name, each in values.items()]
+            self.monitor.write_events([event for event in events if event[1] is not None])
 
 
 def _drives_deepspeed(accelerate: Any) -> bool:
@@ -406,9 +396,6 @@ def _drives_deepspeed(accelerate: Any) -> bool:
 
 
 NO_CALL = "engine.step() is called, but no engine(...) since the last step; call that first"
-_NO_PIPELINE = (
-    "engine.{} is called, but the model is no PipelineModule; call engine(...), engine.backward and engine.step"
-)
 
 
 def _tokens(arguments: Arguments) -> int:

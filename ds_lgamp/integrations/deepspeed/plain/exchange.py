@@ -107,7 +107,7 @@ class Exchange:
         self._transfer(dist.irecv, messages)
         return [own if peer == target else each.unpack(messages[peer]) for peer, each in enumerate(ranks)]
 
-    def told(self, own: Any, source: int) -> Any:
+    def of_rank(self, own: Any, source: int) -> Any:
         """Returns ``own`` of the rank ``source`` of the pipeline, a value without tensors. Collective."""
         return own if self._group.size() == 1 else everyone(own, self._hosts)[source]
 

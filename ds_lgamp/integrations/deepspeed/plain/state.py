@@ -1,10 +1,12 @@
-"""The whole state of the model of a plain script, by the model's own names, though its layers are on many ranks."""
+"""The whole state of the model of a plain script, by the model's own names, though its layers are on many ranks, and
+guards around the parameters of layers that other pipeline ranks hold."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,18 +15,51 @@ from torch import Tensor, nn
 from ds_lgamp.checkpoint.errors import everywhere
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.integrations.deepspeed.checkpoint.run import Run
-from ds_lgamp.integrations.deepspeed.model.module import (
-    built_layers,
-    over_pipeline,
-    prefix_of,
-    tensors_of,
-    transfer,
-)
+from ds_lgamp.integrations.deepspeed.model.layer_moves import transfer
+from ds_lgamp.integrations.deepspeed.model.module import built_layers, over_pipeline, prefix_of, tensors_of
 from ds_lgamp.integrations.deepspeed.plain.agreement import Next, agree
-from ds_lgamp.integrations.deepspeed.plain.elsewhere import Elsewhere
-from ds_lgamp.integrations.deepspeed.plain.methods import replace_method
+from ds_lgamp.integrations.deepspeed.plain.direct_calls import replace_method
 from ds_lgamp.integrations.transformers.prompts import prompts_from
 from ds_lgamp.partition.agreement import raise_everywhere
+from ds_lgamp.partition.guard import Guards, NotGatheredError
+
+
+def release(module: nn.Module, own: Collection[int]) -> None:
+    """Frees the parameters of ``module`` that are not in ``own``, which holds ids."""
+    for parameter in module.parameters():
+        if id(parameter) not in own:
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+
+
+class Elsewhere:
+    """Guards released parameters: functions that need their values raise NotGatheredError.
+
+    Args:
+        model: has these parameters and others.
+        own: the ids of the others.
+    """
+
+    def __init__(self, model: nn.Module, own: Collection[int]) -> None:
+        released = [(name, each) for name, each in model.named_parameters() if id(each) not in own]
+        self._names = {id(parameter): name for name, parameter in released}
+        self._guards = Guards((parameter for _, parameter in released), self._refuse)
+        self._guards.put()
+
+    @contextmanager
+    def unguarded(self) -> Iterator[None]:
+        """Inside the block they are parameters without elements."""
+        self._guards.lift()
+        try:
+            yield
+        finally:
+            self._guards.put()
+
+    def _refuse(self, parameter: torch.Tensor | None) -> NoReturn:
+        name = self._names.get(id(parameter), "of the model")
+        raise NotGatheredError(
+            f"parameter {name} belongs to a layer on another pipeline rank and has no elements on this rank; leave out "
+            "parameters without ds_id, or call model.state_dict() on all ranks, which gives rank 0 all values"
+        )
 
 
 class Engine(Run, Protocol):

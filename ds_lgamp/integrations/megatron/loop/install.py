@@ -13,6 +13,7 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 
 from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.hosts import replace_attribute, replace_everywhere, resolve
 from ds_lgamp.integrations.megatron.loop.arguments import Job, refuse_differing_ranks, validate_with_block
 from ds_lgamp.integrations.megatron.loop.checkpoints import guarded
 from ds_lgamp.integrations.megatron.loop.evaluation import collecting
@@ -32,8 +33,6 @@ from ds_lgamp.integrations.megatron.loop.sharded.install import (
     training_replacements,
 )
 from ds_lgamp.integrations.megatron.loop.sharded.seams import check_sharding_seams
-from ds_lgamp.integrations.replacing import replace_attribute, replace_everywhere
-from ds_lgamp.integrations.seams import resolve
 from ds_lgamp.watch.this_rank import this_rank
 
 _register = getattr(schedules, "register_forward_backward_func", None)

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from ds_lgamp.integrations.hosts import resolve
 from ds_lgamp.integrations.megatron.loop.seams import BUILDERS
 from ds_lgamp.integrations.megatron.loop.several_chunks import chunks_provider
 from ds_lgamp.integrations.megatron.loop.sharded.install import sharded_model
-from ds_lgamp.integrations.seams import resolve
 
 
 def builder_replacements(begin: Callable[[], None], zero_stage: int) -> dict[Callable[..., Any], Callable[..., Any]]:

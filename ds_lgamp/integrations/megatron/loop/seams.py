@@ -9,7 +9,7 @@ import importlib
 import inspect
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.seams import missing_names, missing_parameters, resolve
+from ds_lgamp.integrations.hosts import missing_names, missing_parameters, resolve
 
 TESTED_VERSIONS = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
 """The releases with which Megatron-LM's pretrain_gpt.py was trained. From 0.17 on they need Python 3.12."""

@@ -59,13 +59,13 @@ def steps_before_sums(folder: Path) -> list[set[int]]:
     prepare_rank()
     run = Run(CASES[ONE_STEP], folder)
     Slot.write = slowly(Slot.write)
-    finish, found = run.engine._partition.finish_gradients, []
+    finish, found = run.engine.lgamp.partition.finish_gradients, []
 
     def finishing():
         found.append(steps_on_disk(folder))
         finish()
 
-    run.engine._partition.finish_gradients = finishing
+    run.engine.lgamp.partition.finish_gradients = finishing
     for _ in range(3):
         run.step()
     return found

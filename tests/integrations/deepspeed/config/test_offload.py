@@ -7,15 +7,15 @@ from deepspeed.ops.adam import FusedAdam
 from deepspeed.ops.lion import FusedLion
 
 from ds_lgamp.config import ConfigError, read_block
-from ds_lgamp.integrations.deepspeed.config import offload
-from ds_lgamp.integrations.deepspeed.config.offload import check_offloaded, live_folder, refuse_offloaded_optimizer
+from ds_lgamp.integrations.deepspeed.config import zero
+from ds_lgamp.integrations.deepspeed.config.zero import check_offloaded, live_folder, refuse_offloaded_optimizer
 
 HOST = SimpleNamespace(zero_config=SimpleNamespace(offload_optimizer=SimpleNamespace(device="cpu", ratio=1.0)))
 
 
 @pytest.fixture
 def beside_a_gpu(monkeypatch):
-    monkeypatch.setattr(offload, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cuda"))
+    monkeypatch.setattr(zero, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cuda"))
 
 
 def config_of(name, **options):

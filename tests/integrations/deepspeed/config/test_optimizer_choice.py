@@ -19,6 +19,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.config import optimizer_choice
+from ds_lgamp.integrations.deepspeed.config.client_optimizer import complaint_about_history
 from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
     ELEMENTWISE,
     JSON_NAMES,
@@ -33,11 +34,11 @@ from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
     choose_optimizer,
     kernels_of,
     state_tensors,
+    translated,
     try_out,
     updates_in_place,
+    works_on_shards,
 )
-from ds_lgamp.integrations.deepspeed.config.whole_tensors import translated, works_on_shards
-from ds_lgamp.integrations.deepspeed.model.client_optimizer import complaint_about_history
 from ds_lgamp.optimizers.lamb import Lamb
 from ds_lgamp.optimizers.muon import Muon
 from ds_lgamp.runtime.measure import PeakMemory

@@ -110,7 +110,7 @@ def compare(stage, kept, on_disk, block, precision):
     size = ElementBytes(weights=weights, gradients=weights, optimizer=8)
     activations = ActivationBytes(INPUT, INPUT, [ChunkBytes(INPUT, 0, 0)] * 4)
     sizes = ModelSizes(build(), engine.module.layout).units(0)
-    actions, offload = engine._train_schedule().actions, engine.program_spec.offload
+    actions, offload = engine.lgamp.program(engine.lgamp.own_spec), engine.program_spec.offload
     given = offload, on_disk, stage, engine.dp_world_size, size
     told = disk_use(actions, sizes, *given, activations)
     host = rank_memory(actions, sizes, stage, engine.dp_world_size, size, offload=offload).host

@@ -19,7 +19,7 @@ from ds_lgamp.cost.state import ElementBytes, UnitSize
 from ds_lgamp.cost.storage import aligned
 from ds_lgamp.cost.traffic import collective_bytes, predict_traffic
 from ds_lgamp.integrations.deepspeed.explain.explain import explain
-from ds_lgamp.integrations.deepspeed.hook.install import partition_method_of
+from ds_lgamp.integrations.deepspeed.hook.initialize import partition_method_of
 from ds_lgamp.integrations.shard_keys import for_deepspeed
 from ds_lgamp.runtime.measure import CollectiveCounter
 from ds_lgamp.schedule.program import build_program

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import ds_lgamp
-from ds_lgamp.integrations.deepspeed.hook.compiling import compile_no_collective
+from ds_lgamp.integrations.deepspeed.hook.initialize import compile_no_collective
 from ds_lgamp.view.recording import read_recording
 from testing.deepspeed_rank import quiet
 from testing.imagined_gpu.accelerator import BACKEND, prepare_rank
@@ -120,7 +120,7 @@ def prepare_deepspeed():
 def last_step(border, case):
     """In the first step, hosts exchange shapes. From the second step on, the host must not wait for the device."""
     engine = engine_of(case.json())
-    launches, from_pool = (kind(lambda: str(engine.executor.current)) for kind in (Launches, FromPool))
+    launches, from_pool = (kind(lambda: str(engine.lgamp.executor.current)) for kind in (Launches, FromPool))
     for step in range(STEPS):
         data = iter([(inputs.to(case.dtype), labels) for inputs, labels in batches(MICRO_BATCHES, start=step)])
         border.between_hosts.clear()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ds_lgamp.integrations.deepspeed.config.optimizer_choice import skips_by_itself
-from ds_lgamp.integrations.deepspeed.engine.overflow import LateFlag
+from ds_lgamp.integrations.deepspeed.engine.nonfinite import LateFlag
 from testing.deepspeed_rank import prepare_rank
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.linear import batches, build, engine_of, linears

@@ -87,7 +87,7 @@ def train(folder):
             losses.append(engine.train_batch(batches(engine)).item())
             seconds.append(time.perf_counter() - start)
         engine.eval_batch(batches(engine))
-        evaluated = engine._stopwatch.read()
+        evaluated = engine.lgamp._stopwatch.read()
         norm = float(engine.get_global_grad_norm())
         if engine.global_rank == 0:
             # A test's rank has no interpreter exit, at which wandb would finish by itself.

@@ -86,7 +86,7 @@ def calls_in_a_batch(stage, settings, optimizer=torch.optim.AdamW):
     engine = engine_of(module, {}, stage, optimizer(module.parameters(), lr=0.1, fused=True), **settings)
     dtype = torch.bfloat16 if "bf16" in settings else torch.float32
     # Removes the agreement that every rank has data. It runs between hosts, before the batch.
-    engine._loader.largest = lambda *values: list(values)
+    engine.lgamp.loader.largest = lambda *values: list(values)
     calls = Counter()
     for step in range(3):
         data = iter([(inputs.to(dtype), labels) for inputs, labels in batches(2, start=step)])

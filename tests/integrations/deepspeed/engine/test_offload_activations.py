@@ -75,7 +75,7 @@ def test_gradients_are_equal_to_the_bit_and_the_device_holds_fewer_inputs(pipeli
 
 def on_device(trained):
     """Returns the tensors that are there between steps, but for those of the host, which steps use again."""
-    stored = trained.engine.executor._stored_inputs
+    stored = trained.engine.lgamp.executor._stored_inputs
     on_host = set() if stored is None else {storage_of(home)._cdata for free in stored._free.values() for home in free}
     return [tensor for tensor in live_tensors() if storage_of(tensor)._cdata not in on_host]
 

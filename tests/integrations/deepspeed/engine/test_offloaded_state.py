@@ -167,7 +167,7 @@ def bytes_of_steps(micro_batches):
         for number in range(3):
             before = bus.bytes_loaded, bus.bytes_stored
             engine.train_batch(halves(micro_batches, number))
-        program = engine._train_schedule().actions
+        program = engine.lgamp.program(engine.lgamp.own_spec)
         kind = Kind.GATHER if kept == "parameters" else Kind.STORE
         parts = {
             chunk: sum(unit.storage.shard.numel() for unit in units) for chunk, units in partition.chunk_units.items()

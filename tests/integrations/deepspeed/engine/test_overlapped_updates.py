@@ -147,7 +147,7 @@ def saves_after_a_batch_that_failed(folder):
         }
         engine = engine_of({**case, "clipping": 0.0}, True)
         engine.train_batch(batches(0, engine))
-        engine.executor.execute = partial(execute_until, failing, engine.executor.execute)
+        engine.lgamp.executor.execute = partial(execute_until, failing, engine.lgamp.executor.execute)
         with pytest.raises(ActionError, match=f"failed at {failing}|no luck"):
             engine.train_batch(batches(1, engine))
         try:

@@ -170,7 +170,7 @@ def order_of_updates(stage, clipping):
     """Returns the actions of the second step with the names of the units that each updates."""
     engine = engine_of(1, stage, clipping=clipping, block=OVERLAP)
     step(engine)
-    executor, log = engine.executor, []
+    executor, log = engine.lgamp.executor, []
     execute, update = executor.execute, Updates.update
 
     def logged_action(action):

@@ -206,7 +206,7 @@ def recompute_attention_of_megatron():
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
 
-    import ds_lgamp.integrations.deepspeed.model.selective as selective
+    from ds_lgamp.integrations.deepspeed.model import recomputation
 
     prepare_rank()
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
@@ -219,13 +219,13 @@ def recompute_attention_of_megatron():
         if recompute == "selective on a CPU":
             with pytest.raises(ConfigError, match="no layer of the model offers it"):
                 megatron_engine("selective")
-            selective.get_accelerator = lambda: SimpleNamespace(device_name=lambda: "cuda")
+            recomputation.get_accelerator = lambda: SimpleNamespace(device_name=lambda: "cuda")
             continue
         del recomputed[:]
         outcomes[recompute] = gradients_of(megatron_engine(recompute), HIDDEN), len(recomputed)
     layers = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
     as_configured = megatron_engine("selective", **layers).module
-    assert not any(getattr(module, selective.MEGATRON_SWITCH, False) for module in as_configured.modules())
+    assert not any(getattr(module, recomputation.MEGATRON_SWITCH, False) for module in as_configured.modules())
     return outcomes
 
 

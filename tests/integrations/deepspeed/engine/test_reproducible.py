@@ -163,7 +163,7 @@ def micro_batch(step, data_rank, index):
 
 def batch_of(engine, step=None):
     step = engine.global_steps if step is None else step
-    count = engine.own_spec.micro_batches if step < 99 else MICRO_BATCHES
+    count = engine.lgamp.own_spec.micro_batches if step < 99 else MICRO_BATCHES
     return iter([micro_batch(step, engine.grid.data_parallel_id, index) for index in range(count)])
 
 

@@ -69,7 +69,7 @@ def train_all(grid):
         sum(LAYER_TYPES[layer] == "TupleBlock" for chunk in layout.chunks_of(rank) for layer in layout.layers(chunk))
         for rank in range(grid[0])
     ]
-    return blocks, [replica.micro_batches for replica in engine.replica_specs]
+    return blocks, [replica.micro_batches for replica in engine.lgamp.replica_specs]
 
 
 @pytest.mark.parametrize("grid", slow_except([(2, 2)], GRIDS), ids=str)

@@ -99,7 +99,7 @@ def go_on_after_the_data_end(folder):
 def train_untraced():
     engine = engine_of(2, 1)
     engine.train_batch(batches(0, engine))
-    return engine.executor.trace, this_rank.recorder
+    return engine.lgamp.executor.trace, this_rank.recorder
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +231,7 @@ def train_until_killed(folder):
     engine = engine_of(2, 3, block={"trace": str(folder), "trace_steps": "1:9"})
     for step in range(2):
         engine.train_batch(batches(step, engine))
-    engine.executor.execute = die
+    engine.lgamp.executor.execute = die
     engine.train_batch(batches(2, engine))
 
 

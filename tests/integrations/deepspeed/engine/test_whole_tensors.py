@@ -17,7 +17,7 @@ import ds_lgamp
 from ds_lgamp.config import LgampConfig
 from ds_lgamp.integrations.deepspeed.explain.model_sizes import ModelSizes
 from ds_lgamp.integrations.deepspeed.explain.update_traffic import rule_of, update_memory, update_traffic
-from ds_lgamp.integrations.deepspeed.model.layout import layout_of
+from ds_lgamp.integrations.deepspeed.model.module import layout_of
 from ds_lgamp.optimizers.lamb import Lamb
 from ds_lgamp.optimizers.muon import Muon
 from ds_lgamp.partition.agreement import everyone
@@ -283,8 +283,8 @@ def skipped(case):
             hook.shard_gradient[:1] = float("inf")
         return spoiled()
 
-    spoiled = engine._partition.finish_gradients
-    engine._partition.finish_gradients = spoil
+    spoiled = engine.lgamp.partition.finish_gradients
+    engine.lgamp.partition.finish_gradients = spoil
     engine.train_batch(batches(1, engine))
     after = state_of(engine)
     same = all(torch.equal(before[key], after[key]) for key in before)

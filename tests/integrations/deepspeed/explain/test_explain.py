@@ -121,7 +121,7 @@ def train_for_real(config):
 
     import ds_lgamp
     import testing.scripts.public_example as example
-    from ds_lgamp.integrations.deepspeed.engine.engine import LgampEngine
+    from ds_lgamp.integrations.deepspeed.engine.pipeline_engine import LgampEngine
 
     os.environ["LOCAL_RANK"] = str(dist.get_rank())
     ds_lgamp.install()

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import pytest
 from torch.utils.file_baton import FileBaton
 
-from ds_lgamp.integrations.deepspeed.hook import compiling
+from ds_lgamp.integrations.deepspeed.hook import initialize
 from testing import SCRIPTS
 from testing.launching import ON_CPU
 
@@ -19,14 +19,14 @@ from testing.launching import ON_CPU
 def wait_for(tmp_path, monkeypatch):
     """Returns a function that starts to wait for a lock, as torch does while another process compiles. It returns the
     lock's file."""
-    monkeypatch.setattr(compiling, "_LOOKS_EVERY", 0.05)
+    monkeypatch.setattr(initialize, "_LOOKS_EVERY", 0.05)
     # Unwraps the function, because another test of this process may have installed ds_lgamp.
     monkeypatch.setattr(FileBaton, "wait", inspect.unwrap(FileBaton.wait))
     lock = tmp_path / "lock"
     lock.touch()
     waiting = threading.Thread(target=lambda: FileBaton(str(lock), 0.01).wait())
     with ExitStack() as undo:
-        compiling.name_forgotten_locks(undo)
+        initialize.name_forgotten_locks(undo)
 
         def start():
             waiting.start()
@@ -39,7 +39,7 @@ def wait_for(tmp_path, monkeypatch):
 
 
 def named(caplog):
-    return [record.getMessage() for record in caplog.records if record.name == compiling.__name__]
+    return [record.getMessage() for record in caplog.records if record.name == initialize.__name__]
 
 
 def soon(condition):
@@ -74,13 +74,13 @@ def test_one_rank_of_a_machine_speaks_for_all(wait_for, caplog, monkeypatch):
 def test_afterwards_torch_waits_as_ever():
     stock = FileBaton.wait
     with ExitStack() as undo:
-        compiling.name_forgotten_locks(undo)
+        initialize.name_forgotten_locks(undo)
         assert FileBaton.wait is not stock
     assert FileBaton.wait is stock
 
 
 def test_locks_are_named_within_20_seconds():
-    assert compiling._LOOKS_EVERY < 20
+    assert initialize._LOOKS_EVERY < 20
 
 
 SCRIPT = str(SCRIPTS / "only_initialises.py")

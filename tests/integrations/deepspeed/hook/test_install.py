@@ -51,8 +51,8 @@ def attributes_of(host):
 def compare_attributes():
     import deepspeed
 
-    import ds_lgamp.integrations.deepspeed.hook.install  # noqa: F401
-    from ds_lgamp.integrations.deepspeed.hook.seams import check_seams
+    import ds_lgamp.integrations.deepspeed.hook.initialize  # noqa: F401
+    from ds_lgamp.integrations.deepspeed.hook.deepspeed_seams import check_seams
 
     # Imports parts of deepspeed first, because these imports do not count as a trace.
     check_seams()

@@ -10,7 +10,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.deepspeed.model.delayed_scaling import refuse_delayed_scaling
+from ds_lgamp.integrations.deepspeed.model.recomputation import refuse_delayed_scaling
 from ds_lgamp.runtime.executor import ActionError
 from testing.deepspeed_rank import prepare_rank, quiet
 from testing.ranks import run_on_ranks

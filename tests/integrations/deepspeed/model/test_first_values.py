@@ -5,8 +5,8 @@ import random
 import torch
 import torch.distributed as dist
 
-from ds_lgamp.integrations.deepspeed.model import first_values
-from ds_lgamp.integrations.deepspeed.model.first_values import share_values
+from ds_lgamp.integrations.deepspeed.model import shared_tensors
+from ds_lgamp.integrations.deepspeed.model.shared_tensors import share_values
 from testing.ranks import run_on_ranks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.uint8, torch.complex64]
@@ -35,7 +35,7 @@ def random_view(number: int, whole: torch.Tensor) -> torch.Tensor:
 
 def share() -> list[bool]:
     """Shares random views of memory that differs by rank. Returns whether each has become what it should."""
-    first_values._PIECE = 24
+    shared_tensors._PIECE = 24
     right = []
     for number in range(VIEWS):
         # The type is that of the number; the values differ by rank.

@@ -6,7 +6,7 @@ import numpy
 import pytest
 import torch
 
-from ds_lgamp.integrations.deepspeed.model.random_sources import layer_sources
+from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources
 from ds_lgamp.runtime.recompute import Draws
 
 CPU = torch.device("cpu")

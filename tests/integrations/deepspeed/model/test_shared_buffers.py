@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.deepspeed.model.shared_buffers import SharedBuffers
+from ds_lgamp.integrations.deepspeed.model.shared_tensors import SharedBuffers
 
 
 class Table(nn.Module):

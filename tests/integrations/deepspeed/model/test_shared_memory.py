@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ds_lgamp.integrations.deepspeed.model.shared_memory import complaint_about_memory
+from ds_lgamp.integrations.deepspeed.model.shared_tensors import complaint_about_memory
 
 WHOLE = torch.arange(24.0).view(4, 6)
 TAKEN = {

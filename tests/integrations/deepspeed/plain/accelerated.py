@@ -18,7 +18,7 @@ from deepspeed.accelerator import get_accelerator
 from transformers import AutoModelForCausalLM
 
 import ds_lgamp
-from ds_lgamp.integrations.deepspeed.hook.compiling import compile_no_collective
+from ds_lgamp.integrations.deepspeed.hook.initialize import compile_no_collective
 from testing.deepspeed_rank import is_ours, prepare_rank, quiet
 from testing.scripts import trains_with_trainer
 from tests.integrations.deepspeed.plain.training import MICRO_BATCHES, RATE, STEPS, configuration, loss_of, made

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ds_lgamp
-from ds_lgamp.integrations.deepspeed.model.layout import layer_types
+from ds_lgamp.integrations.deepspeed.model.module import layer_types
 from testing.deepspeed_rank import prepare_rank, quiet
 from tests.integrations.deepspeed.plain.training import MICRO_BATCHES, configuration, initialize
 from tests.integrations.split.own_models import LENGTH, VOCABULARY, WIDTH, Attention, cross_entropy

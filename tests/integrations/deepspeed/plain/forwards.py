@@ -39,8 +39,8 @@ def learn_problem_types(pipeline_ranks: int) -> tuple[list[str | None], int]:
     ds_lgamp.install()
     model = make("BERT", CLASSIFYING)
     engine = initialize(model, configuration(1, {"pipeline_ranks": pipeline_ranks}))
-    told, tell = [], engine._exchange.told
-    engine._exchange.told = lambda *given: told.append(given) or tell(*given)
+    told, tell = [], engine._exchange.of_rank
+    engine._exchange.of_rank = lambda *given: told.append(given) or tell(*given)
     types = []
     for step in range(2):
         types.append(model.config.problem_type)

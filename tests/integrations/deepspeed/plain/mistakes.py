@@ -70,7 +70,6 @@ def _build_wrongly(fails: Callable[..., None], config: dict[str, Any]) -> None:
     model = sequential()
     engine = initialize(model, config)
     fails("second engine", initialize, model, config)
-    fails("train_batch", engine.train_batch)
     fails("named", lambda: engine(inputs=pairs(0, dist.get_rank(), 0)))
 
 

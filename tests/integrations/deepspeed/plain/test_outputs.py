@@ -64,7 +64,7 @@ def test_mistakes_are_refused_on_every_rank():
     errors, others = run_on_ranks(2, scripts_loss.mistakes)
     for what, words in {
         "gradients lost": "zero_grad() is called after 1 micro-batches of a batch",
-        "inside": "load_checkpoint is called inside a batch that is computed already; call it ahead of the first",
+        "inside": "load_checkpoint is called inside a batch that is computed already; call it before the first",
         "no backward": "engine.step() is called, but no output of micro-batch 1 of the step has a gradient; call",
         "too late": "a gradient of an output of engine(...) arrives after its engine.step(); call engine.backward",
         "gradient of inputs": "an argument of engine(...) requires a gradient, which ds_lgamp.outputs 'all' would",

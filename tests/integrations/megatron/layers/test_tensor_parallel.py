@@ -15,7 +15,7 @@ import ds_lgamp
 from ds_lgamp.checkpoint.safetensors_files import SINGLE, read_safetensors, write_safetensors
 from ds_lgamp.checkpoint.whole import read_whole
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.deepspeed.model.tensor_parallel import Sharing, sharing_of
+from ds_lgamp.integrations.deepspeed.model.shared_tensors import Sharing, sharing_of
 from ds_lgamp.optimizers.lamb import Lamb
 from ds_lgamp.optimizers.muon import Muon
 from testing.deepspeed_rank import prepare_rank, quiet

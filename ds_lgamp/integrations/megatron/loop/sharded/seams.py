@@ -1,7 +1,7 @@
 """The seams of stages 2 and 3: what they replace, call or override in Megatron-core and in Megatron-LM."""
 
+from ds_lgamp.integrations.hosts import missing_names, missing_parameters
 from ds_lgamp.integrations.megatron.loop.seams import refuse
-from ds_lgamp.integrations.seams import missing_names, missing_parameters
 
 _OPTIMIZER = "megatron.core.optimizer"
 NAMES: dict[str, tuple[str, ...]] = {

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from ds_lgamp.integrations.replacing import replace_attribute, replace_everywhere, standing_in
+from ds_lgamp.integrations.hosts import replace_attribute, replace_everywhere, standing_in
 
 
 def stock():

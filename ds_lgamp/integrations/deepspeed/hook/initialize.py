@@ -4,14 +4,19 @@ A DeepSpeed with the changes in patches/ has a registry of engines, and the engi
 DeepSpeed, stand-ins take the places of the classes that ``deepspeed.initialize`` instantiates.
 """
 
+import logging
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import deepspeed
+import deepspeed.ops
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
@@ -19,26 +24,26 @@ from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.utils.logging import log_dist
+from torch.utils.file_baton import FileBaton
 
 from ds_lgamp.config import BLOCK, ConfigError, read_block
 from ds_lgamp.integrations.cluster_file import with_speeds
 from ds_lgamp.integrations.deepspeed.checkpoint.fp32_weights import serve_zero_to_fp32
 from ds_lgamp.integrations.deepspeed.config.check_keys import check_batch_sizes, check_keys
-from ds_lgamp.integrations.deepspeed.config.disagreement import refuse_differing_ranks
-from ds_lgamp.integrations.deepspeed.config.refusals import sentence_of
-from ds_lgamp.integrations.deepspeed.engine.engine import LgampEngine
-from ds_lgamp.integrations.deepspeed.hook.compiling import name_forgotten_locks
-from ds_lgamp.integrations.deepspeed.model.deferred_init import is_deferred
-from ds_lgamp.integrations.deepspeed.model.first_values import share_given_layers
-from ds_lgamp.integrations.deepspeed.model.zero_init import gather_partitioned, whole_construction
+from ds_lgamp.integrations.deepspeed.config.run_checks import refuse_differing_ranks, sentence_of
+from ds_lgamp.integrations.deepspeed.engine.pipeline_engine import LgampEngine
+from ds_lgamp.integrations.deepspeed.model.construction import gather_partitioned, is_deferred, whole_construction
+from ds_lgamp.integrations.deepspeed.model.shared_tensors import share_given_layers
 from ds_lgamp.integrations.deepspeed.plain import sequence_parallel
 from ds_lgamp.integrations.deepspeed.plain.build import build_engine, only_evaluates
-from ds_lgamp.integrations.replacing import replace_attribute, standing_in
-from ds_lgamp.integrations.seams import resolve
+from ds_lgamp.integrations.hosts import replace_attribute, resolve, standing_in
 from ds_lgamp.integrations.shard_keys import for_deepspeed
 from ds_lgamp.integrations.user_script import end_well, finish_engines, leaves_because_of_an_error, say_without_effect
 from ds_lgamp.watch.this_rank import this_rank
 
+logger = logging.getLogger(__name__)
+_LOOKS_EVERY = 5.0
+"""Seconds between two looks at a lock."""
 _registry = resolve("deepspeed.runtime.engine_registry")
 """The registry of a patched DeepSpeed, whose PipelineModule also remembers its ``partition_method``; else None."""
 _METHOD = "_ds_lgamp_partition_method" if _registry is None else "partition_method"
@@ -239,3 +244,58 @@ def _replace_engines(pipeline: Callable[..., Any], plain: Callable[..., Any]) ->
         replace_attribute(deepspeed, name, standing_in(getattr(deepspeed, name), instantiate), _undo)
     replace_attribute(PipelineModule, _stock_partition_layers.__name__, _partition_layers, _undo)
     replace_attribute(PipelineModule, "__init__", whole_construction(PipelineModule.__init__), _undo)
+
+
+def compile_no_collective() -> None:
+    """Keeps ``deepspeed.init_distributed`` from compiling a collective for the CPU. Training does not call that
+    collective, and compiling it takes half a minute and needs a compiler."""
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def name_forgotten_locks(undo: ExitStack) -> None:
+    """From now on, a process that waits for a forgotten lock logs which file to remove.
+
+    torch locks the folder of an extension with a file. A process that is killed while it compiles leaves the file
+    behind, and every later process waits for it in silence.
+    """
+    stock = FileBaton.wait
+
+    @wraps(stock)
+    def wait(self: FileBaton) -> None:
+        over = threading.Event()
+        watch = threading.Thread(target=_watch, args=(Path(self.lock_file_path), over), daemon=True)
+        watch.start()
+        try:
+            stock(self)
+        finally:
+            over.set()
+            watch.join()
+
+    replace_attribute(FileBaton, stock.__name__, wait, undo)
+
+
+def _watch(lock: Path, over: threading.Event) -> None:
+    """Logs ``lock`` once, as soon as no process has it open. One rank of a machine logs for all of them."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    while not over.wait(_LOOKS_EVERY):
+        with suppress(FileNotFoundError):
+            if not _is_open(lock):
+                age = time.time() - lock.stat().st_mtime
+                logger.warning(
+                    f"ds_lgamp: DeepSpeed waits for the lock {lock}, which is {age:.0f} s old, but no process of this "
+                    f"machine compiles; if no other machine compiles either, remove the file: rm {lock}"
+                )
+                return
+
+
+def _is_open(file: Path) -> bool:
+    """Whether a process of this machine has ``file`` open, as far as this user can see. A process that compiles keeps
+    its lock open. True where the system has no /proc."""
+    if not Path("/proc/self/fd").exists():
+        return True
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):
+            if os.path.samefile(descriptor, file):
+                return True
+    return False

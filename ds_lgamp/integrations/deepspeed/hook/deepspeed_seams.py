@@ -7,13 +7,11 @@ inside of DeepSpeed's functions, and tests/integrations/test_seams.py compares t
 import importlib
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.seams import label, missing_names
+from ds_lgamp.integrations.hosts import missing_names, seam_label
 
 TESTED_VERSION = "0.19.8"
-
 LOOKUPS = ("DeepSpeedConfig", "PipelineEngine", "DeepSpeedEngine", "DeepSpeedHybridEngine", "DualPipeVEngine")
 """Global names that ``deepspeed.initialize`` must look up when it is called: ``install`` replaces them."""
-
 NAMES: dict[str, tuple[str, ...]] = {
     "deepspeed": ("initialize", *LOOKUPS),
     "deepspeed.accelerator": ("get_accelerator",),
@@ -45,6 +43,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "_mixed_precision_dtypes",
         "_next_batch",
         "_scheduler_from_config",
+        "_take_model_step",
         "_train_schedule",
         "destroy",
         "eval_batch",
@@ -123,7 +122,6 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
 }
 """The names that must exist in each module or class."""
-
 ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.dataloader.RepeatingLoader": ("data_iter", "loader"),
     "deepspeed.runtime.pipe.engine.PipelineEngine": (
@@ -206,4 +204,4 @@ def missing_seams() -> list[str]:
 
 def all_seams() -> list[str]:
     """Every seam that :func:`missing_seams` looks for."""
-    return [label(owner, name) for owner, names in NAMES.items() for name in names]
+    return [seam_label(owner, name) for owner, names in NAMES.items() for name in names]

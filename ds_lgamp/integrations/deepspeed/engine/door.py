@@ -1,0 +1,182 @@
+"""What every engine of DeepSpeed shares that trains by a :class:`Training`: the answers to what DeepSpeed asks while it
+builds an engine, and the methods of scripts that both kinds of engine have."""
+
+from typing import Any
+
+import torch
+from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
+from deepspeed.runtime.keep_in_fp32 import keep_in_fp32_pattern
+from torch import nn
+
+from ds_lgamp.checkpoint.saver import Saver
+from ds_lgamp.config import BLOCK, ConfigError
+from ds_lgamp.integrations.deepspeed.checkpoint import methods
+from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
+    check_elementwise,
+    check_updates_alone,
+    optimizer_from_json,
+)
+from ds_lgamp.integrations.deepspeed.config.zero import check_offloaded, device_of_updates
+from ds_lgamp.integrations.deepspeed.engine.data import OwnData
+from ds_lgamp.integrations.deepspeed.engine.optimizer import PartitionedOptimizer
+from ds_lgamp.integrations.deepspeed.engine.training import Training
+from ds_lgamp.integrations.deepspeed.model.construction import children_with_memory, showing
+from ds_lgamp.integrations.deepspeed.model.module import PlacedModule
+from ds_lgamp.integrations.deepspeed.model.shared_tensors import share_values, values_of
+from ds_lgamp.runtime.recompute import RandomSource
+from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.watch.this_rank import this_rank
+
+
+class LgampDoor(DeepSpeedEngine):
+    """A DeepSpeedEngine whose :class:`Training` does the work. Subclasses build it before DeepSpeed's constructor, and
+    call :meth:`complete` after it."""
+
+    lgamp: Training
+    own_data: OwnData | None = None
+    """Micro-batches of ``training_data``, on the ranks that need some."""
+
+    def complete(self) -> None:
+        """Ends the construction. Collective over all ranks."""
+        self.lgamp.complete()
+        self.live_client_state: dict[Any, Any] = {}
+        """The client_state of the states in ``live_checkpoint``: what load_checkpoint returns with one."""
+        this_rank.engines[self] = None
+
+    # What DeepSpeed asks while it builds the engine
+
+    def zero_optimization_stage(self) -> int:
+        return 1
+
+    def zero_optimization(self) -> bool:
+        return True
+
+    def _is_supported_optimizer(self, optimizer_name: str) -> bool:
+        """True: an optimizer that is not supported was refused before anything was built."""
+        return True
+
+    def _configure_basic_optimizer(self, model_parameters: list[Any]) -> torch.optim.Optimizer:
+        return optimizer_from_json(self._config, model_parameters, device_of_updates(self._config))
+
+    def zero_use_cpu_optimizer(self) -> bool:
+        """False: DeepSpeed would refuse other optimizers than its own on the host."""
+        return False
+
+    def _configure_distributed_model(self, model: nn.Module) -> None:
+        """Leaves out layers without memory. :meth:`_prepare_layers` does the same with each when it has some."""
+        with showing(model, children_with_memory(model)):
+            super()._configure_distributed_model(model)
+
+    def _broadcast_model(self) -> None:
+        """Gives the layers that :attr:`module` shows the values of data-parallel rank 0, buffers too."""
+        share_values(values_of(self.module), self.lgamp.data_group, self.device)
+
+    def _cast_and_move(self) -> None:
+        """Casts the tensors of :attr:`module` as DeepSpeed does, and moves them to the device."""
+        data_type, buffer_type = self._mixed_precision_dtypes()
+        if data_type is not None:
+            kept = keep_in_fp32_pattern(self.module, self._config.keep_in_fp32_modules, data_type)
+            self._cast_module_mixed_precision(data_type, buffer_type, False, kept)
+        self.module.to(self.device)
+
+    def _prepare_layers(self) -> None:
+        """Casts, moves and broadcasts the layers that :attr:`module` shows, as DeepSpeed does with a module."""
+        self._cast_and_move()
+        self._broadcast_model()
+
+    def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> str:
+        updating = device_of_updates(self._config)
+        check_elementwise(basic_optimizer, self.zero_allow_untested_optimizer(), updating)
+        if self.program_spec.offload is not None:
+            check_offloaded(self._config, type(basic_optimizer))
+        if self.lgamp.settings.overlap_update:
+            check_updates_alone(type(basic_optimizer))
+        return ZERO_OPTIMIZATION
+
+    def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer | None) -> PartitionedOptimizer:
+        assert optimizer is not None, "refused before anything was built"
+        return self.lgamp.partition_parameters(optimizer, self._prepare_layers)
+
+    def _scheduler_from_config(self, optimizer: PartitionedOptimizer) -> Any:
+        return super()._scheduler_from_config(optimizer.optimizer)
+
+    # What checkpoints ask
+
+    save_checkpoint, load_checkpoint = methods.save_checkpoint, methods.load_checkpoint
+    wait_for_checkpoint = methods.wait_for_checkpoint
+
+    @property
+    def placed(self) -> PlacedModule:
+        """The module whose layers the engine trains."""
+        return self.lgamp.placed
+
+    @property
+    def program_spec(self) -> ProgramSpec:
+        return self.lgamp.program_spec
+
+    @property
+    def random_sources(self) -> list[RandomSource]:
+        return self.lgamp.random_sources
+
+    @property
+    def saver(self) -> Saver:
+        return self.lgamp.saver
+
+    @property
+    def live(self) -> Any:
+        return self.lgamp.live
+
+    @property
+    def zero_stage(self) -> int:
+        return self.lgamp.zero_stage
+
+    @property
+    def partition_method(self) -> str:
+        return self.lgamp.partition_method
+
+    @property
+    def tensor_access(self) -> Any:
+        return self.lgamp.tensor_access
+
+    def settle_nonfinite(self) -> None:
+        self.lgamp.settle_nonfinite()
+
+    def forget_nonfinite(self) -> None:
+        self.lgamp.forget_nonfinite()
+
+    # What scripts may call, but not do here what it does in DeepSpeed
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """As DeepSpeed's. Raises ConfigError if whole micro-batches of all ranks do not make the batch."""
+        micro_batch, ranks = self.train_micro_batch_size_per_gpu(), self.dp_world_size
+        each = micro_batch * ranks
+        if train_batch_size < each or train_batch_size % each:
+            raise ConfigError(
+                f"train_batch_size is {train_batch_size}, but {ranks} ranks with micro-batches of {micro_batch} make "
+                f"multiples of {each}; use one of them"
+            )
+        super().set_train_batch_size(train_batch_size)
+
+    def offload_states(self, *positional: Any, **named: Any) -> None:
+        """Raises ConfigError."""
+        raise ConfigError(
+            f"engine.offload_states is called, but with a {BLOCK} block states move to the host only as the program "
+            "says; remove the call, and use zero_optimization.offload_optimizer"
+        )
+
+    def reload_states(self, *positional: Any, **named: Any) -> None:
+        """Does nothing: no states were offloaded."""
+
+    # The end
+
+    def finish_gathers(self) -> None:
+        """As :meth:`Training.finish_gathers`."""
+        self.lgamp.finish_gathers()
+
+    def destroy(self) -> None:
+        try:
+            # An engine that was refused while it was built has nothing under way.
+            if hasattr(self, "live_client_state"):
+                self.lgamp.end()
+        finally:
+            super().destroy()

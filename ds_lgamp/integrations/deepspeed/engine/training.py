@@ -1,0 +1,412 @@
+"""The core of an engine: what trains one model, whatever methods a script calls."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor, nn
+
+from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.saver import Saver
+from ds_lgamp.config import LgampConfig
+from ds_lgamp.integrations.deepspeed.checkpoint.live import LiveCheckpoint, open_folder
+from ds_lgamp.integrations.deepspeed.config.client_optimizer import place_with_groups, prepare_optimizer
+from ds_lgamp.integrations.deepspeed.config.precision import input_dtype
+from ds_lgamp.integrations.deepspeed.config.zero import live_folder, on_disk_of
+from ds_lgamp.integrations.deepspeed.engine.data import BatchLoader
+from ds_lgamp.integrations.deepspeed.engine.host_updates import HostUpdateError
+from ds_lgamp.integrations.deepspeed.engine.monitor import monitor_if_asked, monitored
+from ds_lgamp.integrations.deepspeed.engine.nonfinite import nonfinite_check
+from ds_lgamp.integrations.deepspeed.engine.optimizer import PartitionedOptimizer, build_optimizer
+from ds_lgamp.integrations.deepspeed.engine.partition import open_disk, partition_parameters
+from ds_lgamp.integrations.deepspeed.engine.plan import plan_training
+from ds_lgamp.integrations.deepspeed.engine.seeding import before_layers, kept_from_script
+from ds_lgamp.integrations.deepspeed.engine.tensor_access import TensorAccess
+from ds_lgamp.integrations.deepspeed.model.construction import is_deferred
+from ds_lgamp.integrations.deepspeed.model.materialise import DeferredLayers
+from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, over_pipeline
+from ds_lgamp.integrations.deepspeed.model.recomputation import (
+    layer_sources,
+    offers_selective,
+    refuse_delayed_scaling,
+    refuse_unless_offered,
+    switch_on,
+)
+from ds_lgamp.integrations.deepspeed.model.shared_tensors import SharedBuffers
+from ds_lgamp.integrations.tracing import trace_if_asked
+from ds_lgamp.partition.agreement import host_group
+from ds_lgamp.partition.bus import Bus
+from ds_lgamp.partition.zero_partition import ZeroPartition
+from ds_lgamp.runtime.batch import BatchState, LoadMicroBatch
+from ds_lgamp.runtime.chunk import Chunk
+from ds_lgamp.runtime.clocks import Stopwatch
+from ds_lgamp.runtime.executor import Executor
+from ds_lgamp.runtime.messages import laid_out
+from ds_lgamp.runtime.ring import ring_links
+from ds_lgamp.runtime.stored_inputs import StoredInputs
+from ds_lgamp.schedule.actions import Action
+from ds_lgamp.schedule.program import build_program
+from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.schedule.validate import validate
+from ds_lgamp.watch.this_rank import this_rank
+
+_SHAPES_ADVICE = (
+    "where shapes change between batches, call engine.reset_activation_shape() on every rank first; where they change "
+    "within one, build the PipelineModule with dynamic_shape=True"
+)
+
+
+class Door(Protocol):
+    """An engine of DeepSpeed, through which a script trains. What its training asks of it."""
+
+    micro_batches: int
+    """Those of a batch on a pipeline, if all data-parallel ranks compute equally many."""
+    global_steps: int
+    optimizer: PartitionedOptimizer
+    device: torch.device
+
+    def loss_of(self, outputs: Any, labels: Any) -> Any:
+        """Returns the loss of a micro-batch, or outputs, from what the last layer returned."""
+
+    def end_backward(self) -> None:
+        """Called when the program comes to its step, before gradients are final on all ranks."""
+
+    def take_step(self) -> None:
+        """Steps the optimizer and the scheduler as DeepSpeed does, and counts the step."""
+
+    def micro_batch_name(self, data_rank: int, micro_batch: int) -> str:
+        """Returns what the user calls a micro-batch."""
+        ...
+
+
+class Training:
+    """Trains one model: owns its programs, partition, executor, checks, trace, saves and live state.
+
+    DeepSpeed builds an engine in one long constructor. So a training is built in three steps: the constructor before
+    DeepSpeed's, :meth:`partition_parameters` when DeepSpeed asks for the optimizer, and :meth:`complete` after it.
+    All are collective over all ranks.
+
+    Args:
+        door: the engine.
+        settings: the block.
+        partition_method: how the module cuts its layers; ``chunks_per_rank`` balances by it.
+        micro_batches: those of a batch on a pipeline.
+        layers: those that are on this rank before they are placed.
+        arguments: those of DeepSpeed's engine. ``optimizer`` and ``model_parameters`` may change.
+        scales_in_step: whether the script decides on the factor of the loss after the backward passes.
+
+    Raises ConfigError on every rank if the engine cannot train as asked.
+    """
+
+    executor: Executor
+
+    def __init__(
+        self,
+        door: Any,
+        settings: LgampConfig,
+        partition_method: str,
+        micro_batches: int,
+        layers: Iterable[nn.Module],
+        arguments: dict[str, Any],
+        scales_in_step: bool = False,
+    ) -> None:
+        module, config = arguments["model"], arguments["config_class"]
+        self.door, self.settings, self.partition_method, self.config = door, settings, partition_method, config
+        self.zero_stage = int(config.zero_optimization_stage)
+        """The stage that the user asked for. DeepSpeed is always told 1, so that its ZeRO hooks run."""
+        plan = plan_training(settings, arguments, partition_method, micro_batches, scales_in_step)
+        self.placed: PlacedModule = module
+        """Its layers are placed at the end of this constructor."""
+        self.grid = module._grid
+        self.data_rank: int = self.grid.data_parallel_id
+        self.data_group: dist.ProcessGroup = self.grid.get_data_parallel_group()
+        self.program_spec = plan.specs[self.data_rank]
+        self._replicas = plan.replicas
+        self._disk = open_disk(settings, config)
+        self._live_folder = live_folder(config, settings)
+        if self._live_folder is not None:
+            open_folder(self._live_folder)
+        if settings.recompute == "selective":
+            refuse_unless_offered(over_pipeline(module, offers_selective(module)))
+        self.program = lru_cache(maxsize=8)(self._build_program)
+        self.program(self.program_spec)
+        prepare_optimizer(module, config, arguments)
+        self._shared_buffers = SharedBuffers(layers)
+        place_with_groups(module, plan.layout, arguments)
+        self.live: LiveCheckpoint | None = None
+        self.computes_input_gradients = False
+        """Whether the current batch computes gradients of the script's arguments, below all that trains."""
+
+    def _build_program(self, spec: ProgramSpec) -> list[Action]:
+        """Returns the program of this pipeline rank. Raises ProgramError if that of any rank is faulty, or if they
+        deadlock."""
+        program = build_program(spec)
+        validate(spec, program)
+        return program[self.placed.stage_id]
+
+    def partition_parameters(
+        self, optimizer: torch.optim.Optimizer, prepare: Callable[[], None]
+    ) -> PartitionedOptimizer:
+        """Partitions the parameters, and returns what DeepSpeed steps in place of ``optimizer``.
+
+        Args:
+            prepare: converts layers that the module shows, if they got no memory before, as DeepSpeed has done with all
+                others.
+        """
+        module = self.placed
+        deferred = DeferredLayers(module, prepare) if is_deferred(module) else None
+        self.device = self.door.device
+        self.partition: ZeroPartition = partition_parameters(
+            module,
+            optimizer,
+            self.settings,
+            self.config,
+            self.program_spec,
+            self.data_group,
+            self.device,
+            deferred,
+            self._disk,
+        )
+        self._deferred = deferred
+        self.tensor_access = TensorAccess(self.partition, optimizer)
+        return build_optimizer(
+            optimizer,
+            self.partition,
+            self.settings,
+            self.config,
+            self.program_spec,
+            module.world_group,
+            self.data_group,
+        )
+
+    def complete(self) -> None:
+        """Builds what runs batches, once DeepSpeed has built its part."""
+        if self._deferred is not None:
+            # Not before: DeepSpeed counts parameters, and those of shards count nothing.
+            self._deferred.register()
+            self._deferred = None
+        if self.settings.recompute == "selective":
+            switch_on(self.placed)
+        refuse_delayed_scaling(self.placed)
+        self.random_sources = layer_sources(self.device)
+        # A copy would take the memory that a disk has spared.
+        copies = self.settings.asynchronous_save and not on_disk_of(self.config, self.settings).state
+        self.saver = Saver(copies, self.settings.keep_last)
+        self._stopwatch = Stopwatch(self.device)
+        door = self.door
+        self.check = door.optimizer.check = nonfinite_check(
+            self.settings,
+            self.config,
+            self.placed,
+            self.partition,
+            lambda: self.executor.losses,
+            lambda: door.global_steps,
+            door.micro_batch_name,
+            self.device,
+        )
+        self.executor = self._build_executor()
+        self.executor.trace = trace_if_asked(self.settings, self.placed.stage_id, self.data_rank, self.device)
+        self.partition.release_all()
+        self.loader = BatchLoader(self.placed.stage_id == 0, self.computes_loss, self.device, input_dtype(self.config))
+        self._monitor = monitor_if_asked(door, self.loader, self._stopwatch)
+        if self._live_folder is not None:
+            self.live = LiveCheckpoint(door, self._live_folder)
+
+    def _build_executor(self) -> Executor:
+        module, settings, door = self.placed, self.settings, self.door
+        sources = self.random_sources
+        before_layer = before_layers(module, settings.reproducible, sources, lambda: door.global_steps)
+        between_layers = laid_out if settings.reproducible else None
+        after_layer = None if self.check is None else self.check.seen.after_layer
+        stored_inputs = None
+        if settings.offload_activations != "none":
+            host = self.partition.host
+            bus = Bus(self.device, disk=self._disk) if host is None else host.bus
+            stored_inputs = StoredInputs(bus, on_disk=settings.offload_activations == "nvme")
+        return Executor(
+            module.layout.placement,
+            module.stage_id,
+            {
+                chunk: Chunk(functions, module.layout.bounds[chunk], before_layer, between_layers, after_layer)
+                for chunk, functions in module.chunk_functions.items()
+            },
+            self.partition,
+            ring_links(self.grid.pipe_groups, self.device, host_group(), module.dynamic_shape, _SHAPES_ADVICE),
+            door.loss_of,
+            self._step,
+            # Seeded before every layer, generators need not be restored.
+            [] if settings.reproducible else sources,
+            recompute=settings.recompute == "full",
+            loss_gradient=self._loss_gradient,
+            timing=self._stopwatch,
+            owns=self.partition.owns if self.partition.frees_weights else None,
+            update=door.optimizer.update,
+            stored_inputs=stored_inputs,
+            alike=dist.get_process_group_ranks(self.data_group),
+        )
+
+    # What it trains
+
+    @property
+    def computes_loss(self) -> bool:
+        """Whether this pipeline rank has the last chunk."""
+        return self.placed.stage_id == self.program_spec.loss_rank
+
+    @property
+    def loss_source(self) -> int:
+        """The global rank that has the last chunk of this pipeline."""
+        return self.grid.stage_to_global(self.program_spec.loss_rank)
+
+    @property
+    def replica_specs(self) -> list[ProgramSpec]:
+        """The program of a training step on every data-parallel rank, for the current batch size."""
+        specs = self._replicas(self.door.micro_batches)
+        # Gradients of arguments go through frozen chunks.
+        return [replace(spec, first_trained=0) for spec in specs] if self.computes_input_gradients else specs
+
+    @property
+    def own_spec(self) -> ProgramSpec:
+        return self.replica_specs[self.data_rank]
+
+    # One batch
+
+    @contextmanager
+    def in_batch(self, training: bool, begins: bool = True, ends: bool = True) -> Iterator[None]:
+        """Says where this rank is, in case it or another one stands still. Where the batch ``begins``, parameters have
+        the values that the script gave them since the last one, and a trace of the step begins.
+
+        Args:
+            begins, ends: whether the batch does, and not only a part of it, after which the script has its turn.
+        """
+        steps = self.door.global_steps
+        label = f"step {steps + 1}" if training else f"an evaluation after step {steps}"
+        trace = self.executor.trace if training else None
+        with this_rank.whereabouts.in_batch(self.executor, label, training, self.settings.patience, ends):
+            if begins:
+                self.partition.attach_parameters()
+            if begins and training:
+                self.partition.refuse_thawed()
+            if begins and trace is not None:
+                trace.begin(steps + 1, self.executor, lambda: self.own_spec)
+            if begins and training:
+                self._shared_buffers.look()
+            try:
+                yield
+            except BaseException:
+                if trace is not None:
+                    trace.stop()
+                raise
+            if ends and training:
+                self._shared_buffers.check()
+
+    def monitored(self) -> AbstractContextManager[None]:
+        """Measures and reports the training step inside the block, if somebody asks for reports."""
+        return monitored(self.door, self._monitor, self.loader)
+
+    def kept_from_script(self) -> AbstractContextManager[None]:
+        """Keeps the random states of the script over the block, where layers are seeded."""
+        return kept_from_script(self.random_sources, self.settings.reproducible)
+
+    def batch_state(
+        self, spec: ProgramSpec, load: LoadMicroBatch, name: Callable[[int], str] | None = None
+    ) -> BatchState:
+        """Begins a batch. Training begins for the check, too, if there is one.
+
+        Args:
+            load: loads a micro-batch.
+            name: returns what the user calls a micro-batch; None numbers them.
+        """
+        training = not spec.forward_only
+        if not training:
+            self.partition.catch_up()
+        elif self.check is not None:
+            load = self.check.seen.begin(spec.micro_batches, load)
+        return BatchState(
+            self.door.micro_batches if training else spec.micro_batches,
+            load,
+            training,
+            spec.turns_at_once,
+            self.program(spec),
+            spec.first_trained,
+            spec.returns_outputs and training,
+            name,
+        )
+
+    def end_batch(self, specs: Iterable[ProgramSpec]) -> None:
+        """Counts the micro-batches of a batch, and acts on the one before if that was not finite.
+
+        Args:
+            specs: the programs of all data-parallel ranks. Seeds as stock derives them differ between batches, and are
+                the same on every rank.
+        """
+        self.placed.micro_offset += max(spec.micro_batches for spec in specs)
+        if self.check is not None:
+            self.check.act()
+
+    def _loss_gradient(self, loss: Tensor, micro_batches: int) -> Tensor:
+        """Returns the gradient of the scaled mean over micro-batches with regard to the ``loss`` of one of them.
+
+        A product, because a half-precision loss may not hold the scale: then the gradient is infinite, which the step
+        finds. Filling a tensor with such a number may be an error.
+        """
+        return torch.ones_like(loss) * (self.door.optimizer.loss_scale / micro_batches)
+
+    def _step(self) -> None:
+        self.door.end_backward()
+        if self.live is not None:
+            with self.executor.timing.time("store"):
+                self.live.before_step()
+        with self.executor.timing.time("reduce"):
+            self.partition.finish_gradients()
+        with self.executor.timing.time("step"):
+            self.door.optimizer.settle_gradients()
+            self.door.take_step()
+            self.partition.after_update()
+
+    def end_step(self) -> None:
+        """Called when nothing of a step changes any more, but by updates that it has postponed."""
+        if self.live is not None:
+            self.live.end_step(self.door, self.door.live_client_state)
+
+    def settle_nonfinite(self) -> None:
+        """Acts on the last batch too, if it is not finite. Collective; may raise NonfiniteError on every rank."""
+        if self.check is not None:
+            self.check.settle()
+
+    def forget_nonfinite(self) -> None:
+        """Forgets the last batch, after other weights were loaded."""
+        if self.check is not None:
+            self.check.forget()
+
+    # The end
+
+    def finish_gathers(self) -> None:
+        """Waits until no parameters are on their way to this rank. Acts on a last batch that is not finite.
+
+        Raises HostUpdateError or OSError if an update on the host or its disk has failed, and CheckpointError if a live
+        state cannot be written, unless a batch has said so.
+        """
+        self.settle_nonfinite()
+        try:
+            self.partition.finish_gathers()
+            if self.live is not None:
+                self.live.wait()
+        except (HostUpdateError, OSError, CheckpointError):
+            if not self.executor.links.broken:
+                raise
+        get_accelerator().synchronize()
+        if self.executor.trace is not None:
+            self.executor.trace.close()
+            self.executor.trace = None
+
+    def end(self) -> None:
+        """Finishes all that is under way."""
+        self.finish_gathers()
+        self.saver.wait()
+        if self.live is not None:
+            self.live.end()

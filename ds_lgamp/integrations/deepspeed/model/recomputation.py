@@ -1,0 +1,145 @@
+"""What recomputation has to know of layers: the generators they draw from, and what they recompute themselves.
+
+With ``"recompute": "selective"``, chunks are not recomputed, but layers that offer it recompute a part of themselves. A
+layer offers it by an attribute ``recompute_selectively`` of its own or of a module inside it. The engine sets the
+attribute to True. The layer itself chooses the part that it recomputes and the random states for it. Megatron-core's
+attention has its own switch for this.
+"""
+
+import random
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import numpy
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import nn
+
+from ds_lgamp.config import BLOCK, ConfigError
+from ds_lgamp.runtime.recompute import RandomSource, default_sources, hashed_seed
+
+
+def layer_sources(device: torch.device) -> list[RandomSource]:
+    """Returns the generators of torch, Python and NumPy, and the trackers of DeepSpeed and Megatron-core that are in
+    use."""
+    sources = [
+        *default_sources(device),
+        RandomSource("python", random.getstate, random.setstate, random.seed),
+        RandomSource(
+            "numpy",
+            numpy.random.get_state,
+            numpy.random.set_state,
+            lambda seed: numpy.random.seed(seed % 2**32),
+            _same_numpy,
+        ),
+    ]
+    for name, module in _TRACKING.items():
+        tracking = sys.modules.get(module)
+        if tracking is not None and tracking.get_cuda_rng_tracker().get_states():
+            sources.append(_tracked(name, tracking.get_cuda_rng_tracker(), device))
+    return sources
+
+
+_TRACKING = {
+    "deepspeed": "deepspeed.runtime.activation_checkpointing.checkpointing",
+    "megatron": "megatron.core.tensor_parallel.random",
+}
+"""The modules that have a tracker of random states, by what the tracker is called here."""
+
+
+def _tracked(name: str, tracker: Any, device: torch.device) -> RandomSource:
+    """Returns the states of a tracker: tensors, or generators that a CUDA graph can capture."""
+
+    def read() -> dict[str, torch.Tensor]:
+        states = tracker.get_states().items()
+        return {key: state.get_state() if isinstance(state, torch.Generator) else state for key, state in states}
+
+    def write(states: dict[str, torch.Tensor]) -> None:
+        generators = {key: each for key, each in tracker.get_states().items() if isinstance(each, torch.Generator)}
+        for key, generator in generators.items():
+            generator.set_state(states[key])
+        # A new dictionary, because the tracker keeps and changes the one that it gets.
+        tracker.set_states({**states, **generators})
+
+    return RandomSource(name, read, write, lambda seed: write(_seeded(read(), seed, device)), _same_tracked)
+
+
+def _seeded(states: dict[str, torch.Tensor], seed: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Returns a state for every name in ``states``, each from a seed of its own."""
+    return {name: torch.Generator(device).manual_seed(hashed_seed(seed, name)).get_state() for name in states}
+
+
+def _same_numpy(first: Any, second: Any) -> bool:
+    return first[2:] == second[2:] and numpy.array_equal(first[1], second[1])
+
+
+def _same_tracked(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+SWITCH = "recompute_selectively"
+MEGATRON_SWITCH = "checkpoint_core_attention"
+
+
+def offers_selective(layer: Any) -> bool:
+    """Returns whether ``layer``, or a module inside it, can recompute a part of itself."""
+    return isinstance(layer, nn.Module) and any(_switch_of(module) is not None for module in layer.modules())
+
+
+def refuse_unless_offered(offers: Iterable[bool]) -> None:
+    """Raises ConfigError if no layer of the model can recompute a part of itself."""
+    if not any(offers):
+        raise ConfigError(
+            f"{BLOCK}.recompute is 'selective', but no layer of the model offers it: give layers an attribute {SWITCH} "
+            "that makes them recompute a part of themselves, or use 'full' or 'none'"
+        )
+
+
+def switch_on(layers: nn.Module) -> None:
+    """Makes layers recompute a part of themselves. A Megatron-core layer stays as it is if its TransformerConfig sets
+    ``recompute_granularity``."""
+    for module in layers.modules():
+        name = _switch_of(module)
+        if name == SWITCH or (name == MEGATRON_SWITCH and not _configured(module)):
+            setattr(module, name, True)
+
+
+def _switch_of(module: nn.Module) -> str | None:
+    if hasattr(module, SWITCH):
+        return SWITCH
+    # Megatron-core cannot recompute on the CPU, because it reads the random states of a GPU then.
+    if hasattr(module, MEGATRON_SWITCH) and get_accelerator().device_name() != "cpu":
+        return MEGATRON_SWITCH
+    return None
+
+
+def _configured(module: nn.Module) -> bool:
+    return getattr(getattr(module, "config", None), "recompute_granularity", None) is not None
+
+
+_PACKAGE = "transformer_engine"
+
+
+def refuse_delayed_scaling(module: nn.Module) -> None:
+    """Makes the parts of Transformer Engine in ``module`` raise ConfigError when they are called with delayed scaling.
+
+    Delayed scaling takes its scales from a history of largest values. The end of every autocast moves the histories of
+    all parts in the process on. A chunk that is computed again, after other micro-batches, takes other scales than the
+    first time, and moves the histories on once more. Recipes without a history depend on the tensor alone. Only a
+    forward knows its recipe.
+    """
+    for part in module.modules():
+        if any(kind.__module__.partition(".")[0] == _PACKAGE for kind in type(part).__mro__):
+            part.register_forward_pre_hook(_refuse_in_use)
+
+
+def _refuse_in_use(part: nn.Module, inputs: Any) -> None:
+    from transformer_engine.common.recipe import DelayedScaling
+    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+
+    if FP8GlobalStateManager.is_fp8_enabled() and isinstance(FP8GlobalStateManager.get_fp8_recipe(), DelayedScaling):
+        raise ConfigError(
+            f"fp8_recipe is DelayedScaling, whose scales depend on the order of work, which a {BLOCK} block changes; "
+            "give Transformer Engine's autocast Float8CurrentScaling, MXFP8BlockScaling or Float8BlockScaling"
+        )
