@@ -231,12 +231,12 @@ def _fail(message: str, error: BaseException) -> NoReturn:
 def _announce(message: str, error: BaseException) -> None:
     """Tells the others of ``error``, so that they blame nobody else. A checkpoint that is being written is completed
     once this rank has shown ``message``; the others write their part without a pause."""
-    from ds_lgamp.checkpoint.errors import CheckpointError
-    from ds_lgamp.checkpoint.saver import wait_for_all
-
     writes = bool(this_rank.savers)
     this_rank.announce(cause(error), " and completes a checkpoint" if writes else "")
     if writes:
+        from ds_lgamp.checkpoint.errors import CheckpointError
+        from ds_lgamp.checkpoint.saver import wait_for_all
+
         _print(message)
         with suppress(CheckpointError):
             wait_for_all()
@@ -255,7 +255,7 @@ def _sentence(error: ConfigError) -> str:
 
 
 def _leave(message: str, status: int, error: BaseException | None = None) -> NoReturn:
-    """Ends the process with ``message``, behind the reason if that is another rank's. The other ranks learn the
+    """Ends the process with ``message``. The reason comes first if it is another rank's. The other ranks learn the
     ``error`` that ends it."""
     sys.stdout.flush()
     if error is None:

@@ -119,7 +119,7 @@ def _answer(rank: int, group: dist.ProcessGroup, clock: Clock) -> None:
 
 
 def _ahead(group: dist.ProcessGroup, clock: Clock) -> float:
-    """Returns by how much this rank's clock is ahead of the first rank's."""
+    """Returns by how much this rank's clock is later than the first rank's."""
     answer, measured = torch.zeros(1, dtype=torch.float64, device="cpu"), []
     for _ in range(ROUNDS):
         asked = clock()
@@ -147,7 +147,7 @@ class HostClock:
         return self.seconds(mark)
 
     def seconds(self, mark: Mark) -> float:
-        """Returns the seconds at ``mark`` since all ranks began. Waits for ``mark`` if it lies ahead."""
+        """Returns the seconds at ``mark`` since all ranks began. Waits for ``mark`` if it is to come."""
         return mark - self._zero
 
     def is_past(self, mark: Mark) -> bool:

@@ -64,7 +64,7 @@ class Outgoing:
         self._in_flight: deque[tuple[dist.Work, torch.Tensor, Flight | None]] = deque()
         self._headers_in_flight: list[tuple[dist.Work, torch.Tensor]] = []
         self._peer_posts = on_arrival
-        """Whether the peer posts receives without being asked. If it posts ahead, it waits for headers first; sends
+        """Whether the peer posts receives without being asked. If it posts early, it waits for headers first; sends
         must not wait for it then."""
 
     def announce(self, chunk: int, value: Tensors) -> None:
@@ -237,7 +237,7 @@ class Links:
         the next compute.
 
         A device that runs out of memory waits for all that runs on it before it takes back what it can. A send runs
-        until its message is received. Two ranks that send to each other, and need memory ahead of their receives, would
+        until its message is received. Two ranks that send to each other, and need memory before their receives, would
         wait for each other.
         """
         if not self._on_arrival:

@@ -60,8 +60,8 @@ class Connection:
         return self._peer.fileno()
 
     @property
-    def is_behind(self) -> bool:
-        """Whether a line is not sent whole yet. The peer reads slowly, or stands still."""
+    def has_unsent(self) -> bool:
+        """Whether a part of a line is not sent yet. The peer reads slowly, or not at all."""
         return bool(self._unsent)
 
     def send(self, line: str) -> None:
@@ -106,10 +106,10 @@ class Connection:
 
 def flush(connections: Iterable[Connection]) -> bool:
     """Sends more of what the peers did not take yet. Returns whether something is left."""
-    behind = [connection for connection in connections if connection.is_behind]
-    for connection in behind:
+    slow = [connection for connection in connections if connection.has_unsent]
+    for connection in slow:
         connection.flush()
-    return any(connection.is_behind for connection in behind)
+    return any(connection.has_unsent for connection in slow)
 
 
 def complete(connections: Iterable[Connection], seconds: float) -> None:

@@ -14,6 +14,8 @@ from ds_lgamp.watch.standing import Standing, Wait, listed
 
 _SHOWN = 5
 """How many ranks of a chain a sentence names."""
+_TRIED = 8
+"""From how many waiting ranks to search."""
 
 
 class Cause(IntEnum):
@@ -84,10 +86,6 @@ def find(victim: Standing, standings: Mapping[int, Standing], silent: Mapping[in
     )
 
 
-_TRIED = 8
-"""From how many waiting ranks to search."""
-
-
 def stalled_longest(standings: Mapping[int, Standing], silent: Mapping[int, Silent]) -> Stall | None:
     """Returns the stall that has lasted longest, among those of the ranks that have waited longest; None if no rank
     waits, or if all that do may wait: outside of batches, for ranks that may go on."""
@@ -110,7 +108,7 @@ class _Search:
         self.victim, self.standings, self.silent = victim, standings, silent
         self.sources: dict[int, tuple[int, Wait] | None] = {victim.rank: None}
         """By rank, who waits for it and how."""
-        self.first_behind: dict[int, int] = {}
+        self.first_late: dict[int, int] = {}
         """By rank, whom it waits for first of all."""
 
     def run(self) -> tuple[Cause, int, Sequence[int]]:
@@ -125,11 +123,11 @@ class _Search:
             if not standing.waits:
                 ends.append((Cause.WORK, rank, ()))
                 continue
-            behind = {other: wait for wait in standing.waits for other in self.behind(standing, wait)}
-            if not behind:
+            late = {other: wait for wait in standing.waits for other in self.late(standing, wait)}
+            if not late:
                 ends.append((Cause.NETWORK, rank, self.involved(standing)))
-            for other, wait in behind.items():
-                self.first_behind.setdefault(rank, other)
+            for other, wait in late.items():
+                self.first_late.setdefault(rank, other)
                 if other not in self.sources:
                     self.sources[other] = rank, wait
                     queue.append(other)
@@ -140,21 +138,21 @@ class _Search:
     def circle(self) -> tuple[int, Sequence[int]]:
         """Returns a rank of the circle to which the first waits lead from the victim, and all of it."""
         ranks = [self.victim.rank]
-        while (following := self.first_behind[ranks[-1]]) not in ranks:
+        while (following := self.first_late[ranks[-1]]) not in ranks:
             ranks.append(following)
         return following, ranks[ranks.index(following) :]
 
-    def behind(self, standing: Standing, wait: Wait) -> list[int]:
-        """Returns the ranks that have not done yet what ``wait`` waits for, those furthest behind first."""
+    def late(self, standing: Standing, wait: Wait) -> list[int]:
+        """Returns the ranks that have not done yet what ``wait`` waits for. Those that have done least come first."""
         ranks = wait.ranks or (*self.standings, *self.silent)
         late = [
             rank
             for rank in ranks
-            if rank != standing.rank and (rank in self.silent or self.is_behind(self.standings[rank], standing, wait))
+            if rank != standing.rank and (rank in self.silent or self.is_late(self.standings[rank], standing, wait))
         ]
         return sorted(late, key=lambda rank: self.progress(rank))
 
-    def is_behind(self, other: Standing, standing: Standing, wait: Wait) -> bool:
+    def is_late(self, other: Standing, standing: Standing, wait: Wait) -> bool:
         if wait.is_call:
             same = any(each.is_call and each.what == wait.what and each.ranks == wait.ranks for each in other.waits)
             # Between batches each rank may make any call, and a rank that has entered this one is not waited for.

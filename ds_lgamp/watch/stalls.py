@@ -188,7 +188,7 @@ class StallTalk:
         self._guard = Guard(own.name)
 
     def begin(self) -> None:
-        """From now on the guard of the last resort runs, and :meth:`look` tells it that this process runs."""
+        """From now on the guard runs, and :meth:`look` tells it that this process runs."""
         self._guard.begin()
         self._whereabouts.on_new_limit = self._arm
 

@@ -83,7 +83,7 @@ class Standing(NamedTuple):
 
 
 def done_before(program: Sequence[Action], row: int) -> dict[str, int]:
-    """Returns how often the actions ahead of ``row`` send, post and launch."""
+    """Returns how often the actions before ``row`` send, post and launch."""
     done = dict.fromkeys([*(kind.value for kind in _MESSAGES), _LAUNCHES], 0)
     for action in program[: max(row, 0)]:
         if action.kind in _MESSAGES:

@@ -1,7 +1,7 @@
 """What the engines of this process share: its place in the job, its lifeline, and the work that its end waits for.
 
 A process is one rank of one job, however many engines its script builds. So it has one :class:`ThisRank`, and code
-outside of this room finds it in one place: :data:`this_rank`. Nothing else of an engine is known beyond the engine.
+outside of this room finds it in one place: :data:`this_rank`. Everything else belongs to a single engine.
 """
 
 import json

@@ -360,13 +360,13 @@ def test_lines_that_the_system_cuts_short_arrive_whole_and_in_order():
     lines = [f"{number} " + "x" * 100_000 for number in range(100)]
     for line in lines:
         sender.send(line)
-    assert sender.is_behind
+    assert sender.has_unsent
     received, ended = [], False
     while not ended:
         some, ended = receiver.receive()
         received += some
         sender.flush()
-        if not sender.is_behind:
+        if not sender.has_unsent:
             sender.finish()
     assert received == lines
     for connection in (sender, receiver):
@@ -378,7 +378,7 @@ def a_verdict_finds_a_full_connection(folder, clock):
     if begin(folder) == 0:
         reach(clock, 1)
         (neighbour,) = this_rank.lifeline._neighbours
-        while not neighbour.is_behind:
+        while not neighbour.has_unsent:
             neighbour.send("padding " + "x" * 10_000)
         lifeline._FAREWELL = SECONDS
         (folder / "full").touch()

@@ -53,7 +53,7 @@ def train_in_turn(folder):
 
 def waits_in_a_batch(engine, seconds):
     """Trains a step. Waits before the first forward of it."""
-    stock = engine.executor.execute
+    stock = engine.lgamp.executor.execute
 
     def execute(action):
         if action.kind is Kind.FORWARD and not waited:
@@ -62,9 +62,9 @@ def waits_in_a_batch(engine, seconds):
         stock(action)
 
     waited = []
-    engine.executor.execute = execute
+    engine.lgamp.executor.execute = execute
     engine.train_batch(batches(3, engine))
-    engine.executor.execute = stock
+    engine.lgamp.executor.execute = stock
 
 
 @pytest.fixture(scope="module")
