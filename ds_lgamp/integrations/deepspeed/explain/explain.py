@@ -7,7 +7,7 @@ own functions compute what would have followed.
 from collections.abc import Sequence
 from typing import Any
 
-from deepspeed.runtime.config import DtypeEnum
+from deepspeed.runtime.config import DeepSpeedConfig, DtypeEnum
 from deepspeed.runtime.pipe.module import PipelineModule
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, read_block
@@ -25,7 +25,13 @@ from ds_lgamp.integrations.deepspeed.explain.imagined import ImaginedModel
 from ds_lgamp.integrations.deepspeed.explain.rank_facts import Step, element_bytes
 from ds_lgamp.integrations.deepspeed.explain.updates import update_of
 from ds_lgamp.integrations.deepspeed.model.module import Layout, layer_types
-from ds_lgamp.integrations.deepspeed.model.recomputation import offers_selective, refuse_unless_offered
+from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources, offers_selective, refuse_unless_offered
+from ds_lgamp.integrations.deepspeed.model.shared_tensors import check_tensors
+from ds_lgamp.integrations.deepspeed.plain.build import configuration_of_pipelines
+from ds_lgamp.integrations.deepspeed.plain.layers import layers_of
+from ds_lgamp.integrations.deepspeed.plain.module import pipeline_module, topology_of
+from ds_lgamp.integrations.deepspeed.plain.sequence_parallel import check_layout
+from ds_lgamp.integrations.shard_keys import for_deepspeed
 from ds_lgamp.schedule.costs import UNIT_DURATIONS, Costs, sized_costs, uniform_costs
 from ds_lgamp.schedule.orders import default_placement
 from ds_lgamp.schedule.placement import place_chunks, split_automatic
@@ -33,6 +39,8 @@ from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import simulate
 from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.schedule.validate import validate
+
+_NO_DATA_YET = "the script gives micro-batches to the engine only after deepspeed.initialize"
 
 
 def explain(
@@ -150,3 +158,21 @@ def _micro_batch_outer_gathers(spec: ProgramSpec, data_ranks: int, ranks: Sequen
     if spec.zero_stage < 3 or data_ranks == 1 or spec.first_trained:
         return None
     return 2 * max(sum(chunk.parameters > 0 for chunk in facts.chunks) for facts in ranks) * spec.micro_batches
+
+
+def explain_plain(settings: LgampConfig, arguments: dict[str, Any]) -> Explanation:
+    """Returns what the engine would do that ``deepspeed.initialize`` builds of these ``arguments``: that of a
+    PipelineModule with the layers of the model. Raises ConfigError if the engine would.
+
+    Unlike the engine it frees no parameter, because it asks for the sizes of all layers.
+    """
+    model = arguments["model"]
+    check_tensors(model)
+    layers = layers_of(model, layer_sources(next(model.parameters()).device), settings)
+    module = pipeline_module(layers, topology_of(layers, settings))
+    check_layout(arguments.get("mpu"), module.mpu(), settings)
+    config = configuration_of_pipelines(arguments, module.num_stages)
+    config_class = DeepSpeedConfig(for_deepspeed(config), module.mpu())
+    return explain(
+        module, config, config_class, arguments.get("optimizer"), "uniform", no_data=_NO_DATA_YET, scales_in_step=True
+    )
