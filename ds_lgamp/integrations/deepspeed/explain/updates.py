@@ -10,11 +10,11 @@ from torch import nn
 from ds_lgamp.cost.matrices import Matrix, exchange_bytes
 from ds_lgamp.cost.muon import Iteration, step_memory
 from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
+    ELEMENTWISE,
     choose_optimizer,
     counterpart,
     kernels_of,
-    state_tensors,
-    updates_in_place,
+    works_on_shards,
 )
 from ds_lgamp.optimizers.lamb import Lamb
 from ds_lgamp.optimizers.muon import DEFAULTS, Muon
@@ -132,3 +132,29 @@ def update_of(optimizer: Any, config: Any) -> Update:
         matrices, others = {**DEFAULTS, **choice.options["matrices"]}, choice.options["others"]
         groups = [{**matrices, "use_muon": True}, {**others, "use_muon": False}]
     return Update(choice.kind.__name__, choice.kind, [{"params": [], **group} for group in groups])
+
+
+def state_tensors(kind: type, options: dict[str, Any]) -> int | None:
+    """How many tensors of each parameter's shape the optimizer keeps; None if that is unknown."""
+    name = kind.__name__
+    if name == "SGD":
+        return int(bool(options.get("momentum")))
+    if name == "RMSprop":
+        return 1 + bool(options.get("momentum")) + bool(options.get("centered"))
+    if kind is Muon or name == "MuonWithAuxAdam":
+        return 1 if options.get("use_muon") else 2
+    if name in ("Adam", "AdamW"):
+        return 3 if options.get("amsgrad") else 2
+    if name in ("FusedAdam", "DeepSpeedCPUAdam", "DeepSpeedCPULion", "NAdam", "RAdam", "Adamax", "Adadelta", "Rprop"):
+        return 2
+    if name.lower() in ("lamb", "fusedlamb"):
+        return 2
+    return 1 if name in ("Adagrad", "ASGD", "Muon", "DeepSpeedCPUAdagrad", "FusedLion") else None
+
+
+def updates_in_place(kind: type, options: dict[str, Any]) -> bool:
+    """Whether a step needs no memory for temporary tensors."""
+    if works_on_shards(kind):
+        return False
+    from_outside = kind.__module__.partition(".")[0] in ("deepspeed", "apex")
+    return from_outside or (kind in ELEMENTWISE and bool(options.get("fused")))
