@@ -1,6 +1,6 @@
 """Checks that an installed host has what an integration builds on, and replaces parts of it.
 
-Closing the ``ExitStack`` that every function which replaces takes puts all parts back together.
+Every function that replaces something takes an ``ExitStack``. Closing it puts back what was replaced.
 """
 
 import importlib
@@ -27,7 +27,7 @@ def missing_parameters(table: Mapping[str, Sequence[str]], optional_rest: bool =
 
     Args:
         table: the parameters of each function, in order, by its path.
-        optional_rest: whether a function may have more parameters behind these, if they have defaults.
+        optional_rest: whether a function may have more parameters after these, if they have defaults.
     """
     missing = []
     for path, names in table.items():

@@ -235,36 +235,10 @@ def try_out(choice: Choice, device: torch.device) -> None:
         _step_one_element(choice, device)
 
 
-def state_tensors(kind: type, options: dict[str, Any]) -> int | None:
-    """How many tensors of each parameter's shape the optimizer keeps; None if that is unknown."""
-    name = kind.__name__
-    if name == "SGD":
-        return int(bool(options.get("momentum")))
-    if name == "RMSprop":
-        return 1 + bool(options.get("momentum")) + bool(options.get("centered"))
-    if kind is Muon or name == "MuonWithAuxAdam":
-        return 1 if options.get("use_muon") else 2
-    if name in ("Adam", "AdamW"):
-        return 3 if options.get("amsgrad") else 2
-    if name in ("FusedAdam", "DeepSpeedCPUAdam", "DeepSpeedCPULion", "NAdam", "RAdam", "Adamax", "Adadelta", "Rprop"):
-        return 2
-    if name.lower() in ("lamb", "fusedlamb"):
-        return 2
-    return 1 if name in ("Adagrad", "ASGD", "Muon", "DeepSpeedCPUAdagrad", "FusedLion") else None
-
-
 def skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step of ``optimizer`` reads its attribute ``found_inf`` on the device, and changes nothing if it
     is 1."""
     return type(optimizer) in _SKIP_BY_THEMSELVES and all(group.get("fused") for group in optimizer.param_groups)
-
-
-def updates_in_place(kind: type, options: dict[str, Any]) -> bool:
-    """Whether a step needs no memory for temporary tensors."""
-    if works_on_shards(kind):
-        return False
-    from_outside = kind.__module__.partition(".")[0] in ("deepspeed", "apex")
-    return from_outside or (kind in ELEMENTWISE and bool(options.get("fused")))
 
 
 def check_optimizer_type(name: str, allow_untested: bool) -> None:

@@ -80,7 +80,7 @@ def measure_activations(
     if settings.recompute == "selective":
         switch_on(nn.ModuleList(_modules(layers)))
     try:
-        with undisturbed(sources), FakeTensorMode(allow_non_fake_inputs=True), _faked(layers, config, device):
+        with undisturbed(sources), FakeTensorMode(allow_non_fake_inputs=True), faked(layers, config, device):
             first, last = _fake_data(inputs, device, input_dtype(config)), _fake_data(labels, device)
             flops: list[int] = []
             with _Draws() as draws:
@@ -142,8 +142,9 @@ def _computed(layers: Chunk, loss_fn: Callable[[Any, Any], Any] | None, labels: 
 
 
 @contextmanager
-def _faked(layers: Sequence[Any], config: Any, device: torch.device) -> Iterator[None]:
-    """Replaces parameters and buffers by fake ones inside the block, in the types that DeepSpeed casts them to."""
+def faked(layers: Sequence[Any], config: Any, device: torch.device) -> Iterator[dict[int, torch.Tensor]]:
+    """Replaces parameters and buffers by fake ones inside the block, in the types that DeepSpeed casts them to. Yields
+    the fake ones by the ids of those that they replace."""
     buffer_type = None if config.buffer_dtype is None else DtypeEnum(config.buffer_dtype).value
     replaced: dict[int, torch.Tensor] = {}
     kept = []
@@ -158,7 +159,7 @@ def _faked(layers: Sequence[Any], config: Any, device: torch.device) -> Iterator
                         if id(tensor) not in replaced:
                             replaced[id(tensor)] = _fake_weight(tensor, data_type, accumulation_dtype(config), device)
                         tensors[name] = replaced[id(tensor)]
-        yield
+        yield replaced
     finally:
         for tensors, name, tensor in kept:
             tensors[name] = tensor

@@ -7,25 +7,31 @@ own functions compute what would have followed.
 from collections.abc import Sequence
 from typing import Any
 
+from deepspeed.runtime.config import DeepSpeedConfig, DtypeEnum
 from deepspeed.runtime.pipe.module import PipelineModule
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, read_block
+from ds_lgamp.integrations.deepspeed.config.precision import parameter_dtype
 from ds_lgamp.integrations.deepspeed.config.zero import on_disk_of
-from ds_lgamp.integrations.deepspeed.engine.plan import Plan, plan_training
+from ds_lgamp.integrations.deepspeed.engine.plan import plan_training
 from ds_lgamp.integrations.deepspeed.explain.activations import (
     NO_DATA,
     UnknownActivations,
     first_micro_batch,
     measure_activations,
 )
-from ds_lgamp.integrations.deepspeed.explain.element_bytes import element_bytes, optimizer_facts
 from ds_lgamp.integrations.deepspeed.explain.facts import Explanation, RankFacts
-from ds_lgamp.integrations.deepspeed.explain.model_sizes import ModelSizes
-from ds_lgamp.integrations.deepspeed.explain.rank_facts import Step
-from ds_lgamp.integrations.deepspeed.explain.update_traffic import rule_of
+from ds_lgamp.integrations.deepspeed.explain.imagined import ImaginedModel
+from ds_lgamp.integrations.deepspeed.explain.rank_facts import Step, element_bytes
+from ds_lgamp.integrations.deepspeed.explain.updates import update_of
 from ds_lgamp.integrations.deepspeed.model.module import Layout, layer_types
-from ds_lgamp.integrations.deepspeed.model.recomputation import refuse_unless_offered
-from ds_lgamp.schedule.actions import Program
+from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources, offers_selective, refuse_unless_offered
+from ds_lgamp.integrations.deepspeed.model.shared_tensors import check_tensors
+from ds_lgamp.integrations.deepspeed.plain.build import configuration_of_pipelines
+from ds_lgamp.integrations.deepspeed.plain.layers import layers_of
+from ds_lgamp.integrations.deepspeed.plain.module import pipeline_module, topology_of
+from ds_lgamp.integrations.deepspeed.plain.sequence_parallel import check_layout
+from ds_lgamp.integrations.shard_keys import for_deepspeed
 from ds_lgamp.schedule.costs import UNIT_DURATIONS, Costs, sized_costs, uniform_costs
 from ds_lgamp.schedule.orders import default_placement
 from ds_lgamp.schedule.placement import place_chunks, split_automatic
@@ -33,6 +39,8 @@ from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import simulate
 from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.schedule.validate import validate
+
+_NO_DATA_YET = "the script gives micro-batches to the engine only after deepspeed.initialize"
 
 
 def explain(
@@ -61,11 +69,9 @@ def explain(
     spec = max(plan.specs, key=lambda replica: replica.micro_batches)
     program = build_program(spec)
     validate(spec, program)
-    updates = optimizer_facts(optimizer, config_class)
-    precision, size = element_bytes(config_class, updates)
-    model = ModelSizes(module, plan.layout)
+    update, model = update_of(optimizer, config_class), ImaginedModel(module, plan.layout)
     if settings.recompute == "selective":
-        refuse_unless_offered(model.offers_selective)
+        refuse_unless_offered(map(offers_selective, model.built))
     samples = config_class.train_micro_batch_size_per_gpu
     activations, unknown = None, None
     try:
@@ -75,38 +81,24 @@ def explain(
     except UnknownActivations as reason:
         unknown = str(reason)
     step = Step(
-        model=model,
         spec=spec,
         data_ranks=module.topology().get_dim("data"),
         tensor_ranks=module.topology().get_dim("model") or 1,
-        size=size,
+        size=element_bytes(config_class, update),
         activations=activations,
         in_rank_order=settings.reproducible,
-        rule=rule_of(optimizer, config_class),
+        update=update,
         on_disk=on_disk_of(config_class, settings),
         leaves_live_states=settings.live_checkpoint is not None,
     )
-    return _told(settings, module, plan, program, step, precision, updates.name, unknown)
-
-
-def _told(
-    settings: LgampConfig,
-    module: PipelineModule,
-    plan: Plan,
-    program: Program,
-    step: Step,
-    precision: str,
-    optimizer: str,
-    activations_unknown: str | None,
-) -> Explanation:
-    """Returns what ``plan`` asks for, and what each pipeline rank does in ``step``."""
-    spec, ranks = step.spec, [step.facts(rank, actions) for rank, actions in enumerate(program)]
+    held = model.ranks(settings, config_class, spec, update.group_of)
+    ranks = [step.facts(rank, *each) for rank, each in enumerate(zip(held, program))]
     return Explanation(
         pipeline_ranks=spec.pipeline_ranks,
         data_ranks=step.data_ranks,
         tensor_ranks=step.tensor_ranks,
         schedule=spec.schedule,
-        placement=_placement_name(settings),
+        placement=settings.placement or default_placement(settings.schedule),
         zero_stage=spec.zero_stage,
         hierarchy=None if spec.hierarchy is None else spec.hierarchy._asdict(),
         offload=None if spec.offload is None else spec.offload._asdict(),
@@ -121,15 +113,15 @@ def _told(
         data_rank_speeds=settings.data_rank_speeds,
         micro_batch_shares=[replica.micro_batches for replica in plan.specs],
         recompute=settings.recompute,
-        precision=precision,
-        optimizer=optimizer,
+        precision=DtypeEnum(parameter_dtype(config_class)).name,
+        optimizer=update.name,
         updates=spec.updates,
         layers=module._num_layers,
-        parameters=sum(size.parameters for size in step.model.sizes.values()),
+        parameters=model.parameters,
         bubble=simulate(spec, program, _costs(spec, plan.layout, settings, module)).bubble,
         bubble_formula=_bubble_formula(spec),
         micro_batch_outer_gathers=_micro_batch_outer_gathers(spec, step.data_ranks, ranks),
-        activations_unknown=activations_unknown,
+        activations_unknown=unknown,
         ranks=ranks,
     )
 
@@ -152,10 +144,6 @@ def _costs(spec: ProgramSpec, layout: Layout, settings: LgampConfig, module: Pip
     return sized_costs(spec, UNIT_DURATIONS, layers, settings.pipeline_rank_speeds)
 
 
-def _placement_name(settings: LgampConfig) -> str:
-    return settings.placement or default_placement(settings.schedule)
-
-
 def _bubble_formula(spec: ProgramSpec) -> float | None:
     ranks, micro_batches = spec.pipeline_ranks, spec.micro_batches
     applies = (
@@ -172,3 +160,21 @@ def _micro_batch_outer_gathers(spec: ProgramSpec, data_ranks: int, ranks: Sequen
     if spec.zero_stage < 3 or data_ranks == 1 or spec.first_trained:
         return None
     return 2 * max(sum(chunk.parameters > 0 for chunk in facts.chunks) for facts in ranks) * spec.micro_batches
+
+
+def explain_plain(settings: LgampConfig, arguments: dict[str, Any]) -> Explanation:
+    """Returns what the engine would do that ``deepspeed.initialize`` builds of these ``arguments``: that of a
+    PipelineModule with the layers of the model. Raises ConfigError if the engine would.
+
+    Unlike the engine it frees no parameter, because it asks for the sizes of all layers.
+    """
+    model = arguments["model"]
+    check_tensors(model)
+    layers = layers_of(model, layer_sources(next(model.parameters()).device), settings)
+    module = pipeline_module(layers, topology_of(layers, settings))
+    check_layout(arguments.get("mpu"), module.mpu(), settings)
+    config = configuration_of_pipelines(arguments, module.num_stages)
+    config_class = DeepSpeedConfig(for_deepspeed(config), module.mpu())
+    return explain(
+        module, config, config_class, arguments.get("optimizer"), "uniform", no_data=_NO_DATA_YET, scales_in_step=True
+    )

@@ -123,8 +123,8 @@ class Explanation:
 
 def json_text(facts: Explanation, assignment: dict[str, Any] | None = None) -> str:
     """Returns the facts for a program to read, with what is known of the ``assignment`` of ranks to nodes."""
-    told = asdict(facts)
-    for rank in told["ranks"]:
+    written = asdict(facts)
+    for rank in written["ranks"]:
         for key in ("disk", "live"):
             rank[key] = None if rank[key] is None else rank[key]._asdict()
-    return json.dumps(told | ({} if assignment is None else {"assignment": assignment}))
+    return json.dumps(written | ({} if assignment is None else {"assignment": assignment}))

@@ -1,15 +1,44 @@
-"""Imagined ranks: one process plays one rank of many, and collectives move nothing."""
+"""Imagined ranks: one process plays one of many, and builds what every pipeline rank would hold, without memory."""
 
 import functools
 import inspect
+import math
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from copy import copy
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule, TiedLayerSpec
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from ds_lgamp.config import LgampConfig
+from ds_lgamp.cost.state import UnitSize, aligned
+from ds_lgamp.integrations.deepspeed.engine.parameters import partition_parameters
+from ds_lgamp.integrations.deepspeed.explain.activations import faked
+from ds_lgamp.integrations.deepspeed.explain.facts import ChunkFacts, TiedFacts
+from ds_lgamp.integrations.deepspeed.model.construction import build_without_memory
+from ds_lgamp.integrations.deepspeed.model.layer_moves import place_built
+from ds_lgamp.integrations.deepspeed.model.module import (
+    Layout,
+    PlacedModule,
+    function_of,
+    global_names,
+    layer_types,
+    prefix_of,
+)
+from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources
 from ds_lgamp.integrations.hosts import replace_attribute
+from ds_lgamp.partition.zero_partition import ZeroPartition
+from ds_lgamp.runtime.recompute import undisturbed
+from ds_lgamp.schedule.spec import ProgramSpec
 
 
 def imagine_ranks(ranks: int, rank: int) -> None:
@@ -40,3 +69,136 @@ def imagine_ranks(ranks: int, rank: int) -> None:
     for name, replacement in replacements.items():
         for module in (dist, dist.distributed_c10d):
             replace_attribute(module, name, replacement, undo)
+
+
+class ImaginedRank(NamedTuple):
+    """What a pipeline rank would hold."""
+
+    chunks: list[ChunkFacts]
+    tied: list[TiedFacts]
+    """Its tied modules, in the order of their keys."""
+    partition: ZeroPartition
+    """The engine's own, of tensors without memory. Shards are neither spread over nodes nor on the host."""
+
+
+class ImaginedModel:
+    """The layers of a whole module: those that this process has built as they are, and the others without memory, as
+    their specifications build them."""
+
+    def __init__(self, module: PipelineModule, layout: Layout) -> None:
+        self.layout = layout
+        self._module, self._specs = module, module._layer_specs
+        self._names = [prefix_of(layer, spec) for layer, spec in enumerate(self._specs)]
+        by_name: dict[str, Any] = {}
+        sources = layer_sources(torch.device(get_accelerator().current_device_name()))
+        with undisturbed(sources):
+            for layer, name in enumerate(self._names):
+                if name not in by_name:
+                    by_name[name] = self._layer(layer)
+        self.built = list(by_name.values())
+        """Every layer once."""
+        self.layers = [by_name[name] for name in self._names]
+        """A tied module stands for each of its uses."""
+        self.parameters = sum(map(_parameters, self.built))
+
+    def _layer(self, layer: int) -> Any:
+        """Returns the layer as this rank has built it, else one without memory that its specification builds."""
+        module, spec = self._module, self._specs[layer]
+        if isinstance(spec, TiedLayerSpec) and spec.key in module.tied_modules:
+            return module.tied_modules[spec.key]
+        if str(layer) in module._modules:
+            return module._modules[str(layer)]
+        return build_without_memory(spec) if isinstance(spec, LayerSpec) else spec
+
+    def ranks(
+        self, settings: LgampConfig, config: Any, spec: ProgramSpec, group_of: Callable[[str, nn.Parameter], int]
+    ) -> list[ImaginedRank]:
+        """Returns all pipeline ranks.
+
+        Args:
+            config: the DeepSpeedConfig.
+            spec: the program of a step.
+            group_of: returns the optimizer's group of a parameter that trains, from its global name and itself.
+        """
+        groups = {
+            id(parameter): group_of(f"{prefix}.{name}", parameter)
+            for prefix, layer in zip(self._names, self.layers)
+            if isinstance(layer, nn.Module)
+            for name, parameter in layer.named_parameters()
+            if parameter.requires_grad
+        }
+        group, device = self._module._grid.get_data_parallel_group(), torch.device("cpu")
+        spec = replace(spec, hierarchy=None, offload=None)
+        ranks = []
+        with FakeTensorMode(), faked(self.layers, config, device) as fakes:
+            owned = {id(fakes[original]): index for original, index in groups.items()}
+            for rank in range(self._module.num_stages):
+                tied = self._tied(rank)
+                placed = self._placed(rank, tied)
+                optimizer: Any = SimpleNamespace(param_groups=_groups(placed, owned))
+                partition = partition_parameters(placed, optimizer, settings, config, spec, group, device, None, None)
+                ranks.append(ImaginedRank(self._chunks(rank), tied, partition))
+        return ranks
+
+    def _placed(self, rank: int, tied: list[TiedFacts]) -> PlacedModule:
+        """Returns the module as it would be on pipeline rank ``rank`` after its layers were placed."""
+        placed = copy(self._module)
+        placed._modules, placed.stage_id = {}, rank
+        keys = {spec.key: layer for spec, layer in zip(self._specs, self.layers) if isinstance(spec, TiedLayerSpec)}
+        placed.tied_modules, placed.tied_weight_attrs = nn.ModuleDict(keys), dict.fromkeys(keys)
+        placed.tied_comms = {
+            facts.key: {"group": _TieGroup(facts.pipeline_ranks, rank), "ranks": facts.pipeline_ranks} for facts in tied
+        }
+        functions = [function_of(spec, layer) for spec, layer in zip(self._specs, self.layers)]
+        return place_built(placed, self.layout, dict(enumerate(functions)))
+
+    def _chunks(self, rank: int) -> list[ChunkFacts]:
+        types = layer_types(self._module)
+        facts = []
+        for chunk in self.layout.chunks_of(rank):
+            layers = self.layout.layers(chunk)
+            own = [self.layers[layer] for layer in layers if not isinstance(self._specs[layer], TiedLayerSpec)]
+            names = [types[layer] for layer in layers]
+            facts.append(ChunkFacts(chunk, layers[0], layers[-1], names, sum(map(_parameters, own))))
+        return facts
+
+    def _tied(self, rank: int) -> list[TiedFacts]:
+        types, facts = layer_types(self._module), []
+        for key in sorted({spec.key for spec in self._specs if isinstance(spec, TiedLayerSpec)}):
+            users = [layer for layer, spec in enumerate(self._specs) if getattr(spec, "key", None) == key]
+            owners = sorted({self.layout.owner(layer) for layer in users})
+            if rank in owners:
+                chunks = sorted({self.layout.chunk_of(layer) for layer in users if self.layout.owner(layer) == rank})
+                facts.append(TiedFacts(key, types[users[0]], _parameters(self.layers[users[0]]), chunks, owners))
+        return facts
+
+
+class _TieGroup:
+    """Stands for the group of the pipeline ranks that hold a copy of a tied module."""
+
+    def __init__(self, ranks: list[int], rank: int) -> None:
+        self.size, self.rank = ranks.__len__, lambda: ranks.index(rank)
+
+
+def _groups(placed: PlacedModule, owned: dict[int, int]) -> list[dict[str, Any]]:
+    """Returns the optimizer's groups of a rank, from the index of the group of every parameter, by the latter's id."""
+    groups: list[dict[str, Any]] = [{"params": []} for _ in range(1 + max(owned.values(), default=0))]
+    for _, tensor in global_names(placed):
+        if id(tensor) in owned:
+            groups[owned[id(tensor)]]["params"].append(tensor)
+    return groups
+
+
+def unit_sizes(partition: ZeroPartition) -> list[UnitSize]:
+    """Returns the sizes of the units of a partition, as the formula of memory takes them."""
+    sizes = []
+    for unit in partition.units:
+        owned = [math.prod(shape) for _, shape, group in unit.storage.contents() if group is not None]
+        chunks = tuple(chunk for chunk, units in partition.chunk_units.items() if unit in units)
+        copies = 1 if unit.tie_group is None or not unit.trains else unit.tie_group.size()
+        sizes.append(UnitSize(unit.storage.end, sum(map(aligned, owned)), chunks, unit.tied, copies, not unit.trains))
+    return sizes
+
+
+def _parameters(layer: Any) -> int:
+    return sum(parameter.numel() for parameter in layer.parameters()) if isinstance(layer, nn.Module) else 0

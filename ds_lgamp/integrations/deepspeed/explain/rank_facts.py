@@ -1,7 +1,8 @@
-"""Computes what a pipeline rank would hold and do in a step."""
+"""Computes what a pipeline rank would hold and do in a step, by the formulas of ``ds_lgamp/cost``."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 
@@ -17,9 +18,10 @@ from ds_lgamp.cost.traffic import (
     hop_bytes,
     predict_traffic,
 )
+from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype, parameter_dtype
 from ds_lgamp.integrations.deepspeed.explain.facts import RankFacts
-from ds_lgamp.integrations.deepspeed.explain.model_sizes import ModelSizes
-from ds_lgamp.integrations.deepspeed.explain.update_traffic import Rule, UpdateTraffic, update_memory, update_traffic
+from ds_lgamp.integrations.deepspeed.explain.imagined import ImaginedRank, unit_sizes
+from ds_lgamp.integrations.deepspeed.explain.updates import Update
 from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.spec import ProgramSpec
 
@@ -28,7 +30,6 @@ from ds_lgamp.schedule.spec import ProgramSpec
 class Step:
     """A training step of an imagined engine, on the data-parallel ranks with the most micro-batches."""
 
-    model: ModelSizes
     spec: ProgramSpec
     data_ranks: int
     tensor_ranks: int
@@ -37,17 +38,19 @@ class Step:
     """None if they are unknown."""
     in_rank_order: bool
     """Whether sums over data-parallel ranks are taken in the order of the ranks."""
-    rule: Rule
+    update: Update
     on_disk: OnDisk
     leaves_live_states: bool
 
-    def facts(self, rank: int, actions: Sequence[Action]) -> RankFacts:
-        """Returns what a pipeline rank holds, and does in a step, its ``actions``."""
-        chunks, tied, units = self.model.chunks(rank), self.model.tied(rank), self.model.units(rank)
+    def facts(self, rank: int, held: ImaginedRank, actions: Sequence[Action]) -> RankFacts:
+        """Returns what a pipeline rank does in a step, its ``actions``, with what it holds."""
+        chunks, tied, units = held.chunks, held.tied, unit_sizes(held.partition)
         if self.activations is not None:
             chunks = [replace(facts, forward_flops=self.activations.flops[facts.chunk]) for facts in chunks]
-        memory, disk = self._memory_and_disk(rank, actions, units)
-        update = self._update_traffic(rank)
+        stage, sharing = self.spec.zero_stage, self._sharing_ranks
+        step = self.update.memory(held.partition, stage, sharing) if self.tensor_ranks == 1 else None
+        memory, disk = self._memory_and_disk(actions, units, step)
+        update = self.update.traffic(held.partition, stage, sharing, self.in_rank_order)
         loaded, stored = self._bus_bytes(actions, units)
         return RankFacts(
             pipeline_rank=rank,
@@ -85,10 +88,6 @@ class Step:
         )
         return Traffic(sends=traffic.sends, receives=traffic.receives) if self.data_ranks == 1 else traffic
 
-    def _update_traffic(self, rank: int) -> UpdateTraffic:
-        stage, sharing = self.spec.zero_stage, self._sharing_ranks
-        return update_traffic(self.model, rank, self.rule, stage, sharing, self.in_rank_order)
-
     def _collective_bytes(self, actions: Sequence[Action], units: Sequence[UnitSize]) -> int:
         stage, hierarchy = self.spec.zero_stage, self.spec.hierarchy
         return sum(collective_bytes(actions, unit, stage, self.data_ranks, self.size, hierarchy) for unit in units)
@@ -106,11 +105,9 @@ class Step:
         return bus_bytes(actions, units, self.spec.offload, self.spec.zero_stage, self.data_ranks, self.size)
 
     def _memory_and_disk(
-        self, rank: int, actions: Sequence[Action], units: Sequence[UnitSize]
+        self, actions: Sequence[Action], units: Sequence[UnitSize], step: int | None
     ) -> tuple[Memory, DiskUse | None]:
-        spec, step = self.spec, None
-        if self.tensor_ranks == 1:
-            step = update_memory(self.model, rank, self.rule, spec.zero_stage, self._sharing_ranks)
+        spec = self.spec
         memory = rank_memory(
             actions,
             units,
@@ -150,3 +147,17 @@ class Step:
         if self.activations is None:
             return None
         return hop_bytes(rank, self.spec.placement, self.spec.micro_batches, self.activations)
+
+
+def element_bytes(config: Any, update: Update) -> ElementBytes:
+    """Returns the bytes per element under a DeepSpeedConfig."""
+    weights, gradients = parameter_dtype(config), accumulation_dtype(config)
+    travelling = config.communication_data_type or gradients
+    size = ElementBytes(
+        weights.itemsize, gradients.itemsize, communication=None if travelling == gradients else travelling.itemsize
+    )
+    state, temporary = (
+        None if tensors is None else tensors * size.master
+        for tensors in (update.state_tensors, update.temporary_tensors)
+    )
+    return replace(size, optimizer=state, update=temporary)

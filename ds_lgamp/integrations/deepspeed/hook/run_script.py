@@ -15,8 +15,8 @@ from ds_lgamp.integrations.user_script import failures_end_the_process, leave, r
 
 # These need a DeepSpeed that check_seams accepts, so functions import them.
 if TYPE_CHECKING:
-    from ds_lgamp.integrations.deepspeed.explain.assigned import LaidOut
     from ds_lgamp.integrations.deepspeed.explain.facts import Explanation
+    from ds_lgamp.integrations.deepspeed.explain.text import LaidOut
 
 LayOut = Callable[[dict[str, Any]], "LaidOut"]
 STOCK_REFUSAL = "must divide distributed world size"
@@ -154,8 +154,7 @@ class _Explainer:
         self._explain(facts_of, config, replicas=True)
 
     def explain_plain(self, stock: Any, **arguments: Any) -> Any:
-        from ds_lgamp.integrations.deepspeed.explain.explain import enabled_block
-        from ds_lgamp.integrations.deepspeed.explain.plain import explain_plain
+        from ds_lgamp.integrations.deepspeed.explain.explain import enabled_block, explain_plain
         from ds_lgamp.integrations.deepspeed.plain.build import only_evaluates
 
         if only_evaluates(arguments):
@@ -185,9 +184,8 @@ class _Explainer:
         raise SystemExit(0)
 
     def _text(self, facts: "Explanation", laid_out: "LaidOut | None") -> str:
-        from ds_lgamp.integrations.deepspeed.explain.assigned import assigned_json, assigned_text
         from ds_lgamp.integrations.deepspeed.explain.facts import json_text
-        from ds_lgamp.integrations.deepspeed.explain.text import as_text
+        from ds_lgamp.integrations.deepspeed.explain.text import as_text, assigned_json, assigned_text
 
         if self._as_json:
             return json_text(facts, None if laid_out is None else assigned_json(laid_out)) + "\n"

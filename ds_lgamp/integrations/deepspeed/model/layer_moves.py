@@ -61,9 +61,7 @@ def place_layers(module: PipelineModule, layout: Layout) -> None:
             layer: _obtain(module, layer, previous_owner[layer], layout.owner(layer), infos, device)
             for layer in range(module._num_layers)
         }
-    module.__class__ = type(type(module).__name__, (PlacedModule, type(module)), {})
-    module.layout = layout
-    _register(module, built)
+    place_built(module, layout, built)
     arrived = {prefix: layer for prefix, layer in built_layers(module).items() if prefix not in stayed}
     raise_everywhere(adopt_traits(arrived, traits), ConfigError)
     module.tied_comms = module._index_tied_modules()
@@ -73,6 +71,18 @@ def place_layers(module: PipelineModule, layout: Layout) -> None:
     for key in module.tied_comms:
         if key not in deferred_keys(module):
             share_tied_values(module, key, module.tied_modules[key])
+
+
+def place_built(module: PipelineModule, layout: Layout, built: dict[int, Any]) -> PlacedModule:
+    """Makes ``module`` a :class:`PlacedModule` of the pipeline rank ``module.stage_id``, and returns it.
+
+    Args:
+        built: the functions of this rank's layers; those of others are ignored.
+    """
+    module.__class__ = type(type(module).__name__, (PlacedModule, type(module)), {})
+    module.layout = layout
+    _register(module, built)
+    return module
 
 
 def _forget_collectives(parameter: nn.Parameter) -> None:

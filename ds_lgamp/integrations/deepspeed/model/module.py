@@ -92,7 +92,7 @@ NAMES_OF_MODEL = "_ds_lgamp_names_of_model"
 BESIDE = "beside"
 """What global names begin with, in place of a layer, of buffers that are in none. Every rank has them."""
 BeforeLayer = Callable[[int, int], None]
-"""Called with (layer, micro-batch) ahead of the layer."""
+"""Called with (layer, micro-batch) before the layer."""
 
 
 class TensorInfo(NamedTuple):
@@ -117,11 +117,11 @@ class PlacedModule(PipelineModule):
     chunk_functions: dict[int, list[Callable]]
     """The layers of every chunk of this rank, as functions."""
     beside_layers: Sequence[tuple[str, nn.Module]] = ()
-    """The modules of a model that are in no layer, such as the one that contains all, by name behind :data:`BESIDE`."""
+    """The modules of a model that are in no layer, such as the one that contains all, by name after :data:`BESIDE`."""
     other_names: Mapping[str, str] = MappingProxyType({})
     """More names that a model has for a parameter, each with the one inside its layer."""
     before_layer: BeforeLayer | None = None
-    """Called ahead of every layer, before its seed; None if nothing is."""
+    """Called before every layer, and before the layer is seeded; None if nothing is."""
 
     full_parameters: Callable[[], AbstractContextManager[None]]
     """Keeps this rank's parameters complete and current inside a block. All data-parallel ranks enter it together."""

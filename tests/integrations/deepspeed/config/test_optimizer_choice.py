@@ -33,12 +33,11 @@ from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
     check_updates_alone,
     choose_optimizer,
     kernels_of,
-    state_tensors,
     translated,
     try_out,
-    updates_in_place,
     works_on_shards,
 )
+from ds_lgamp.integrations.deepspeed.explain.updates import state_tensors, updates_in_place
 from ds_lgamp.optimizers.lamb import Lamb
 from ds_lgamp.optimizers.muon import Muon
 from ds_lgamp.runtime.measure import PeakMemory

@@ -18,7 +18,7 @@ from ds_lgamp.cost.activations import ActivationBytes, ChunkBytes
 from ds_lgamp.cost.disk import DiskUse, OnDisk, disk_use, host_beside_disk, room
 from ds_lgamp.cost.memory import rank_memory
 from ds_lgamp.cost.state import ElementBytes
-from ds_lgamp.integrations.deepspeed.explain.model_sizes import ModelSizes
+from ds_lgamp.integrations.deepspeed.explain.imagined import unit_sizes
 from ds_lgamp.optimizers import disk_updates
 from ds_lgamp.partition import bus
 from ds_lgamp.partition.agreement import everyone
@@ -110,7 +110,7 @@ def compare(stage, kept, on_disk, block, precision):
     weights = 2 if precision else 4
     size = ElementBytes(weights=weights, gradients=weights, optimizer=8)
     activations = ActivationBytes(INPUT, INPUT, [ChunkBytes(INPUT, 0, 0)] * 4)
-    sizes = ModelSizes(build(), engine.module.layout).units(0)
+    sizes = unit_sizes(optimizer.partition)
     actions, offload = engine.lgamp.program(engine.lgamp.own_spec), engine.program_spec.offload
     given = offload, on_disk, stage, engine.dp_world_size, size
     told = disk_use(actions, sizes, *given, activations)
