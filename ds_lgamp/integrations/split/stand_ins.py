@@ -171,19 +171,6 @@ def replacing(stand_ins: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[
                 registry[name] = part
 
 
-@contextmanager
-def with_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Gives ``module`` another ``forward`` inside the block."""
-    own = module.__dict__.get("forward")
-    module.forward = forward  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del module.forward
-        if own is not None:
-            module.forward = own  # type: ignore[method-assign]
-
-
 _UNKNOWN = (
     "what module '{}' before the blocks returns cannot be known on pipeline ranks that lack it ({}); with a "
     f"{BLOCK} block, let it look at the values of no tensors but integers among the arguments, or set pipeline_ranks "
