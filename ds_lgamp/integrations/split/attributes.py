@@ -97,7 +97,7 @@ class OwnState:
             yield
         finally:
             end = self._end_of_blocks
-            after = {(holder, name) for holder, name, _ in (() if end is None else end.changed())}
+            after: set[Place] = set() if end is None else {(holder, name) for holder, name, _ in end.changed()}
             self._after |= after
             if after or end is not now:
                 now.restore(self._after)

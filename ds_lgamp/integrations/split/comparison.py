@@ -16,7 +16,7 @@ from ds_lgamp.integrations.split.dependence import one
 from ds_lgamp.integrations.split.forward import SplitForward
 from ds_lgamp.integrations.split.parts import place_of
 from ds_lgamp.integrations.split.stand_ins import replacing
-from ds_lgamp.integrations.split.state import Snapshot, untouched
+from ds_lgamp.integrations.split.state import Snapshot, leave_out_hosts, untouched
 from ds_lgamp.integrations.split.trial_arguments import others
 from ds_lgamp.runtime.chunk import Chunk, cloned
 from ds_lgamp.runtime.random_state import read_states
@@ -61,6 +61,7 @@ class Comparison:
     """
 
     def __init__(self, split: SplitForward, layers: Sequence[Layer], calls: Calls) -> None:
+        leave_out_hosts()
         self._original, self._model, self._calls = split.original, split.original.model, calls
         self._chunks = [Chunk([layer], number, calls.before_layer) for number, layer in enumerate(layers)]
         self._own_modules, self._loss_in = split.own_state.modules, split.loss_in

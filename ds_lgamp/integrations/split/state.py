@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.partition.rows import write
+from ds_lgamp.runtime.references import leave_out
 
 
 class Named(NamedTuple):
@@ -216,6 +217,13 @@ def untouched(model: nn.Module) -> Iterator[Snapshot]:
             with torch.no_grad():
                 for buffer, value in values:
                     write(buffer, value)
+
+
+def leave_out_hosts() -> None:
+    """Tells the runtime what of hosts layers hold that is no state of theirs."""
+    packages = ("accelerate", "deepspeed", "megatron", "peft", "transformer_engine", "transformers")
+    # transformers says there that it has registered hooks, and a recomputation takes none away.
+    leave_out(packages, ["_output_capturing_hooks_installed"])
 
 
 def version_of(tensor: Tensor) -> int:

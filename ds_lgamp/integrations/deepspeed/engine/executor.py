@@ -10,6 +10,7 @@ from torch import Tensor
 from ds_lgamp.config import LgampConfig
 from ds_lgamp.integrations.deepspeed.engine.seeding import before_layers
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule
+from ds_lgamp.integrations.split.state import leave_out_hosts
 from ds_lgamp.partition.agreement import host_group
 from ds_lgamp.partition.bus import Bus
 from ds_lgamp.partition.disk import Disk
@@ -55,6 +56,7 @@ def build_executor(
     reproducible = settings.reproducible
     between_layers = laid_out if reproducible else None
     before_layer = before_layers(module, reproducible, random_sources, global_step)
+    leave_out_hosts()
     chunks = {
         chunk: Chunk(functions, module.layout.bounds[chunk], before_layer, between_layers, after_layer)
         for chunk, functions in module.chunk_functions.items()

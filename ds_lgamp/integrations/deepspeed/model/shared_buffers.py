@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 
 from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.split.state import version_of
 
 
 class SharedBuffers:
@@ -51,5 +52,5 @@ def _buffers(layer: nn.Module) -> Iterable[tuple[nn.Module, str, Tensor]]:
 
 
 def _state(tensor: Tensor | None) -> tuple[Tensor | None, int]:
-    """Returns a buffer, and how often it was changed in place, which those of torch.inference_mode do not count."""
-    return tensor, 0 if tensor is None or tensor.is_inference() else tensor._version
+    """Returns a buffer, and how often it was changed in place."""
+    return tensor, 0 if tensor is None else version_of(tensor)
