@@ -33,7 +33,7 @@ from ds_lgamp.integrations.deepspeed.plain.exchange import Exchange
 from ds_lgamp.integrations.deepspeed.plain.layers import Compiled, Layers
 from ds_lgamp.integrations.deepspeed.plain.module import tell_of_model
 from ds_lgamp.integrations.deepspeed.plain.open_batch import OpenBatch
-from ds_lgamp.integrations.deepspeed.plain.unfinished_batch import Kept
+from ds_lgamp.integrations.deepspeed.plain.unfinished_batch import UnfinishedBatch
 from ds_lgamp.integrations.split.call import Arguments, Call
 from ds_lgamp.partition.agreement import Term
 from ds_lgamp.partition.groups import own_host_group
@@ -82,7 +82,7 @@ class ModelEngine(LgampEngine):
         self.training_dataloader = self.deepspeed_io(training_data) if training_data else None
         pipeline = self.grid.get_pipe_parallel_group()
         self._exchange = Exchange(pipeline, own_host_group(self.grid.pipe_groups, pipeline), self.device)
-        self._kept = Kept(user_model)
+        self._kept = UnfinishedBatch(user_model)
         self._forward_settings = layers.settings
         """What the first batch sets in the model's configuration; None after it."""
         self.optimizer.zero_grad = self.zero_grad
