@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.call import Call, Survey
-from ds_lgamp.integrations.split.dependence import Uses, is_alike, one, other, random_results, reached
 from ds_lgamp.integrations.split.forward import SplitForward
 from ds_lgamp.integrations.split.imagined import Imagined, UnknownShape, is_imagined
 from ds_lgamp.integrations.split.parts import Result
 from ds_lgamp.integrations.split.stand_ins import PlaceholderUsed
+from ds_lgamp.integrations.split.travelling import Uses, is_alike, one, other, random_results, reached
 
 _DEPENDS = (
     "depends on random numbers that its forward draws before the blocks, on values of modules there, or on what an "

@@ -12,11 +12,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.call import Arguments, Call, Calls, run_uncompiled
-from ds_lgamp.integrations.split.dependence import one
 from ds_lgamp.integrations.split.forward import SplitForward
 from ds_lgamp.integrations.split.parts import place_of
 from ds_lgamp.integrations.split.stand_ins import replacing
 from ds_lgamp.integrations.split.state import Snapshot, leave_out_hosts, untouched
+from ds_lgamp.integrations.split.travelling import one
 from ds_lgamp.integrations.split.trial_arguments import others
 from ds_lgamp.runtime.chunk import Chunk, cloned
 from ds_lgamp.runtime.random_state import read_states

@@ -10,9 +10,9 @@ from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves,
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.call import Call
-from ds_lgamp.integrations.split.dependence import is_alike, other, walk
 from ds_lgamp.integrations.split.parts import Part, Result, parameters_of
 from ds_lgamp.integrations.split.stand_ins import Leaves, Results
+from ds_lgamp.integrations.split.travelling import is_alike, other, walk
 
 
 class MissingOutput(ConfigError, AttributeError):

@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.attributes import SetAttributes, tensors_set_in_training
 from ds_lgamp.integrations.split.call import Arguments, BlockArguments, Survey, run_uncompiled
-from ds_lgamp.integrations.split.dependence import Uses, walk
 from ds_lgamp.integrations.split.imagined import Shape
 from ds_lgamp.integrations.split.outputs import register_dataclasses
 from ds_lgamp.integrations.split.parts import (
@@ -28,6 +27,7 @@ from ds_lgamp.integrations.split.parts import (
 )
 from ds_lgamp.integrations.split.stand_ins import BlockStandIn, Placeholder, PlaceholderUsed, replacing
 from ds_lgamp.integrations.split.state import Buffers
+from ds_lgamp.integrations.split.travelling import Uses, walk
 from ds_lgamp.integrations.split.trial_arguments import in_words
 
 

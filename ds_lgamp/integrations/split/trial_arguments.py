@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.call import Arguments
-from ds_lgamp.integrations.split.dependence import one
 from ds_lgamp.integrations.split.parts import model_of
+from ds_lgamp.integrations.split.travelling import one
 
 _TENSOR = {"shape", "dtype"}
 """The keys of an object that describes a tensor."""
