@@ -36,8 +36,8 @@ class SetAttributes:
         finally:
             self._snapshots = []
 
-    def written(self, index: int, name: str) -> None:
-        """Tells that a forward is about to set or delete an attribute of block ``index`` itself."""
+    def before_write(self, index: int, name: str) -> None:
+        """Called before a forward sets or deletes an attribute of block ``index`` itself."""
         self._writes[index].setdefault(name, vars(self._modules[index][""]).get(name, MISSING))
 
     def of(self, index: int) -> Mapping[Attribute, Any]:
@@ -103,7 +103,7 @@ class OwnState:
                 now.restore(self._after)
 
     def reached_end_of_blocks(self) -> None:
-        """Tells that the code after the blocks follows."""
+        """Called before the code after the blocks runs."""
         self._end_of_blocks = self._current()
 
     def _current(self) -> Snapshot:

@@ -16,7 +16,7 @@ from ds_lgamp.integrations.split.forward import SplitForward
 from ds_lgamp.integrations.split.parts import place_of
 from ds_lgamp.integrations.split.stand_ins import replacing
 from ds_lgamp.integrations.split.state import Snapshot, leave_out_hosts, untouched
-from ds_lgamp.integrations.split.travelling import one
+from ds_lgamp.integrations.split.travelling import numbers_like
 from ds_lgamp.integrations.split.trial_arguments import others
 from ds_lgamp.runtime.chunk import Chunk, cloned
 from ds_lgamp.runtime.random_state import read_states
@@ -190,7 +190,7 @@ class Comparison:
     def _computed(self, is_whole: bool, hidden: list[Tensor], output: Any, again: Sequence[Tensor] = ()) -> Computed:
         trained = output if self._loss_in is None else self._loss_in(output)
         weighed = [leaf for leaf in tree_leaves(trained) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        summed = [(leaf.float() * one(leaf.detach().float())).sum() for leaf in weighed]
+        summed = [(leaf.float() * numbers_like(leaf.detach().float())).sum() for leaf in weighed]
         gradients: list[Tensor] = []
         if summed:
             found = torch.autograd.grad(torch.stack(summed).sum(), self._trained, allow_unused=True)

@@ -73,14 +73,14 @@ class BlockStandIn(StandIn):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "_is_made" in self.__dict__:
-            self._attributes.written(self._index, name)
+            self._attributes.before_write(self._index, name)
             setattr(self._own, name, value)
         else:
             super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
         if "_is_made" in self.__dict__:
-            self._attributes.written(self._index, name)
+            self._attributes.before_write(self._index, name)
             delattr(self._own, name)
         else:
             super().__delattr__(name)

@@ -209,14 +209,9 @@ def untouched(model: nn.Module) -> Iterator[Snapshot]:
     """Gives a model back after the block all that its modules held, with the globals that their forwards name, and the
     values of its buffers. Forwards that run inside leave nothing behind: no counters, no caches, no submodules in place
     of others. Yields what is there before."""
-    values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    with restored(model.modules(), _DEPTH, named_globals(model)) as before:
-        try:
-            yield before
-        finally:
-            with torch.no_grad():
-                for buffer, value in values:
-                    write(buffer, value)
+    buffers = Buffers(model.named_modules()).restored()
+    with buffers, restored(model.modules(), _DEPTH, named_globals(model)) as before:
+        yield before
 
 
 def leave_out_hosts() -> None:
@@ -232,7 +227,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 class Buffers:
-    """Notices changes of the buffers of some modules.
+    """The buffers of some modules, to compare and to restore.
 
     Args:
         owners: the modules, without those in them, by the names that their buffers shall have.
@@ -242,12 +237,12 @@ class Buffers:
         self._owners = list(owners)
         self._before: dict[str, tuple[Tensor, int]] = {}
 
-    def look(self) -> None:
-        """Begins to notice changes."""
+    def remember(self) -> None:
+        """Remembers the buffers as they are."""
         self._before = {name: (buffer, version_of(buffer)) for name, buffer in self._named()}
 
     def changed(self) -> str | None:
-        """Returns the name of a buffer that has changed since the last look; None if there is none."""
+        """Returns the name of a buffer that has changed since they were remembered; None if none has."""
         for name, buffer in self._named():
             own, version = self._before.get(name, (buffer, version_of(buffer)))
             if buffer is not own or version_of(buffer) != version:
@@ -258,13 +253,14 @@ class Buffers:
     def restored(self) -> Iterator[None]:
         """Gives the modules their buffers back after the block, with the values from before it."""
         own = [(module, name, buffer) for _, module, name, buffer in self._all()]
-        values = [buffer.clone() for *_, buffer in own]
+        values = [buffer.detach().clone() for *_, buffer in own]
         try:
             yield
         finally:
-            for (module, name, buffer), value in zip(own, values):
-                write(buffer, value)
-                module._buffers[name] = buffer
+            with torch.no_grad():
+                for (module, name, buffer), value in zip(own, values):
+                    write(buffer, value)
+                    module._buffers[name] = buffer
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         for path, _, name, buffer in self._all():

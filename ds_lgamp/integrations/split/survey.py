@@ -207,7 +207,7 @@ class _Walk:
     def _starts(self, path: str) -> None:
         self._running = self._running or path
         if path in self._buffers:
-            self._buffers[path].look()
+            self._buffers[path].remember()
 
     def _uses(self, tensor: Tensor) -> None:
         """Called with tensors with which a function computes. Those that are parameters show which parts it needs."""

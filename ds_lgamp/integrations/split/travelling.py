@@ -73,16 +73,16 @@ def reached(values: Any, results: Mapping[Result, Tensor]) -> set[Result]:
 def random_results(like: Mapping[Result, Tensor]) -> Results:
     """Returns random numbers for results, in the shapes of these, that autograd follows."""
     # Forwards may change them in place, which is forbidden with leaves.
-    return {result: one(tensor).requires_grad_().clone() for result, tensor in like.items()}
+    return {result: numbers_like(tensor).requires_grad_().clone() for result, tensor in like.items()}
 
 
-def one(like: Tensor) -> Tensor:
+def numbers_like(like: Tensor) -> Tensor:
     """Returns random numbers of the shape of a tensor, the same every time."""
     return random_like(like, 1)
 
 
-def other(like: Tensor) -> Tensor:
-    """Returns other random numbers than :func:`one`."""
+def other_numbers_like(like: Tensor) -> Tensor:
+    """Returns other random numbers than :func:`numbers_like`."""
     # Their mean and their deviation differ, too, which blocks may get instead of them.
     return 0.5 + 2 * random_like(like, 2)
 
@@ -176,7 +176,7 @@ class Travelling:
             return [(run.entries.get(index), block) for index, block in enumerate(run.blocks)]
 
         run, zeros = self._run_dry(call, NONE, _filled_by_index)
-        given = {result: one(tensor) for result, tensor in zeros.items()}
+        given = {result: numbers_like(tensor) for result, tensor in zeros.items()}
         expected, blocks = entering(given), range(len(run.blocks))
         between = set(run.entries)
         if not is_alike(expected, entering(given, blocks)):
@@ -186,7 +186,7 @@ class Travelling:
                     raise ConfigError(EARLIER)
                 between |= {index for index, alike in enumerate(found) if not alike}
         connected = self._connected(call, zeros)
-        replaced = {result: {**given, result: other(tensor)} for result, tensor in given.items()}
+        replaced = {result: {**given, result: other_numbers_like(tensor)} for result, tensor in given.items()}
         travels = [
             result for result, each in replaced.items() if result in connected or not is_alike(expected, entering(each))
         ]
@@ -233,7 +233,7 @@ def _others(run: DryRun) -> Iterator[Any]:
 def _filled(like: Tensor, index: int, changed: bool) -> Tensor:
     """Returns random numbers for the hidden states after block ``index``. Every block has its own, because the next one
     may get the difference of those after two blocks. If they are ``changed``, they are others again."""
-    return other(like) * (1 + index) if changed else random_like(like, 3 + index)
+    return other_numbers_like(like) * (1 + index) if changed else random_like(like, 3 + index)
 
 
 def _filled_by_index(index: int, like: Tensor) -> Tensor:

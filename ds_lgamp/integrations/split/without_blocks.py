@@ -114,7 +114,7 @@ class ForwardWithoutBlocks:
     @contextmanager
     def _unchanged_buffers(self) -> Iterator[None]:
         """Raises ConfigError if the code around the blocks changes a buffer inside the block."""
-        self._buffers.look()
+        self._buffers.remember()
         yield
         if (name := self._buffers.changed()) is not None:
             raise ConfigError(
