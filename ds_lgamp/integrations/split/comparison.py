@@ -24,17 +24,11 @@ from ds_lgamp.runtime.saved_tensors import SavedTensors
 
 _LARGEST = 250_000_000
 """Parameters of the largest models that are compared. For others it would take seconds, and much memory."""
-
-
 _ROUNDS = 2
 """How often the micro-batches are computed. What a forward counts shows in the second round. There the whole output
 counts, as in evaluation; in the first round the loss."""
-
-
 _ELEMENTS = 64
 """Of a gradient, to be compared."""
-
-
 Layer = Callable[[Any], Any]
 
 
@@ -243,8 +237,6 @@ _OTHERWISE = (
     "computes something else once two micro-batches take turns, as state does that passes by a block's arguments and "
     "results: in a global, a context variable, a closure, or an attribute of another object"
 )
-
-
 _AGAIN = (
     "computes something else when it is computed once more for the backward pass, as with a counter in a global, a "
     f"closure, or an attribute of another object; set {BLOCK}.recompute to 'none'"

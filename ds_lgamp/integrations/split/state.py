@@ -71,20 +71,12 @@ def _counts(name: str, value: Any) -> bool:
 
 
 CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
-
-
-_TORCHS = frozenset(vars(nn.Module()))
+OF_TORCH = frozenset(vars(nn.Module()))
 """The attributes that every module has, such as those for its parameters and hooks."""
-
-
 _LARGE = 1000
 """Containers with more elements are remembered, but not searched for others."""
-
-
 _DEPTH = 3
 """How far a trial's snapshot searches attributes and elements for containers and other objects."""
-
-
 Place = tuple[int, str]
 """An attribute: the id of the dictionary that holds it, and its name."""
 
@@ -140,7 +132,7 @@ class Snapshot:
         self._seen.add(id(attributes))
         self._attributes.append((attributes, attributes.copy()))
         for name, value in attributes.items():
-            if depth > 1 or name not in _TORCHS:
+            if depth > 1 or name not in OF_TORCH:
                 self._search(value, depth, (id(attributes), name))
 
     def _search(self, value: Any, depth: int, place: Place) -> None:

@@ -113,12 +113,8 @@ EARLIER = (
     "a block of the model gets what a block returned that is not the one right before it; with a "
     f"{BLOCK} block, write the model as a PipelineModule"
 )
-
-
 Fill = Callable[[int, Tensor], Tensor]
 """Makes the hidden states after a block, by its number, from those that the forward had there."""
-
-
 RunDry = Callable[[Call, Mapping[Result, Tensor], Fill], tuple[DryRun, Results]]
 """Runs a forward up to the last block, with the results that are given, and fills the hidden states after every block.
 Returns what it showed, and all results."""

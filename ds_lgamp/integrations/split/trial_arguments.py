@@ -18,8 +18,6 @@ from ds_lgamp.integrations.split.travelling import numbers_like
 
 _TENSOR = {"shape", "dtype"}
 """The keys of an object that describes a tensor."""
-
-
 _LABELS = ("label", "labels", "target", "targets", "y")
 
 

@@ -13,6 +13,7 @@ from ds_lgamp.integrations.deepspeed.engine.versions import Versions
 from ds_lgamp.integrations.split.call import Arguments, copied_containers
 from ds_lgamp.integrations.split.state import (
     CONTAINERS,
+    OF_TORCH,
     Named,
     class_attributes,
     differing,
@@ -82,7 +83,6 @@ class UnfinishedBatch:
             self._changed = what, len(self.calls) - 1
 
 
-_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 _MODES = "the modes or frozen parameters of the model were"
 
 
@@ -170,7 +170,7 @@ def _names(holder: Any) -> Iterator[str]:
     which are fixed."""
     is_torchs = type(holder).__module__.startswith("torch.nn.")
     for name, value in vars(holder).items():
-        if name not in _OF_TORCH and (not is_torchs or isinstance(value, bool | float)):
+        if (name == "training" or name not in OF_TORCH) and (not is_torchs or isinstance(value, bool | float)):
             yield name
 
 
