@@ -3,6 +3,7 @@ reaches a block by another way than its arguments is then that of the other micr
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
+from functools import partial
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.call import Arguments, Call, Calls, run_uncompiled
 from ds_lgamp.integrations.split.forward import SplitForward
 from ds_lgamp.integrations.split.parts import place_of
-from ds_lgamp.integrations.split.stand_ins import replacing
+from ds_lgamp.integrations.split.stand_ins import replacing, watch_calls
 from ds_lgamp.integrations.split.state import Snapshot, leave_out_hosts, untouched
 from ds_lgamp.integrations.split.travelling import numbers_like
 from ds_lgamp.integrations.split.trial_arguments import others
@@ -128,10 +129,7 @@ class Comparison:
                     # It takes no hooks.
                     block = nn.Sequential(block)
                     stack.enter_context(replacing([(*place_of(blocks.container, name), block)]))
-                before = block.register_forward_pre_hook(lambda *_, index=index: enters(index))
-                after = block.register_forward_hook(lambda *call: leaves(call[-1]))
-                stack.callback(before.remove)
-                stack.callback(after.remove)
+                watch_calls(block, partial(enters, index), leaves, stack)
             self._original.seed(0)
             output = run_uncompiled(self._model, *arguments[0], **arguments[1])
         return self._computed(is_whole, hidden, output)

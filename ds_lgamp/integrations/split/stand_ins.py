@@ -171,6 +171,13 @@ def replacing(stand_ins: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[
                 registry[name] = part
 
 
+def watch_calls(module: nn.Module, starts: Callable[[], None], ends: Callable[[Any], Any], undo: ExitStack) -> None:
+    """Until ``undo`` is closed, every call of a module first calls ``starts``, and then ``ends`` with its result. What
+    that returns takes the place of the result, unless it is None."""
+    undo.callback(module.register_forward_pre_hook(lambda *_: starts()).remove)
+    undo.callback(module.register_forward_hook(lambda *call: ends(call[-1])).remove)
+
+
 _UNKNOWN = (
     "what module '{}' before the blocks returns cannot be known on pipeline ranks that lack it ({}); with a "
     f"{BLOCK} block, let it look at the values of no tensors but integers among the arguments, or set pipeline_ranks "
@@ -206,10 +213,7 @@ class PartsBefore:
                 if isinstance(part, nn.Parameter):
                     results.add(path, part)
                 else:
-                    before = part.register_forward_pre_hook(lambda *_, path=path: results.starts(path))
-                    after = part.register_forward_hook(lambda *call, path=path: results.add(path, call[-1]))
-                    stack.callback(before.remove)
-                    stack.callback(after.remove)
+                    watch_calls(part, partial(results.starts, path), partial(results.add, path), stack)
             yield results
 
     def no_leaves(self) -> Leaves:

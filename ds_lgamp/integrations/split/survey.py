@@ -25,7 +25,7 @@ from ds_lgamp.integrations.split.parts import (
     parts_of,
     place_of,
 )
-from ds_lgamp.integrations.split.stand_ins import BlockStandIn, Placeholder, PlaceholderUsed, replacing
+from ds_lgamp.integrations.split.stand_ins import BlockStandIn, Placeholder, PlaceholderUsed, replacing, watch_calls
 from ds_lgamp.integrations.split.state import Buffers
 from ds_lgamp.integrations.split.travelling import Uses, walk
 from ds_lgamp.integrations.split.trial_arguments import in_words
@@ -128,10 +128,7 @@ class _Walk:
                     stack.callback(part.requires_grad_, part.requires_grad)
                     part.requires_grad_()
                     continue
-                before = part.register_forward_pre_hook(lambda *_, path=path: self._starts(path))
-                after = part.register_forward_hook(lambda *call, path=path: self._ends(path, call[-1]))
-                stack.callback(before.remove)
-                stack.callback(after.remove)
+                watch_calls(part, partial(self._starts, path), partial(self._ends, path), stack)
             blocks = self._original.blocks
             stand_ins = [
                 (*place_of(blocks.container, name), BlockStandIn(block, index, self._attributes, self._visit))
