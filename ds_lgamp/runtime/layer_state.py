@@ -1,4 +1,4 @@
-"""What a chunk's modules keep between forwards beside parameters: buffers, and plain attributes such as counters.
+"""What a chunk's modules keep between forwards besides parameters: buffers, and plain attributes such as counters.
 
 A recomputation finds this state as the first forward found it, and leaves no trace in it. So what a forward counts, it
 counts once per micro-batch.

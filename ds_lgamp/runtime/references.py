@@ -1,4 +1,4 @@
-"""What modules refer to beside parameters and modules: buffers, and plain attributes such as counters and caches."""
+"""What modules refer to besides parameters and modules: buffers, and plain attributes such as counters and caches."""
 
 import sys
 from argparse import Namespace

@@ -141,7 +141,7 @@ def check_parts(split: SplitForward, shown: Survey) -> None:
 def check_foreign(split: SplitForward, shown: Survey) -> None:
     """Raises ConfigError if a block computes with a tensor that the forward made outside of it, and that is none of its
     arguments. Works for models too large to compute: blocks run with imagined tensors for their arguments, parameters
-    and buffers, so a real one has come beside them. A block that cannot be imagined is not checked."""
+    and buffers, so a real tensor has come by another way. A block that cannot be imagined is not checked."""
     call = Call(*shown.arguments)
     with split.original.undisturbed():
         with torch.no_grad(), _NewTensors() as new:

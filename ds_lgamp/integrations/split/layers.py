@@ -38,7 +38,7 @@ class Beginning(Tree):
 
 
 class Block(Tree):
-    """A block of the model. Takes and returns hidden states, with what the next layers need beside them."""
+    """A block of the model. Takes and returns hidden states, with what the next layers need besides them."""
 
     def __init__(self, path: str, block: nn.Module, index: int, split: SplitForward, calls: Calls) -> None:
         super().__init__({path: block})
@@ -178,7 +178,7 @@ class OwnModelLayers(SplitLayers):
             self._place = _place_of_loss(type(model).__name__, leaves) if only_loss else None
             self._shape = torch.Size() if self._place is None else leaves[self._place].shape
             self._others = [NotReturned() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            """What the model returns beside its loss, where only that comes back."""
+            """What the model returns besides its loss, where only that comes back."""
             # They may draw random numbers, but change nothing.
             without_state = [module for module in model.modules() if not [*module.parameters(), *module.buffers()]]
             super().__init__(original, shown, self._loss_in if only_loss else None, before, without_state)

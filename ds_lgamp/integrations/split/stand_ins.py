@@ -305,7 +305,7 @@ class PartResults:
         tensor = self.tensors[result]
         if version_of(tensor) != self._versions[result]:
             raise ConfigError(
-                f"the forward of the model changes in place what '{result.path}' returned, and uses it beside hidden "
+                f"the forward of the model changes in place what '{result.path}' returned, and uses it besides hidden "
                 f"states; with a {BLOCK} block, compute a new tensor there"
             )
         return tensor

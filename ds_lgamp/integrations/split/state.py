@@ -1,4 +1,4 @@
-"""Remembers what modules hold beside parameters, in attributes, buffers, classes and globals, and gives it back."""
+"""Remembers what modules hold besides parameters, in attributes, buffers, classes and globals, and gives it back."""
 
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence

@@ -68,7 +68,7 @@ class ForwardWithoutBlocks:
 
         Args:
             visit: called in place of every block.
-            returns_placeholders: whether the forward gets placeholders where blocks return tensors beside hidden
+            returns_placeholders: whether the forward gets placeholders where blocks return tensors besides hidden
                 states.
 
         Raises ConfigError if the forward does what it may not do several times for a micro-batch.
