@@ -1,4 +1,4 @@
-"""What a chunk's modules keep between forwards beside parameters: buffers, and plain attributes such as counters.
+"""What a chunk's modules keep between forwards besides parameters: buffers, and plain attributes such as counters.
 
 A recomputation finds this state as the first forward found it, and leaves no trace in it. So what a forward counts, it
 counts once per micro-batch.
@@ -44,12 +44,12 @@ class LayerState:
         self._roots = [holder for name, module in modules for holder in holders(name, module)]
         self._with_buffers = [module for _, module in modules if len(module._buffers)]
         self._modes: list[bool] = []
-        """Which modules with buffers were in training mode at the last look. A batch norm changes its buffers only in
-        training mode."""
+        """Which modules with buffers were in training mode when the state was last read. A batch norm changes its
+        buffers only in training mode."""
         self._last: References | None = None
-        """What was referred to at the last look."""
+        """What was referred to when it was last read."""
         self._copied: list[Place] = []
-        """The places of which every forward gets a copy, while the last look is true."""
+        """The places of which every forward gets a copy, while nothing else has changed."""
         self._in_place: set[Place] = set()
         """The places whose tensor has changed in place."""
         self._still: dict[Place, tuple[Held, torch.Tensor] | None] = {}
@@ -58,19 +58,19 @@ class LayerState:
         self._forwards = 0
 
     def read(self) -> Moment:
-        """Reads the state ahead of a forward."""
+        """Reads the state before a forward."""
         modes, references = [module.training for module in self._with_buffers], self._last
         if modes != self._modes:
             self._modes, references = modes, None
             self._in_place.clear()
             self._still.clear()
         if references is None or not references.hold():
-            references = self._look()
+            references = self._refresh()
         self._forwards += 1
         copied = self._copied
         if not self._forwards & (self._forwards - 1):
             # Compares all buffers once more. The host waits for the device then, which becomes rare.
-            copied = copied + [place for place in self._kept_of(references) if place not in copied]
+            copied = copied + [place for place in self._copies_of(references) if place not in copied]
         if not copied:
             return Moment(references, {})
         return Moment(references, _copies((place, references.tensors[place].tensor) for place in copied))
@@ -101,7 +101,7 @@ class LayerState:
                     "may have changed it once more; let the module write to the buffer itself, not to its data, or set "
                     "ds_lgamp.recompute to 'none'"
                 )
-        self._look()
+        self._refresh()
 
     def rewind(self, before: Moment) -> Moment | None:
         """Brings ``before`` back for a recomputation. Returns the state as it was; None if forwards have changed
@@ -111,7 +111,7 @@ class LayerState:
         """
         now, values = self._last, before.values
         if now is None or not now.hold():
-            now = self._look()
+            now = self._refresh()
         if now is before.references and not values:
             return None
         if now is not before.references:
@@ -122,37 +122,37 @@ class LayerState:
         Moment(before.references, values).write()
         return current
 
-    def _look(self) -> References:
-        """Notes what is referred to now, and which tensors have changed since the last look."""
+    def _refresh(self) -> References:
+        """Reads what is referred to now, and which tensors have changed since this was last read."""
         self._last = now = References.read(self._roots, self._in_place, self._last)
-        tensors, kept = now.tensors, self._kept_of(now)
-        self._change(tensors, {place for place, (still, _) in kept.items() if still.changed})
+        tensors, copies = now.tensors, self._copies_of(now)
+        self._change(tensors, {place for place, (still, _) in copies.items() if still.changed})
         self._copied = [place for place in tensors if place in self._in_place or place not in self._still]
         return now
 
     def _change(self, tensors: dict[Place, Held], changed: set[Place]) -> None:
-        """Notes places whose tensor changes. Where one buffer of a module does, its others may do it unseen, so all of
+        """Enters places whose tensor changes. Where one buffer of a module does, its others may do it unseen, so all of
         them count as changed."""
         modules = {place[0] for place in changed if tensors[place].is_buffer}
         self._in_place |= changed | {place for place in tensors if place[0] in modules}
 
-    def _kept_of(self, references: References) -> dict[Place, tuple[Held, torch.Tensor]]:
+    def _copies_of(self, references: References) -> dict[Place, tuple[Held, torch.Tensor]]:
         """Returns the copies of tensors that ``references`` refers to."""
         found = {place: self._still.get(place) for place in references.tensors}
         return {
-            place: kept
-            for place, kept in found.items()
-            if kept is not None and kept[0].tensor is references.tensors[place].tensor
+            place: copy
+            for place, copy in found.items()
+            if copy is not None and copy[0].tensor is references.tensors[place].tensor
         }
 
     def _late_values(self, before: Moment) -> dict[Place, tuple[torch.Tensor, torch.Tensor]]:
         """Returns the values that ``before`` has no copies of, although they have changed since."""
-        values, kept = {}, self._kept_of(before.references)
+        values, copies = {}, self._copies_of(before.references)
         for place, held in before.references.tensors.items():
             if place in before.values or not (held.changed or place in self._in_place):
                 continue
-            if place in kept and kept[place][0].version == held.version:
-                values[place] = held.tensor, kept[place][1]
+            if place in copies and copies[place][0].version == held.version:
+                values[place] = held.tensor, copies[place][1]
             elif held.changed:
                 raise RuntimeError(
                     f"{held.name} was changed in place after a forward had left it alone, so that a recomputation "

@@ -1,4 +1,4 @@
-"""What modules refer to beside parameters and modules: buffers, and plain attributes such as counters and caches."""
+"""What modules refer to besides parameters and modules: buffers, and plain attributes such as counters and caches."""
 
 import sys
 from argparse import Namespace
@@ -14,25 +14,21 @@ from torch.jit import RecursiveScriptModule
 from torch.nn import Module
 from torch.utils.weak import TensorWeakRef as WeakTensor
 
-_FOREIGN = {
-    *sys.stdlib_module_names,
-    *(
-        "accelerate",
-        "deepspeed",
-        "ds_lgamp",
-        "megatron",
-        "numpy",
-        "peft",
-        "torch",
-        "transformer_engine",
-        "transformers",
-    ),
-}
+_WITHOUT_STATE = {*sys.stdlib_module_names, "ds_lgamp", "numpy", "torch"}
 """Packages whose objects keep no state of layers."""
 _MANY = 1000
 """Of a longer container, such as a vocabulary, only a change of its length is noticed."""
-# transformers notes there that it has registered hooks, and a recomputation takes none away.
-_OF_ALL_MODULES = frozenset(vars(Module())) | {"_output_capturing_hooks_installed"}
+_NO_STATE = set(vars(Module()))
+"""Attributes of modules that are no state of layers."""
+
+
+def leave_out(packages: Iterable[str], attributes: Iterable[str]) -> None:
+    """Lets objects of these packages keep no state of layers, nor modules in these attributes. Integrations know what
+    their hosts keep there."""
+    _NO_STATE.update(attributes)
+    if not _WITHOUT_STATE.issuperset(packages):
+        _WITHOUT_STATE.update(packages)
+        _holds_state.cache_clear()
 
 
 @lru_cache(None)
@@ -40,8 +36,8 @@ def _holds_state(kind: type) -> bool:
     """Returns whether objects of this type may hold state that is no module's, parameter's or tensor's own."""
     if issubclass(kind, dict | list | set | deque | SimpleNamespace | Namespace):
         return True
-    is_foreign = kind.__module__.partition(".")[0] in _FOREIGN or issubclass(kind, Module | torch.Tensor)
-    return not is_foreign and hasattr(kind, "__dict__") and kind.__dictoffset__ != 0
+    has_none = kind.__module__.partition(".")[0] in _WITHOUT_STATE or issubclass(kind, Module | torch.Tensor)
+    return not has_none and hasattr(kind, "__dict__") and kind.__dictoffset__ != 0
 
 
 class Holder(NamedTuple):
@@ -107,7 +103,7 @@ class _Scripted:
     def __init__(self, module: RecursiveScriptModule) -> None:
         attributes = module._concrete_type.get_attributes()
         self._names = [
-            name for name, (_, is_parameter) in attributes.items() if not is_parameter and name not in _OF_ALL_MODULES
+            name for name, (_, is_parameter) in attributes.items() if not is_parameter and name not in _NO_STATE
         ]
         self._module = module._c
 
@@ -129,7 +125,7 @@ def holders(name: str, module: Module) -> Iterator[Holder]:
     if isinstance(module, RecursiveScriptModule):
         yield Holder(name, _Scripted(module), passing=module._non_persistent_buffers_set)
     else:
-        yield Holder(name, vars(module), others=_OF_ALL_MODULES)
+        yield Holder(name, vars(module), others=_NO_STATE)
         yield Holder(name, module._buffers, passing=module._non_persistent_buffers_set)
 
 

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.weak import TensorWeakRef
 
+from ds_lgamp.integrations.split.state import leave_out_hosts
 from ds_lgamp.runtime.chunk import Chunk
+from ds_lgamp.runtime.references import leave_out
 from tests.runtime.one_rank import one_rank, run
 
 LAYERED = "F0.0 F0.1 F0.2 F1.0 F1.1 F1.2 B1.0 B1.1 B1.2 B0.0 B0.1 B0.2"
@@ -306,3 +308,48 @@ def test_values_are_compared_again_when_training_mode_begins():
         chunk.state.moved(before)
     chunk.state.rewind(before)
     assert norm.num_batches_tracked == 1
+
+
+class Registering(nn.Module):
+    """Registers something in its first forward, which a host keeps in an attribute and in an object of its own."""
+
+    def __init__(self, attribute, kind):
+        super().__init__()
+        self.attribute, self.object = attribute, kind()
+        setattr(self, attribute, False)
+        self.object.count = 0
+
+    def forward(self, hidden):
+        setattr(self, self.attribute, True)
+        self.object.count += 1
+        return hidden
+
+
+def test_what_hosts_keep_in_modules_is_no_state():
+    class Kept:
+        pass
+
+    def counted(attribute, kind):
+        chunk = Chunk([Registering(attribute, kind)])
+        moments = []
+        for _ in range(2):
+            moments.append(chunk.state.read())
+            chunk(torch.ones(1), 0)
+            chunk.state.moved(moments[-1])
+        chunk.state.rewind(moments[0])
+        return getattr(chunk.layers[0], attribute), chunk.layers[0].object.count
+
+    assert counted("_kept_by_a_host", Kept) == (False, 0)
+    Kept.__module__ = "a_host.hooks"
+    leave_out(["a_host"], ["_kept_by_a_host"])
+    assert counted("_kept_by_a_host", Kept) == (True, 2)
+
+
+def test_integrations_leave_out_what_transformers_keeps():
+    leave_out_hosts()
+    chunk = Chunk([Registering("_output_capturing_hooks_installed", SimpleNamespace)])
+    before = chunk.state.read()
+    chunk(torch.ones(1), 0)
+    chunk.state.moved(before)
+    chunk.state.rewind(before)
+    assert chunk.layers[0]._output_capturing_hooks_installed and chunk.layers[0].object.count == 0

@@ -36,8 +36,8 @@ class SetAttributes:
         finally:
             self._snapshots = []
 
-    def written(self, index: int, name: str) -> None:
-        """Tells that a forward is about to set or delete an attribute of block ``index`` itself."""
+    def before_write(self, index: int, name: str) -> None:
+        """Called before a forward sets or deletes an attribute of block ``index`` itself."""
         self._writes[index].setdefault(name, vars(self._modules[index][""]).get(name, MISSING))
 
     def of(self, index: int) -> Mapping[Attribute, Any]:
@@ -78,33 +78,37 @@ class OwnState:
         self._after: set[Place] = set()
         """What is set after the blocks. That code runs once for every micro-batch."""
         self._last: Snapshot | None = None
+        """As the last part of the forward began."""
         self._end_of_blocks: Snapshot | None = None
 
     @contextmanager
     def counted_once(self, call: Call) -> Iterator[None]:
         """Lets the attributes have the values inside the block that they had when the forward first ran for ``call`` on
         this rank. Only what that first run has set stays."""
-        now = self._last = self._current(self._last)
+        now = self._last = self._current()
         if call.own_state is None:
             call.own_state = now
             yield
             return
-        call.own_state.restore(self._after)
+        if call.own_state is not now:
+            call.own_state.restore(self._after)
         self._end_of_blocks = None
         try:
             yield
         finally:
-            if self._end_of_blocks is not None:
-                self._after |= {(holder, name) for holder, name, _ in self._end_of_blocks.changed()}
-            now.restore(self._after)
+            end = self._end_of_blocks
+            after: set[Place] = set() if end is None else {(holder, name) for holder, name, _ in end.changed()}
+            self._after |= after
+            if after or end is not now:
+                now.restore(self._after)
 
     def reached_end_of_blocks(self) -> None:
-        """Tells that the code after the blocks follows."""
-        self._end_of_blocks = self._current(self._last)
+        """Called before the code after the blocks runs."""
+        self._end_of_blocks = self._current()
 
-    def _current(self, earlier: Snapshot | None) -> Snapshot:
-        """Returns a snapshot, which is an ``earlier`` one if nothing has changed since."""
-        return Snapshot(self.modules) if earlier is None or any(earlier.changed()) else earlier
+    def _current(self) -> Snapshot:
+        """Returns a snapshot, which is the last one of :meth:`counted_once` if nothing has changed since."""
+        return Snapshot(self.modules) if self._last is None or any(self._last.changed()) else self._last
 
 
 def tensors_set_in_training(block: nn.Module, call: Callable[[], Any]) -> list[Attribute]:

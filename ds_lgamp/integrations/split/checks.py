@@ -14,11 +14,18 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.call import Call, Survey
-from ds_lgamp.integrations.split.dependence import Uses, is_alike, one, other, random_results, reached
 from ds_lgamp.integrations.split.forward import SplitForward
 from ds_lgamp.integrations.split.imagined import Imagined, UnknownShape, is_imagined
 from ds_lgamp.integrations.split.parts import Result
 from ds_lgamp.integrations.split.stand_ins import PlaceholderUsed
+from ds_lgamp.integrations.split.travelling import (
+    Uses,
+    is_alike,
+    numbers_like,
+    other_numbers_like,
+    random_results,
+    reached,
+)
 
 _DEPENDS = (
     "depends on random numbers that its forward draws before the blocks, on values of modules there, or on what an "
@@ -40,13 +47,13 @@ def results_after(split: SplitForward, shown: Survey) -> tuple[set[Result], set[
     the loss counts, so do outputs that depend on hidden states, as the loss does."""
     call = Call(*shown.arguments, shown.shapes_before)
     run, zeros = split.dry_run_without_parts(call)
-    given = {result: one(tensor) for result, tensor in zeros.items()}
+    given = {result: numbers_like(tensor) for result, tensor in zeros.items()}
 
     def output(given: Mapping[Result, Tensor], hidden: Tensor) -> list[Any]:
         with split.original.undisturbed(), split.parts_before.absent(call.shapes, given):
             return tree_leaves(split.output(call, hidden.clone))
 
-    hidden = one(run.hidden)
+    hidden = numbers_like(run.hidden)
     expected = output(given, hidden)
     if is_imagined(expected):
         return set(), set()
@@ -54,8 +61,8 @@ def results_after(split: SplitForward, shown: Survey) -> tuple[set[Result], set[
     def differ(given: Mapping[Result, Tensor], hidden: Tensor) -> list[bool]:
         return [not is_alike(*pair) for pair in zip(expected, output(given, hidden), strict=True)]
 
-    changed = {result: differ({**given, result: other(given[result])}, hidden) for result in given}
-    of_loss = differ(given, other(hidden)) if split.loss_in is not None else [True] * len(expected)
+    changed = {result: differ({**given, result: other_numbers_like(given[result])}, hidden) for result in given}
+    of_loss = differ(given, other_numbers_like(hidden)) if split.loss_in is not None else [True] * len(expected)
     for_loss = {result for result, leaves in changed.items() if any(map(operator.and_, leaves, of_loss))}
     return for_loss, {result for result, leaves in changed.items() if any(leaves)}
 
@@ -68,7 +75,7 @@ def check_travels(split: SplitForward, shown: Survey) -> None:
         run, zeros = split.dry_run_without_parts(call)
     missing = shown.travels_to_blocks.difference(split.needs_of(call).travels)
     if shown.travels_to_output:
-        hidden = one(run.hidden)
+        hidden = numbers_like(run.hidden)
         with torch.enable_grad(), split.original.undisturbed():
             given = random_results(zeros)
             with split.parts_before.absent(call.shapes, given):
@@ -100,7 +107,7 @@ def check_parts(split: SplitForward, shown: Survey) -> None:
 
         def fill(_: int, hidden: Tensor) -> Tensor:
             original.seed(0)
-            return one(hidden)
+            return numbers_like(hidden)
 
         original.seed(number)
         run, _ = split.dry_run_without_parts(call, given, fill)
@@ -134,10 +141,10 @@ def check_parts(split: SplitForward, shown: Survey) -> None:
 def check_foreign(split: SplitForward, shown: Survey) -> None:
     """Raises ConfigError if a block computes with a tensor that the forward made outside of it, and that is none of its
     arguments. Works for models too large to compute: blocks run with imagined tensors for their arguments, parameters
-    and buffers, so a real one has come beside them. A block that cannot be imagined is not checked."""
+    and buffers, so a real tensor has come by another way. A block that cannot be imagined is not checked."""
     call = Call(*shown.arguments)
     with split.original.undisturbed():
-        with torch.no_grad(), _Made() as made:
+        with torch.no_grad(), _NewTensors() as new:
             run, _ = split.dry_run(call)
         hidden = run.hidden
         for index, (block, others) in enumerate(zip(split.blocks, run.blocks, strict=True)):
@@ -146,7 +153,7 @@ def check_foreign(split: SplitForward, shown: Survey) -> None:
             foreign: list[Tensor] = []
 
             def use(tensor: Tensor, foreign: list[Tensor] = foreign) -> None:
-                if not isinstance(tensor, FakeTensor) and tensor in made:
+                if not isinstance(tensor, FakeTensor) and tensor in new:
                     foreign.append(tensor)
 
             with suppress(UnknownShape, PlaceholderUsed):
@@ -165,7 +172,7 @@ def check_foreign(split: SplitForward, shown: Survey) -> None:
                 )
 
 
-class _Made(TorchDispatchMode):
+class _NewTensors(TorchDispatchMode):
     """Collects all tensors that are made."""
 
     def __init__(self) -> None:

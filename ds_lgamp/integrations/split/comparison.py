@@ -3,6 +3,7 @@ reaches a block by another way than its arguments is then that of the other micr
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
+from functools import partial
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -12,28 +13,22 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.call import Arguments, Call, Calls, run_uncompiled
-from ds_lgamp.integrations.split.dependence import one
 from ds_lgamp.integrations.split.forward import SplitForward
 from ds_lgamp.integrations.split.parts import place_of
-from ds_lgamp.integrations.split.stand_ins import replacing
-from ds_lgamp.integrations.split.state import Snapshot, untouched
+from ds_lgamp.integrations.split.stand_ins import replacing, watch_calls
+from ds_lgamp.integrations.split.state import Snapshot, leave_out_hosts, untouched
+from ds_lgamp.integrations.split.travelling import numbers_like
 from ds_lgamp.integrations.split.trial_arguments import others
 from ds_lgamp.runtime.chunk import Chunk, cloned
 from ds_lgamp.runtime.recompute import SavedTensors, read_states
 
 _LARGEST = 250_000_000
 """Parameters of the largest models that are compared. For others it would take seconds, and much memory."""
-
-
 _ROUNDS = 2
 """How often the micro-batches are computed. What a forward counts shows in the second round. There the whole output
 counts, as in evaluation; in the first round the loss."""
-
-
 _ELEMENTS = 64
 """Of a gradient, to be compared."""
-
-
 Layer = Callable[[Any], Any]
 
 
@@ -60,6 +55,7 @@ class Comparison:
     """
 
     def __init__(self, split: SplitForward, layers: Sequence[Layer], calls: Calls) -> None:
+        leave_out_hosts()
         self._original, self._model, self._calls = split.original, split.original.model, calls
         self._chunks = [Chunk([layer], number, calls.before_layer) for number, layer in enumerate(layers)]
         self._own_modules, self._loss_in = split.own_state.modules, split.loss_in
@@ -132,10 +128,7 @@ class Comparison:
                     # It takes no hooks.
                     block = nn.Sequential(block)
                     stack.enter_context(replacing([(*place_of(blocks.container, name), block)]))
-                before = block.register_forward_pre_hook(lambda *_, index=index: enters(index))
-                after = block.register_forward_hook(lambda *call: leaves(call[-1]))
-                stack.callback(before.remove)
-                stack.callback(after.remove)
+                watch_calls(block, partial(enters, index), leaves, stack)
             self._original.seed(0)
             output = run_uncompiled(self._model, *arguments[0], **arguments[1])
         return self._computed(is_whole, hidden, output)
@@ -188,7 +181,7 @@ class Comparison:
     def _computed(self, is_whole: bool, hidden: list[Tensor], output: Any, again: Sequence[Tensor] = ()) -> Computed:
         trained = output if self._loss_in is None else self._loss_in(output)
         weighed = [leaf for leaf in tree_leaves(trained) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        summed = [(leaf.float() * one(leaf.detach().float())).sum() for leaf in weighed]
+        summed = [(leaf.float() * numbers_like(leaf.detach().float())).sum() for leaf in weighed]
         gradients: list[Tensor] = []
         if summed:
             found = torch.autograd.grad(torch.stack(summed).sum(), self._trained, allow_unused=True)
@@ -241,8 +234,6 @@ _OTHERWISE = (
     "computes something else once two micro-batches take turns, as state does that passes by a block's arguments and "
     "results: in a global, a context variable, a closure, or an attribute of another object"
 )
-
-
 _AGAIN = (
     "computes something else when it is computed once more for the backward pass, as with a counter in a global, a "
     f"closure, or an attribute of another object; set {BLOCK}.recompute to 'none'"

@@ -106,11 +106,11 @@ class SplitForward:
         self, index: int, calls: Calls, hidden: Tensor, others: Sequence[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
         """Runs block ``index`` for the current call. Returns the hidden states after it, and what the next layer gets
-        beside them.
+        besides them.
 
         Args:
             hidden: the hidden states after the block before it.
-            others: what this layer gets beside them.
+            others: what this layer gets besides them.
         """
         needs = self.needs_of(calls.current)
         places = needs.places[index]
@@ -130,21 +130,16 @@ class SplitForward:
                 "it adds, or write the model as a PipelineModule"
             )
         following = needs.places[index + 1] if index + 1 < len(self.blocks) else ()
-        members = result[1:] if isinstance(result, tuple) else None
-        if (members is None) != (self._other_outputs is None) or (
-            members is not None
-            and (
-                len(members) != len(self._other_outputs or ())
-                or not all(isinstance(members[place], Tensor) for place in following)
-            )
+        results = result if isinstance(result, tuple) else (result,)
+        if (
+            isinstance(result, tuple) != (self._other_outputs is not None)
+            or len(results) != 1 + len(self._other_outputs or ())
+            or not all(isinstance(results[1 + place], Tensor) for place in following)
         ):
             raise ConfigError(
                 f"block {index} of the model returned other things than block 0; remove the {BLOCK} block"
             )
-        return (
-            result if members is None else result[0],
-            [*(result[1 + place] for place in following), *travels],
-        )
+        return results[0], [*(results[1 + place] for place in following), *travels]
 
     def _input(
         self, index: int, calls: Calls, hidden: Tensor, travels: Sequence[Tensor]

@@ -10,9 +10,9 @@ from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves,
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.call import Call
-from ds_lgamp.integrations.split.dependence import is_alike, other, walk
 from ds_lgamp.integrations.split.parts import Part, Result, parameters_of
 from ds_lgamp.integrations.split.stand_ins import Leaves, Results
+from ds_lgamp.integrations.split.travelling import is_alike, other_numbers_like, walk
 
 
 class MissingOutput(ConfigError, AttributeError):
@@ -93,7 +93,7 @@ def _lacking(outputs: list[Any], leaves: Leaves, run: Run) -> frozenset[int]:
         connected, zeros = run({}, leaves)
         made = {id(leaf) for each in leaves.values() for leaf in each}
         of_graph = [any(id(leaf) in made for leaf in walk(each, ())[1]) for each in tree_leaves(connected)]
-    changed, _ = run({result: other(tensor.detach()) for result, tensor in zeros.items()}, None)
+    changed, _ = run({result: other_numbers_like(tensor.detach()) for result, tensor in zeros.items()}, None)
     others = [not is_alike(*pair) for pair in zip(outputs, tree_leaves(changed), strict=True)]
     return frozenset(place for place, found in enumerate(zip(of_graph, others, strict=True)) if any(found))
 

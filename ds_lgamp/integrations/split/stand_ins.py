@@ -73,14 +73,14 @@ class BlockStandIn(StandIn):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "_is_made" in self.__dict__:
-            self._attributes.written(self._index, name)
+            self._attributes.before_write(self._index, name)
             setattr(self._own, name, value)
         else:
             super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
         if "_is_made" in self.__dict__:
-            self._attributes.written(self._index, name)
+            self._attributes.before_write(self._index, name)
             delattr(self._own, name)
         else:
             super().__delattr__(name)
@@ -171,17 +171,11 @@ def replacing(stand_ins: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[
                 registry[name] = part
 
 
-@contextmanager
-def with_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Gives ``module`` another ``forward`` inside the block."""
-    own = module.__dict__.get("forward")
-    module.forward = forward  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del module.forward
-        if own is not None:
-            module.forward = own  # type: ignore[method-assign]
+def watch_calls(module: nn.Module, starts: Callable[[], None], ends: Callable[[Any], Any], undo: ExitStack) -> None:
+    """Until ``undo`` is closed, every call of a module first calls ``starts``, and then ``ends`` with its result. What
+    that returns takes the place of the result, unless it is None."""
+    undo.callback(module.register_forward_pre_hook(lambda *_: starts()).remove)
+    undo.callback(module.register_forward_hook(lambda *call: ends(call[-1])).remove)
 
 
 _UNKNOWN = (
@@ -219,10 +213,7 @@ class PartsBefore:
                 if isinstance(part, nn.Parameter):
                     results.add(path, part)
                 else:
-                    before = part.register_forward_pre_hook(lambda *_, path=path: results.starts(path))
-                    after = part.register_forward_hook(lambda *call, path=path: results.add(path, call[-1]))
-                    stack.callback(before.remove)
-                    stack.callback(after.remove)
+                    watch_calls(part, partial(results.starts, path), partial(results.add, path), stack)
             yield results
 
     def no_leaves(self) -> Leaves:
@@ -314,7 +305,7 @@ class PartResults:
         tensor = self.tensors[result]
         if version_of(tensor) != self._versions[result]:
             raise ConfigError(
-                f"the forward of the model changes in place what '{result.path}' returned, and uses it beside hidden "
+                f"the forward of the model changes in place what '{result.path}' returned, and uses it besides hidden "
                 f"states; with a {BLOCK} block, compute a new tensor there"
             )
         return tensor

@@ -1,4 +1,4 @@
-"""Remembers what modules hold beside parameters, in attributes, buffers, classes and globals, and gives it back."""
+"""Remembers what modules hold besides parameters, in attributes, buffers, classes and globals, and gives it back."""
 
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.partition.memory import write
+from ds_lgamp.runtime.references import leave_out
 
 
 class Named(NamedTuple):
@@ -70,20 +71,12 @@ def _counts(name: str, value: Any) -> bool:
 
 
 CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
-
-
-_TORCHS = frozenset(vars(nn.Module()))
+OF_TORCH = frozenset(vars(nn.Module()))
 """The attributes that every module has, such as those for its parameters and hooks."""
-
-
 _LARGE = 1000
 """Containers with more elements are remembered, but not searched for others."""
-
-
 _DEPTH = 3
 """How far a trial's snapshot searches attributes and elements for containers and other objects."""
-
-
 Place = tuple[int, str]
 """An attribute: the id of the dictionary that holds it, and its name."""
 
@@ -139,7 +132,7 @@ class Snapshot:
         self._seen.add(id(attributes))
         self._attributes.append((attributes, attributes.copy()))
         for name, value in attributes.items():
-            if depth > 1 or name not in _TORCHS:
+            if depth > 1 or name not in OF_TORCH:
                 self._search(value, depth, (id(attributes), name))
 
     def _search(self, value: Any, depth: int, place: Place) -> None:
@@ -168,6 +161,9 @@ def set_or_delete(attributes: dict[str, Any], name: str, value: Any) -> None:
 
 def differing(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
     """Returns the names of attributes that are others now."""
+    if len(now) == len(before) and all(map(is_, now.values(), before.values())) and now.keys() == before.keys():
+        # The usual case, faster.
+        return []
     names = [name for name, value in now.items() if before.get(name, MISSING) is not value]
     return names + [name for name in before if name not in now]
 
@@ -205,14 +201,16 @@ def untouched(model: nn.Module) -> Iterator[Snapshot]:
     """Gives a model back after the block all that its modules held, with the globals that their forwards name, and the
     values of its buffers. Forwards that run inside leave nothing behind: no counters, no caches, no submodules in place
     of others. Yields what is there before."""
-    values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    with restored(model.modules(), _DEPTH, named_globals(model)) as before:
-        try:
-            yield before
-        finally:
-            with torch.no_grad():
-                for buffer, value in values:
-                    write(buffer, value)
+    buffers = Buffers(model.named_modules()).restored()
+    with buffers, restored(model.modules(), _DEPTH, named_globals(model)) as before:
+        yield before
+
+
+def leave_out_hosts() -> None:
+    """Tells the runtime what of hosts layers hold that is no state of theirs."""
+    packages = ("accelerate", "deepspeed", "megatron", "peft", "transformer_engine", "transformers")
+    # transformers says there that it has registered hooks, and a recomputation takes none away.
+    leave_out(packages, ["_output_capturing_hooks_installed"])
 
 
 def version_of(tensor: Tensor) -> int:
@@ -221,7 +219,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 class Buffers:
-    """Notices changes of the buffers of some modules.
+    """The buffers of some modules, to compare and to restore.
 
     Args:
         owners: the modules, without those in them, by the names that their buffers shall have.
@@ -231,12 +229,12 @@ class Buffers:
         self._owners = list(owners)
         self._before: dict[str, tuple[Tensor, int]] = {}
 
-    def look(self) -> None:
-        """Begins to notice changes."""
+    def remember(self) -> None:
+        """Remembers the buffers as they are."""
         self._before = {name: (buffer, version_of(buffer)) for name, buffer in self._named()}
 
     def changed(self) -> str | None:
-        """Returns the name of a buffer that has changed since the last look; None if there is none."""
+        """Returns the name of a buffer that has changed since they were remembered; None if none has."""
         for name, buffer in self._named():
             own, version = self._before.get(name, (buffer, version_of(buffer)))
             if buffer is not own or version_of(buffer) != version:
@@ -247,13 +245,14 @@ class Buffers:
     def restored(self) -> Iterator[None]:
         """Gives the modules their buffers back after the block, with the values from before it."""
         own = [(module, name, buffer) for _, module, name, buffer in self._all()]
-        values = [buffer.clone() for *_, buffer in own]
+        values = [buffer.detach().clone() for *_, buffer in own]
         try:
             yield
         finally:
-            for (module, name, buffer), value in zip(own, values):
-                write(buffer, value)
-                module._buffers[name] = buffer
+            with torch.no_grad():
+                for (module, name, buffer), value in zip(own, values):
+                    write(buffer, value)
+                    module._buffers[name] = buffer
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         for path, _, name, buffer in self._all():

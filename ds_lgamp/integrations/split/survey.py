@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.attributes import SetAttributes, tensors_set_in_training
 from ds_lgamp.integrations.split.call import Arguments, BlockArguments, Survey, run_uncompiled
-from ds_lgamp.integrations.split.dependence import Uses, walk
 from ds_lgamp.integrations.split.imagined import Shape
 from ds_lgamp.integrations.split.outputs import register_dataclasses
 from ds_lgamp.integrations.split.parts import (
@@ -26,8 +25,9 @@ from ds_lgamp.integrations.split.parts import (
     parts_of,
     place_of,
 )
-from ds_lgamp.integrations.split.stand_ins import BlockStandIn, Placeholder, PlaceholderUsed, replacing
+from ds_lgamp.integrations.split.stand_ins import BlockStandIn, Placeholder, PlaceholderUsed, replacing, watch_calls
 from ds_lgamp.integrations.split.state import Buffers
+from ds_lgamp.integrations.split.travelling import Uses, walk
 from ds_lgamp.integrations.split.trial_arguments import in_words
 
 
@@ -128,10 +128,7 @@ class _Walk:
                     stack.callback(part.requires_grad_, part.requires_grad)
                     part.requires_grad_()
                     continue
-                before = part.register_forward_pre_hook(lambda *_, path=path: self._starts(path))
-                after = part.register_forward_hook(lambda *call, path=path: self._ends(path, call[-1]))
-                stack.callback(before.remove)
-                stack.callback(after.remove)
+                watch_calls(part, partial(self._starts, path), partial(self._ends, path), stack)
             blocks = self._original.blocks
             stand_ins = [
                 (*place_of(blocks.container, name), BlockStandIn(block, index, self._attributes, self._visit))
@@ -207,7 +204,7 @@ class _Walk:
     def _starts(self, path: str) -> None:
         self._running = self._running or path
         if path in self._buffers:
-            self._buffers[path].look()
+            self._buffers[path].remember()
 
     def _uses(self, tensor: Tensor) -> None:
         """Called with tensors with which a function computes. Those that are parameters show which parts it needs."""

@@ -13,13 +13,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.call import Arguments
-from ds_lgamp.integrations.split.dependence import one
 from ds_lgamp.integrations.split.parts import model_of
+from ds_lgamp.integrations.split.travelling import numbers_like
 
 _TENSOR = {"shape", "dtype"}
 """The keys of an object that describes a tensor."""
-
-
 _LABELS = ("label", "labels", "target", "targets", "y")
 
 
@@ -124,7 +122,7 @@ def _shorter(tensor: Tensor) -> Tensor:
 def _other(tensor: Tensor, largest: int) -> Tensor:
     """Returns a tensor of the same shape with other numbers of the same range."""
     if tensor.is_floating_point():
-        return one(tensor.detach())
+        return numbers_like(tensor.detach())
     if tensor.numel() == 0 or tensor.ndim == 0:
         return tensor
     low, high = (int(each) for each in tensor.to(torch.int64).aminmax())

@@ -17,7 +17,6 @@ from ds_lgamp.integrations.split.stand_ins import (
     PlaceholderUsed,
     Visit,
     replacing,
-    with_forward,
 )
 from ds_lgamp.integrations.split.state import Buffers, unchanged_tensors
 
@@ -42,17 +41,19 @@ class ForwardWithoutBlocks:
 
     def __init__(self, original: Original, sides: Sides, other_outputs: tuple[bool, ...] | None) -> None:
         model, blocks = original.model, original.blocks
-        self._model, self._forward, self._other_outputs = model, model.forward, other_outputs
+        self._model, self._other_outputs = model, other_outputs
         self.attributes = SetAttributes([*blocks.named.values()])
         self.own_state = OwnState(sides.own_modules(original))
         self._of_layers = {id(module) for module in model.modules()} - {id(each) for each in self.own_state.modules}
-        self._stand_ins = [
+        self._stand_ins: list[tuple[dict[str, Any], str, Any]] = [
             (*place_of(blocks.container, name), BlockStandIn(block, index, self.attributes, self._visit_block))
             for index, (name, block) in enumerate(blocks.named.items())
         ]
+        # The forward of its engine calls the engine.
+        self._stand_ins.append((vars(model), "forward", model.forward))
         self._placeholders = [
             [Placeholder.of(index, place) if is_tensor else None for place, is_tensor in enumerate(other_outputs or ())]
-            for index in range(len(self._stand_ins))
+            for index in range(len(blocks.named))
         ]
         """What stands in for tensors that blocks return besides hidden states, up to the last block."""
         # Their code runs several times for every micro-batch.
@@ -67,12 +68,12 @@ class ForwardWithoutBlocks:
 
         Args:
             visit: called in place of every block.
-            returns_placeholders: whether the forward gets placeholders where blocks return tensors beside hidden
+            returns_placeholders: whether the forward gets placeholders where blocks return tensors besides hidden
                 states.
 
         Raises ConfigError if the forward does what it may not do several times for a micro-batch.
         """
-        with self.own_state.counted_once(call), self._visiting(visit, returns_placeholders):
+        with self._visiting(visit, returns_placeholders), self.own_state.counted_once(call):
             return run_uncompiled(self._model, *call.positional, **call.named)
 
     def run_until_stop(self, call: Call, visit: Visit) -> None:
@@ -88,13 +89,12 @@ class ForwardWithoutBlocks:
 
     @contextmanager
     def _visiting(self, visit: Visit, returns_placeholders: bool) -> Iterator[None]:
-        """Runs the stand-ins of blocks inside the block, where the model has its own forward: that of its engine calls
-        the engine."""
+        """Runs the stand-ins of blocks inside the block, where the model has its own forward."""
         self._visit, self.visits, self._returns_placeholders = visit, 0, returns_placeholders
         # It sees all modules, also those that a forward makes.
         registration = register_module_module_registration_hook(self._refuse_module)
         try:
-            with replacing(self._stand_ins), with_forward(self._model, self._forward), self._unchanged_buffers():
+            with replacing(self._stand_ins), self._unchanged_buffers():
                 yield
         finally:
             registration.remove()
@@ -102,7 +102,7 @@ class ForwardWithoutBlocks:
 
     def _visit_block(self, index: int, hidden: Tensor, arguments: BlockArguments) -> Any:
         """Returns what the forward gets in place of the result of block ``index``."""
-        if self.visits < len(self._stand_ins) and index != self.visits:
+        if self.visits < len(self._placeholders) and index != self.visits:
             raise ConfigError(SKIPPED)
         self.visits += 1
         hidden = self._visit(index, hidden, arguments)
@@ -114,7 +114,7 @@ class ForwardWithoutBlocks:
     @contextmanager
     def _unchanged_buffers(self) -> Iterator[None]:
         """Raises ConfigError if the code around the blocks changes a buffer inside the block."""
-        self._buffers.look()
+        self._buffers.remember()
         yield
         if (name := self._buffers.changed()) is not None:
             raise ConfigError(

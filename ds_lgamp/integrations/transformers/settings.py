@@ -75,15 +75,15 @@ class OwnCheckpointing:
 
     def __init__(self, model: nn.Module) -> None:
         self._modules: list[Any] = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
-        self._told = False
+        self._has_logged = False
 
     def switch_off(self) -> None:
         """Switches it off. Logs that once."""
         enabled = [module for module in self._modules if module.gradient_checkpointing]
         for module in enabled:
             module.gradient_checkpointing = False
-        if enabled and not self._told:
-            self._told = True
+        if enabled and not self._has_logged:
+            self._has_logged = True
             logger.warning(
                 f"the model's activation checkpointing is switched off: {BLOCK}.recompute decides what is recomputed"
             )

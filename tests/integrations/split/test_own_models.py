@@ -11,9 +11,8 @@ from ds_lgamp.config import ConfigError, LgampConfig
 from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources
 from ds_lgamp.integrations.deepspeed.plain.layers import layers_of as plain_layers_of
 from ds_lgamp.integrations.split.call import Call
-from ds_lgamp.integrations.split.layers import Ends
+from ds_lgamp.integrations.split.layers import Ends, OwnModelLayers
 from ds_lgamp.integrations.split.outputs import NotInTraining
-from ds_lgamp.integrations.split.own_model import OwnModelLayers
 from tests.integrations.split.own_models import (
     BLOCKS,
     IMAGES,

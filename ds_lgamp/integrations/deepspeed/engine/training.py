@@ -37,6 +37,7 @@ from ds_lgamp.integrations.deepspeed.model.recomputation import (
     switch_on,
 )
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import SharedBuffers
+from ds_lgamp.integrations.split.state import leave_out_hosts
 from ds_lgamp.integrations.tracing import trace_if_asked
 from ds_lgamp.optimizers.updates import HostUpdateError
 from ds_lgamp.partition.agreement import host_group
@@ -219,6 +220,7 @@ class Training:
 
     def _build_executor(self) -> Executor:
         module, settings, door = self.placed, self.settings, self.door
+        leave_out_hosts()
         sources = self.random_sources
         before_layer = before_layers(module, settings.reproducible, sources, lambda: door.global_steps)
         between_layers = laid_out if settings.reproducible else None

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
 from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.split.state import version_of
 from ds_lgamp.partition.agreement import Term, everyone, raise_everywhere, refuse_differing_terms
 from ds_lgamp.partition.memory import bytes_of, without_repetition
 
@@ -261,4 +262,4 @@ def _buffers(layer: nn.Module) -> Iterable[tuple[nn.Module, str, Tensor]]:
 
 def _state(tensor: Tensor | None) -> tuple[Tensor | None, int]:
     """Returns a buffer, and how often it was changed in place, which those of torch.inference_mode do not count."""
-    return tensor, 0 if tensor is None or tensor.is_inference() else tensor._version
+    return tensor, 0 if tensor is None else version_of(tensor)

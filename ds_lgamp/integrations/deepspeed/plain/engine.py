@@ -24,7 +24,7 @@ from ds_lgamp.integrations.deepspeed.plain.exchange import Exchange
 from ds_lgamp.integrations.deepspeed.plain.layers import Compiled, Layers
 from ds_lgamp.integrations.deepspeed.plain.module import tell_of_model
 from ds_lgamp.integrations.deepspeed.plain.state import Elsewhere, release
-from ds_lgamp.integrations.deepspeed.plain.unfinished_batch import Kept
+from ds_lgamp.integrations.deepspeed.plain.unfinished_batch import UnfinishedBatch
 from ds_lgamp.integrations.split.call import Arguments, Call, Calls
 from ds_lgamp.integrations.transformers.settings import whole_to_layers
 from ds_lgamp.partition.agreement import Term, own_host_group
@@ -121,7 +121,7 @@ class ModelEngine(LgampDoor):
         self.elsewhere = Elsewhere(user_model, own)
         pipeline = self.grid.get_pipe_parallel_group()
         self._exchange = Exchange(pipeline, own_host_group(self.grid.pipe_groups, pipeline), self.device)
-        self._kept = Kept(user_model)
+        self._kept = UnfinishedBatch(user_model)
         self._forward_settings = layers.settings
         """What the first batch sets in the model's configuration; None after it."""
         self.optimizer.zero_grad = self.zero_grad

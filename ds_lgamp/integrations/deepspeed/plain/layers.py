@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.integrations.split.call import Arguments, Call, Calls
-from ds_lgamp.integrations.split.own_model import OwnModelLayers
+from ds_lgamp.integrations.split.layers import OwnModelLayers
 from ds_lgamp.integrations.split.parts import find_blocks
 from ds_lgamp.integrations.transformers.layers import ModelLayers
 from ds_lgamp.integrations.transformers.models import is_model, planned_names

@@ -13,6 +13,7 @@ from ds_lgamp.integrations.deepspeed.engine.versions import Versions
 from ds_lgamp.integrations.split.call import Arguments, copied_containers
 from ds_lgamp.integrations.split.state import (
     CONTAINERS,
+    OF_TORCH,
     Named,
     class_attributes,
     differing,
@@ -22,22 +23,22 @@ from ds_lgamp.integrations.split.state import (
 )
 
 
-class Kept:
-    """Keeps micro-batches until the batch is complete: copies of lists and dictionaries, and tensors and other objects
-    by reference. So the script must leave these alone, and the ``model`` as it is."""
+class UnfinishedBatch:
+    """The micro-batches of a batch that is not complete yet: copies of lists and dictionaries, and tensors and other
+    objects by reference. So the script must leave these alone, and the ``model`` as it is."""
 
     def __init__(self, model: nn.Module) -> None:
         self.calls: list[Arguments] = []
-        self._versions, self._settings = Versions(), Settings(model)
+        self._versions, self._settings = Versions(), ModelSettings(model)
         self._objects: list[tuple[int, Any, dict[str, Any]]] = []
         """Other objects among the arguments, each with the number of its micro-batch and a copy of its attributes."""
         self._changed: tuple[str, int] | None = None
         """What of the model was changed, and after which micro-batch; None if nothing was."""
 
     def add(self, call: Arguments) -> Arguments:
-        """Keeps a micro-batch. Returns it as it is kept."""
+        """Adds a micro-batch. Returns its copy."""
         if self.calls:
-            self._look_at_settings()
+            self._compare_settings()
         else:
             self._settings.begin()
         call = copied_containers(call)
@@ -48,12 +49,12 @@ class Kept:
         return call
 
     def computed(self) -> None:
-        """Notes that the model has computed all that was given. It may have changed its own attributes."""
-        self._settings.note()
+        """Tells that the model has computed all micro-batches so far. It may have changed its own attributes."""
+        self._settings.remember()
 
     def clear(self) -> None:
-        for kept in (self.calls, self._versions, self._objects):
-            kept.clear()
+        for each in (self.calls, self._versions, self._objects):
+            each.clear()
         self._changed = None
 
     def check(self) -> None:
@@ -68,7 +69,7 @@ class Kept:
                 "block computes with it until the batch is complete; give the engine new tensors"
             )
         if self.calls:
-            self._look_at_settings()
+            self._compare_settings()
         if self._changed is not None:
             what, number = self._changed
             raise ConfigError(
@@ -77,19 +78,17 @@ class Kept:
                 "freeze, and set attributes between batches"
             )
 
-    def _look_at_settings(self) -> None:
+    def _compare_settings(self) -> None:
         if self._changed is None and (what := self._settings.changed()) is not None:
             self._changed = what, len(self.calls) - 1
-
-
-_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 
 
 _MODES = "the modes or frozen parameters of the model were"
 
 
-class Settings:
-    """The settings of a ``model`` while a batch is given."""
+class ModelSettings:
+    """What of a ``model`` a script may change between two calls: modes, frozen parameters, buffers, and what lies in
+    attributes or globals, such as a temperature or a rate of dropout. Values may be replaced by equal ones."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -106,20 +105,20 @@ class Settings:
         self._state: list[list[Any]] = []
 
     def begin(self) -> None:
-        """Notes the settings as a batch begins."""
+        """Remembers the settings as a batch begins."""
         modules = list(self._model.modules())
         if modules != self._modules or self._sizes != [*map(len, self._holders)]:
             self._modules = modules
             self._watch()
         self._parameters = list(self._model.parameters())
-        self.note()
+        self.remember()
 
-    def note(self) -> None:
-        """Notes the settings as they are."""
+    def remember(self) -> None:
+        """Remembers the settings as they are."""
         self._state = self._read()
 
     def changed(self) -> str | None:
-        """Returns in words what is another than it was noted; None if nothing is."""
+        """Returns in words what has changed since they were remembered; None if nothing has."""
         now = self._read()
         if _is_same(now, self._state):
             return None
@@ -171,7 +170,7 @@ def _names(holder: Any) -> Iterator[str]:
     which are fixed."""
     is_torchs = type(holder).__module__.startswith("torch.nn.")
     for name, value in vars(holder).items():
-        if name not in _OF_TORCH and (not is_torchs or isinstance(value, bool | float)):
+        if (name == "training" or name not in OF_TORCH) and (not is_torchs or isinstance(value, bool | float)):
             yield name
 
 
