@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from ds_lgamp.checkpoint.checksum import checksum_of
 from ds_lgamp.checkpoint.errors import CheckpointError, DamageError
-from ds_lgamp.checkpoint.files import damaged, sync_folder, unreadable, write_synced
-from ds_lgamp.checkpoint.state import check_state, check_tensors
+from ds_lgamp.checkpoint.files import checksum_of, damaged, sync_folder, unreadable, write_synced
+from ds_lgamp.checkpoint.schema import check_state, check_tensors
 from ds_lgamp.checkpoint.storage import INDEX, VerifyingReader
 
 FORMAT = 3
@@ -184,14 +183,15 @@ def read_state(folder: Path) -> dict[str, Any]:
     return written
 
 
-def reader(folder: Path, state: dict[str, Any]) -> VerifyingReader:
-    """Returns a reader of the checkpoint's tensors; ``state`` comes from :func:`read_state`.
+def open_checkpoint(folder: Path) -> tuple[dict[str, Any], VerifyingReader]:
+    """Returns the content of state.json, as :func:`read_state` does, and a reader of the tensors.
 
-    Raises CheckpointError if index.json is damaged or does not match ``state``.
+    Raises CheckpointError as :func:`read_state` does, and if index.json is damaged or does not match state.json.
     """
+    state = read_state(folder)
     tensors = VerifyingReader(folder / state["tensors"], state["index_checksum"])
     check_tensors(folder / STATE, state, tensors.tensors)
-    return tensors
+    return state, tensors
 
 
 def is_stock(folder: Path) -> bool:
@@ -246,10 +246,10 @@ def _replace(path: Path, text: str) -> None:
     sync_folder(path.parent)
 
 
-def _remove_other_tensors(folder: Path, kept: str | None) -> None:
+def _remove_other_tensors(folder: Path, current: str | None) -> None:
     for path in folder.glob(f"{TENSORS}*"):
         # A tag may begin with "tensors-" too. That folder is another checkpoint.
-        if path.name != kept and not (path / STATE).exists():
+        if path.name != current and not (path / STATE).exists():
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -11,8 +11,9 @@ import torch
 from ds_lgamp.checkpoint import folder as folders
 from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.checkpoint.files import sync, sync_folder, whole_folder, write_synced
+from ds_lgamp.checkpoint.names import BUFFERS, PARAMETERS
 from ds_lgamp.checkpoint.storage import VerifyingReader
-from ds_lgamp.checkpoint.units import BUFFERS, PARAMETERS
+from ds_lgamp.checkpoint.values import name_of_dtype
 from ds_lgamp.checkpoint.whole import WholeCheckpoint
 from ds_lgamp.version import __version__
 
@@ -56,8 +57,7 @@ def write_safetensors(source: Path, target: Path, dtype: torch.dtype, shard_byte
     ``target`` is then unchanged.
     """
     _library()
-    state = folders.read_state(source)
-    reader = folders.reader(source, state)
+    state, reader = folders.open_checkpoint(source)
     shards = _shards(planned_of(state, reader, dtype), shard_bytes)
     if target.exists():
         raise CheckpointError(f"{target} exists; remove it or name another folder")
@@ -223,7 +223,7 @@ def _weights_only(
             "schedule": "layered",
             "chunk_bounds": [0, max(layers, 1)],
             "placement": [0],
-            "data_type": str(next(iter(parameters.values())).dtype).removeprefix("torch."),
+            "data_type": name_of_dtype(next(iter(parameters.values())).dtype),
         },
         "layers": {
             "types": None,

@@ -1,11 +1,12 @@
 """Names the weights and optimizer state of a partition by the global names of parameters, which every layout shares."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.names import OPTIMIZER, PARAMETERS
 from ds_lgamp.checkpoint.shard import FlatShard
 from ds_lgamp.checkpoint.values import UnsupportedValue, decode, encode
 from ds_lgamp.partition.parts import Part, parts_of
@@ -13,16 +14,8 @@ from ds_lgamp.partition.segments import Segment
 from ds_lgamp.partition.unit import Unit
 from ds_lgamp.partition.zero_partition import ZeroPartition
 
-PARAMETERS, OPTIMIZER, BUFFERS, RANKS = "parameters", "optimizer", "buffers", "ranks"
-"""Prefixes of the names of tensors in a checkpoint."""
-
 _OF_DEVICE = ("params", "fused", "capturable")
 """Options of a parameter group that another run cannot give to this one."""
-
-
-def rank_name(pipeline_rank: int, data_rank: int, tensor_rank: int) -> str:
-    """Returns the name in a checkpoint of what one rank alone has."""
-    return f"{RANKS}/{pipeline_rank}-{data_rank}" + (f"-{tensor_rank}" if tensor_rank else "")
 
 
 class Range(NamedTuple):
@@ -85,37 +78,29 @@ def optimizer_tensors(partition: ZeroPartition, optimizer: torch.optim.Optimizer
     return tensors
 
 
-def optimizer_scalars(partition: ZeroPartition, optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
-    """Returns the rest of the optimizer state, such as the number of steps, by group and encoded. It is the same for
-    all parameters of a group, which step together, but for those of :func:`scalars_of_parameters`.
+class Scalars(NamedTuple):
+    """The optimizer's state without a value for every element, such as the number of steps, encoded."""
 
-    Raises:
-        CheckpointError: the state has a value that a checkpoint cannot hold.
-    """
-    scalars: dict[int, dict[str, Any]] = {}
-    for segment in partition.segments():
+    scalars: dict[int, dict[str, Any]]
+    """By group. It is the same for all parameters of a group, which step together."""
+    of_parameters: dict[str, dict[str, Any]]
+    """By name, of the parameters that count their steps by themselves."""
+
+
+def scalars_of(states: Iterable[tuple[Segment, Mapping[str, Any]]]) -> Scalars:
+    """Returns the scalars in the state of every segment. Raises CheckpointError if it has a value that a checkpoint
+    cannot hold."""
+    found = Scalars({}, {})
+    for segment, state in states:
+        try:
+            own = {key: encode(value) for key, value in state.items() if not _is_elementwise(value, segment)}
+        except UnsupportedValue as error:
+            raise CheckpointError(f"the optimizer's state holds {error}") from None
         if segment.entry is None:
-            scalars[segment.group] = scalars_of(segment, optimizer.state.get(segment.shard, {}))
-    return scalars
-
-
-def scalars_of_parameters(partition: ZeroPartition, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-    """Returns the same of the parameters that count their steps by themselves, by name. Raises as
-    :func:`optimizer_scalars` does."""
-    return {
-        segment.entry.name: scalars_of(segment, optimizer.state.get(segment.shard, {}))
-        for segment in partition.segments()
-        if segment.entry is not None
-    }
-
-
-def scalars_of(segment: Segment, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the part of the ``state`` of ``segment`` that has no value for every element, encoded. Raises
-    CheckpointError as :func:`optimizer_scalars` does."""
-    try:
-        return {key: encode(value) for key, value in state.items() if not _is_elementwise(value, segment)}
-    except UnsupportedValue as error:
-        raise CheckpointError(f"the optimizer's state holds {error}") from None
+            found.scalars[segment.group] = own
+        else:
+            found.of_parameters[segment.entry.name] = own
+    return found
 
 
 def elementwise(optimizer: torch.optim.Optimizer, segment: Segment) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ from ds_lgamp.cli.main import main
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.engine.engine import LgampEngine
 from ds_lgamp.integrations.deepspeed.hook.seams import TESTED_VERSION, all_seams, check_seams, missing_seams
-from ds_lgamp.integrations.megatron.loop.seams import TESTED_VERSIONS
+from ds_lgamp.integrations.megatron.loop.megatron_seams import TESTED_VERSIONS
 
 
 def report():

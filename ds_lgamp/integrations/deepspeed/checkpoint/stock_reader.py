@@ -11,17 +11,19 @@ from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 from torch import Tensor
 
 from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.values import name_of_dtype
 from ds_lgamp.checkpoint.whole import WholeCheckpoint
-from ds_lgamp.integrations.deepspeed.checkpoint.fields import PULLED
-from ds_lgamp.integrations.deepspeed.checkpoint.stock_checkpoint import (
+from ds_lgamp.integrations.deepspeed.checkpoint.description import PULLED
+from ds_lgamp.integrations.deepspeed.checkpoint.stock_files import (
     KEYS,
+    StockLayers,
     layer_files,
     load_file,
+    name_layers,
     rank_file,
     refuse_whole_tensors,
     shard_file,
 )
-from ds_lgamp.integrations.deepspeed.checkpoint.stock_layers import StockLayers, name_layers
 from ds_lgamp.integrations.deepspeed.config.optimizer_choice import ELEMENTWISE, JSON_NAMES, Kernels, choose_optimizer
 from ds_lgamp.integrations.deepspeed.config.precision import scaler_state
 
@@ -301,7 +303,7 @@ def _layout(rank: dict[str, Any], layers: StockLayers, group_of: dict[str, int])
         "chunk_bounds": layers.bounds,
         "placement": list(range(rank["mp_world_size"])),
         "schedule": "1f1b",
-        "data_type": str(trained).removeprefix("torch."),
+        "data_type": name_of_dtype(trained),
         "micro_batch_size": config.get("train_micro_batch_size_per_gpu"),
     }
 

@@ -5,7 +5,7 @@ from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from ds_lgamp.checkpoint.saver import wait_for_all
-from ds_lgamp.integrations.deepspeed.checkpoint.live import end_all
+from ds_lgamp.integrations.deepspeed.checkpoint.live_checkpoint import end_all
 
 
 class Gathering(Protocol):

@@ -14,8 +14,8 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.checkpoint.saver import Saver
 from ds_lgamp.config import LgampConfig
-from ds_lgamp.integrations.deepspeed.checkpoint import methods
-from ds_lgamp.integrations.deepspeed.checkpoint.live import LiveCheckpoint, open_folder
+from ds_lgamp.integrations.deepspeed.checkpoint import save_and_load
+from ds_lgamp.integrations.deepspeed.checkpoint.live_checkpoint import LiveCheckpoint, open_folder
 from ds_lgamp.integrations.deepspeed.config.offload import check_offloaded, device_of_updates, live_folder, on_disk_of
 from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
     check_elementwise,
@@ -395,8 +395,8 @@ class LgampEngine(PipelineEngine):
 
     # Checkpoints
 
-    save_checkpoint, load_checkpoint = methods.save_checkpoint, methods.load_checkpoint
-    wait_for_checkpoint = methods.wait_for_checkpoint
+    save_checkpoint, load_checkpoint = save_and_load.save_checkpoint, save_and_load.load_checkpoint
+    wait_for_checkpoint = save_and_load.wait_for_checkpoint
     save_16bit_model = stock_methods.save_16bit_model
 
     # What scripts may change, and what stays where it is

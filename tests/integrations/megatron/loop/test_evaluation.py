@@ -6,7 +6,7 @@ import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.megatron.loop.evaluation import collecting
+from ds_lgamp.integrations.megatron.loop.install import collecting
 from testing.ranks import run_on_ranks
 from tests.integrations.megatron.core_models import SEQUENCE
 from tests.integrations.megatron.training_loop import SEQUENCES, STOCK, Place, Training, prepare_process

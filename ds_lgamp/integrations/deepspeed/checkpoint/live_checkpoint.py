@@ -4,21 +4,19 @@ import logging
 import sys
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, Protocol
+from typing import Any
 from uuid import uuid4
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 
-from ds_lgamp.checkpoint.live import LiveState, Rest
-from ds_lgamp.checkpoint.live_states import last_step, publish_newest
+from ds_lgamp.checkpoint.live_recovery import last_step, publish_newest
+from ds_lgamp.checkpoint.live_state import BesideUnits, LiveState
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.cost.live import slots_of
-from ds_lgamp.integrations.deepspeed.checkpoint.description import describe
+from ds_lgamp.integrations.deepspeed.checkpoint.description import Run, describe, ranks_of, share_of
 from ds_lgamp.integrations.deepspeed.checkpoint.rank_state import rank_state
-from ds_lgamp.integrations.deepspeed.checkpoint.run import Run, ranks_of
-from ds_lgamp.integrations.deepspeed.checkpoint.saving import share_of
 from ds_lgamp.integrations.deepspeed.model.module import persistent_buffers
 from ds_lgamp.partition.agreement import everyone, raise_everywhere
 
@@ -32,16 +30,6 @@ def end_all() -> None:
         live.end()
 
 
-class Engine(Run, Protocol):
-    """An engine, as far as its live state is concerned."""
-
-    @property
-    def global_steps(self) -> int: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-
 class LiveCheckpoint:
     """Keeps the state of the engine's last step in a folder of this node. Collective over all ranks.
 
@@ -50,7 +38,7 @@ class LiveCheckpoint:
         folder: of the live states.
     """
 
-    def __init__(self, engine: Engine, folder: Path) -> None:
+    def __init__(self, engine: Run, folder: Path) -> None:
         self._folder = folder
         self._run = everyone(uuid4().hex[:8])[0]
         self._directory: str | None = None
@@ -61,12 +49,16 @@ class LiveCheckpoint:
         self._rank = dist.get_rank()
         self._state = LiveState(
             folder,
-            self._run,
+            {
+                "run": self._run,
+                "rank": self._rank,
+                "ranks": dist.get_world_size(),
+                "places": list(ranks_of(engine)),
+            },
             optimizer.partition.units,
             optimizer.optimizer,
             engine.device,
             slots_of(engine.program_spec.updates),
-            {"rank": self._rank, "ranks": dist.get_world_size(), "places": list(ranks_of(engine))},
             share_of(engine),
         )
         self._is_over = False
@@ -76,12 +68,12 @@ class LiveCheckpoint:
         """Waits for the state of the last step, before the optimizer's step."""
         self._state.before_step()
 
-    def end_step(self, engine: Engine, client_state: dict[Any, Any]) -> None:
+    def end_step(self, engine: Run, client_state: dict[Any, Any]) -> None:
         """Ends a step, after which nothing of it changes but by updates that it has postponed."""
         with torch.no_grad():
             buffers = {name: tensor.clone() for name, tensor in persistent_buffers(engine.placed) if tensor.numel()}
         state, own = describe(engine), rank_state(engine, client_state)
-        self._state.end_step(Rest(engine.global_steps, self._directory, state, own, buffers))
+        self._state.end_step(BesideUnits(engine.global_steps, self._directory, state, own, buffers))
 
     def saves_in(self, directory: Path) -> None:
         """Notes where the run saves a checkpoint."""
