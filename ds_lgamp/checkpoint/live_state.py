@@ -72,9 +72,9 @@ class LiveState:
         slots: int,
         share: Share,
     ) -> None:
-        self._folder, self._own = folder, folder / f"{RUN}{header['run']}"
+        self.folder, self._own = folder, folder / f"{RUN}{header['run']}"
         self._units, self._optimizer, self._device = units, optimizer, device
-        self._header, self._share = header, share
+        self.header, self._share = header, share
         self._ranges = {unit: list(written(unit)) for unit in units}
         self._slots = [_Contents(LiveSlot(self._own / f"{header['rank']}-{number}")) for number in range(slots)]
         self._thread = HostThread(device, "ds_lgamp live state")
@@ -109,9 +109,9 @@ class LiveState:
             self._copy(unit)
             self._seal_if_whole()
 
-    def end_step(self, beside: BesideUnits) -> None:
-        """Ends a step: the state is whole with ``beside`` and the units as they are, or will be after the updates that
-        the step has postponed."""
+    def complete(self, beside: BesideUnits) -> None:
+        """Called at the end of a step: the state is whole with ``beside`` and the units as they are, or will be after
+        the updates that the step has postponed."""
         with self._lock:
             assert self._beside is None, "the updates of a step end before the next step does"
             self._beside = beside
@@ -127,7 +127,8 @@ class LiveState:
             self._sealing.wait()
 
     def wait(self) -> None:
-        """Waits for the copies under way. Raises CheckpointError if one has failed."""
+        """Waits for the copies under way, and so until the state of the last step is in the folder, if no update of it
+        is postponed. Raises CheckpointError if one has failed."""
         if self._last is not None:
             self._last.wait()
 
@@ -231,7 +232,7 @@ class LiveState:
                     function(*arguments)
             except OSError as error:
                 raise CheckpointError(
-                    f"the live state in {self._folder} cannot be written ({error.strerror}); make room there, or "
+                    f"the live state in {self.folder} cannot be written ({error.strerror}); make room there, or "
                     "remove live_checkpoint"
                 ) from None
 
@@ -246,7 +247,7 @@ class LiveState:
             event.synchronize()
         # All ranks of the node make it.
         self._own.mkdir(parents=True, exist_ok=True)
-        for other in self._folder.glob(f"{RUN}*"):
+        for other in self.folder.glob(f"{RUN}*"):
             if other != self._own and not is_written(other):
                 shutil.rmtree(other, ignore_errors=True)
         contents.slot.open()
@@ -272,7 +273,7 @@ class LiveState:
         scalars = [contents.scalars[unit] for unit in self._units]
         contents.slot.seal(
             {
-                **self._header,
+                **self.header,
                 "step": beside.step,
                 "directory": beside.directory,
                 "blobs": blobs + [self._write(contents, buffer) for buffer in buffers],

@@ -14,7 +14,7 @@ from ds_lgamp.checkpoint.files import sync, sync_folder, whole_folder, write_syn
 from ds_lgamp.checkpoint.names import BUFFERS, PARAMETERS
 from ds_lgamp.checkpoint.storage import VerifyingReader
 from ds_lgamp.checkpoint.values import name_of_dtype
-from ds_lgamp.checkpoint.whole import WholeCheckpoint
+from ds_lgamp.checkpoint.whole import WholeCheckpoint, state_of
 from ds_lgamp.version import __version__
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -213,37 +213,18 @@ def _weights_only(
     parameters: Mapping[str, torch.Tensor], buffers: dict[str, torch.Tensor], of_model: bool
 ) -> WholeCheckpoint:
     layers = max(_place(entry)[0] for entry in parameters.items()) + 1
-    state = {
-        "versions": {"ds_lgamp": __version__, "torch": str(torch.__version__)},
-        "layout": {
+    state = state_of(
+        {"ds_lgamp": __version__, "torch": str(torch.__version__)},
+        {
             "pipeline_ranks": 1,
             "data_ranks": 1,
-            "tensor_ranks": 1,
             "zero_stage": 0,
             "schedule": "layered",
             "chunk_bounds": [0, max(layers, 1)],
             "placement": [0],
             "data_type": name_of_dtype(next(iter(parameters.values())).dtype),
         },
-        "layers": {
-            "types": None,
-            "tied": {},
-            "partition_method": None,
-            "extra_states": [],
-            "names_of_model": of_model,
-        },
-        "parameters": {name: {"shape": list(tensor.shape), "group": None} for name, tensor in parameters.items()},
-        "optimizer": None,
-        "lr_scheduler": None,
-        "loss_scaler": None,
-        "counters": {
-            "global_steps": 0,
-            "global_samples": 0,
-            "skipped_steps": 0,
-            "micro_steps": 0,
-            "_pulled_of_training_data": 0,
-        },
-        "micro_offset": 0,
-        "data": None,
-    }
+        {"tied": {}, "extra_states": [], "names_of_model": of_model},
+        {name: {"shape": list(tensor.shape), "group": None} for name, tensor in parameters.items()},
+    )
     return WholeCheckpoint(dict(parameters), buffers, {}, state, {})

@@ -224,13 +224,19 @@ class LossScaler(_Strict):
 
 
 class Counters(_Strict):
-    """Keys are the attribute names of the engine."""
+    """Keys are the attribute names of the engine, but for ``pulled``."""
 
     global_steps: Count
     global_samples: Count
     skipped_steps: Count
     micro_steps: Count
     pulled: Count = Field(alias="_pulled_of_training_data")
+
+
+PULLED = str(Counters.model_fields["pulled"].alias)
+"""The name of the micro-batches taken of the engine's own data."""
+COUNTERS = tuple(name for name, field in Counters.model_fields.items() if field.alias is None)
+"""The counters that have the names of the engine's."""
 
 
 class Epoch(_Strict):

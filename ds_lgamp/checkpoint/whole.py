@@ -14,7 +14,7 @@ from ds_lgamp.checkpoint import folder as folders
 from ds_lgamp.checkpoint.errors import CheckpointError, sentence_of
 from ds_lgamp.checkpoint.files import verified
 from ds_lgamp.checkpoint.names import BUFFERS, OPTIMIZER, PARAMETERS, RANKS, rank_name
-from ds_lgamp.checkpoint.schema import decode_text, text_of
+from ds_lgamp.checkpoint.schema import COUNTERS, PULLED, decode_text, text_of
 from ds_lgamp.checkpoint.shard import FlatShard, Ranges
 from ds_lgamp.checkpoint.storage import METADATA, ChecksummedWriter, ShardSavePlanner, VerifyingReader
 from ds_lgamp.checkpoint.values import decode, encode
@@ -33,6 +33,26 @@ class WholeCheckpoint(NamedTuple):
     """The decoded content of state.json."""
     client_state: dict[str, Any]
     """Client state of the first rank."""
+
+
+def state_of(
+    versions: dict[str, str], layout: dict[str, Any], layers: dict[str, Any], parameters: dict[str, Any], **others: Any
+) -> dict[str, Any]:
+    """Returns the content of state.json for a checkpoint that no run has saved, from what other formats say of it. What
+    they leave out begins anew."""
+    return {
+        "versions": versions,
+        "layout": {"tensor_ranks": 1, **layout},
+        "layers": {"types": None, "partition_method": None, **layers},
+        "parameters": parameters,
+        "optimizer": None,
+        "lr_scheduler": None,
+        "loss_scaler": None,
+        "counters": dict.fromkeys((*COUNTERS, PULLED), 0),
+        "micro_offset": 0,
+        "data": None,
+        **others,
+    }
 
 
 def read_whole(folder: Path) -> WholeCheckpoint:

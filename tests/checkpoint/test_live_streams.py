@@ -58,7 +58,7 @@ def sealed(monkeypatch, folder, device, module):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
     place = {"rank": 0, "ranks": 1, "places": []}
     live = LiveState(folder, {**place, "run": "1"}, [], optimizer, device, 2, Share({}, {}, set()))
-    live.end_step(BesideUnits(1, None, {}, {}, {}))
+    live.complete(BesideUnits(1, None, {}, {}, {}))
     live.wait()
     return seen[0]
 

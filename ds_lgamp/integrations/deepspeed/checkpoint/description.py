@@ -14,6 +14,7 @@ from deepspeed.pipe import TiedLayerSpec
 from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.checkpoint.names import Share, name_of_first
 from ds_lgamp.checkpoint.saver import Saver
+from ds_lgamp.checkpoint.schema import COUNTERS, PULLED
 from ds_lgamp.checkpoint.values import UnsupportedValue, encode, name_of_dtype
 from ds_lgamp.integrations.deepspeed.config.precision import parameter_dtype, scaler_state
 from ds_lgamp.integrations.deepspeed.model.layout import layer_types
@@ -32,12 +33,6 @@ from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.version import __version__
 
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
-
-
-COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
-"""The counters of the engine, under whose names state.json has them."""
-PULLED = "_pulled_of_training_data"
-"""The name in state.json of the micro-batches taken of the engine's own data. Files of earlier releases have it too."""
 
 
 class Run(Protocol):

@@ -2,7 +2,6 @@
 too keep their signatures."""
 
 from collections.abc import Mapping
-from contextlib import suppress
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -15,13 +14,12 @@ from ds_lgamp.checkpoint import folder as folders
 from ds_lgamp.checkpoint.errors import CheckpointError, DamageError, everywhere, on_first_rank
 from ds_lgamp.checkpoint.names import Share, enter, merged
 from ds_lgamp.checkpoint.saver import wait_for_all
+from ds_lgamp.checkpoint.schema import COUNTERS, PULLED
 from ds_lgamp.checkpoint.shard import FlatShard
 from ds_lgamp.checkpoint.units import Loading, optimizer_tensors, scalars_of, weights
 from ds_lgamp.checkpoint.values import decode
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.deepspeed.checkpoint.description import (
-    COUNTERS,
-    PULLED,
     Parts,
     Run,
     check_fit,
@@ -169,27 +167,11 @@ def find_checkpoints(directory: Path, tag: Any) -> list[Path]:
     looks."""
     if tag is not None:
         return [directory / str(tag)]
-    found: list[Path] = on_first_rank(partial(_last_and_others, directory))
+    found: list[Path] = on_first_rank(partial(folders.last_and_others, directory))
     if not found:
-        logger.warning(f"{directory} has no file '{folders.LATEST}'; {on_first_rank(partial(_hint, directory))}")
+        advice = on_first_rank(partial(folders.advice_without_latest, directory))
+        logger.warning(f"{directory} has no file '{folders.LATEST}'; {advice}")
     return found
-
-
-def _hint(directory: Path) -> str:
-    if (directory / folders.STATE).is_file():
-        own = directory.absolute()
-        return f"it is a checkpoint itself: name {own.parent}, and pass the tag '{own.name}'"
-    whole, begun = folders.newest_first(directory, "any"), folders.unfinished(directory)
-    if whole:
-        return f"pass the tag '{whole[0].name}', which is whole"
-    if begun:
-        return f"the save in {', '.join(begun)} was not finished; remove {directory}, and go on from one that was"
-    return "pass a tag, or save a checkpoint first"
-
-
-def _last_and_others(directory: Path) -> list[Path]:
-    last = folders.read_latest(directory)
-    return [] if last is None else list(dict.fromkeys([directory / last, *folders.newest_first(directory, last)]))
 
 
 def load_first_whole(run: Run, directory: Path, candidates: list[Path], parts: Parts) -> tuple[Path, dict[str, Any]]:
@@ -204,7 +186,7 @@ def load_first_whole(run: Run, directory: Path, candidates: list[Path], parts: P
         try:
             client_state = load(run, folder, parts)
             if first is not None and parts.progress and dist.get_rank() == 0:
-                _rename_latest(directory, candidates[0], folder)
+                folders.rename_latest(directory, candidates[0], folder)
             return folder, client_state
         except DamageError as error:
             first = first or error
@@ -212,13 +194,6 @@ def load_first_whole(run: Run, directory: Path, candidates: list[Path], parts: P
                 logger.warning(f"{error}: looking for an older one now")
     assert first is not None, "there is a candidate"
     raise first
-
-
-def _rename_latest(directory: Path, damaged: Path, loaded: Path) -> None:
-    """Lets ``latest`` name what was ``loaded`` in place of what is ``damaged``, if nobody has saved meanwhile."""
-    with suppress(OSError):
-        if directory / (folders.read_latest(directory) or "") == damaged:
-            folders.write_latest(directory, str(loaded.relative_to(directory)))
 
 
 def load(run: Run, folder: Path, parts: Parts) -> dict[str, Any]:
