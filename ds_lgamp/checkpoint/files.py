@@ -34,7 +34,7 @@ def save_into(file: IO[bytes], content: Any) -> None:
         raise error.__context__ if isinstance(error.__context__, OSError) else error from None
 
 
-def verified(path: Path, checksum: str) -> bytes:
+def read_verified(path: Path, checksum: str) -> bytes:
     """Reads ``path``. Raises DamageError if it is missing or damaged."""
     with open_data(path) as file, reading(path):
         data = file.read()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ds_lgamp.checkpoint import folder as folders
 from ds_lgamp.checkpoint.errors import CheckpointError, DamageError, everywhere
 from ds_lgamp.checkpoint.live_slot import RUN, Header, is_written, read_blobs, read_header
-from ds_lgamp.checkpoint.names import BUFFERS, Copy, Share, enter, first_copies, merged, names_to_write, rank_name
+from ds_lgamp.checkpoint.names import BUFFERS, Copy, Share, add_share, first_copies, merge, names_to_write, rank_name
 from ds_lgamp.checkpoint.saver import Saver
 from ds_lgamp.checkpoint.schema import text_of
 from ds_lgamp.checkpoint.shard import FlatShard, Ranges, ShardGroup
@@ -241,7 +241,7 @@ def _state(headers: Mapping[int, Header]) -> dict[str, Any]:
         for _, header in sorted(headers.items())
     )
     state = dict(headers[0].state)
-    enter(state, merged(shares))
+    add_share(state, merge(shares))
     return state
 
 

@@ -19,7 +19,7 @@ from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.checkpoint.files import PIECE
 from ds_lgamp.checkpoint.live_slot import RUN, LiveSlot, is_written
 from ds_lgamp.checkpoint.names import BUFFERS, OPTIMIZER, PARAMETERS, Share
-from ds_lgamp.checkpoint.units import Range, Scalars, elementwise, scalars_of, written
+from ds_lgamp.checkpoint.units import Range, Scalars, elementwise, ranges_to_write, scalars_of
 from ds_lgamp.partition.bus import event_now
 from ds_lgamp.partition.host_thread import HostThread, Job
 from ds_lgamp.partition.rows import row_of
@@ -75,7 +75,7 @@ class LiveState:
         self.folder, self._own = folder, folder / f"{RUN}{header['run']}"
         self._units, self._optimizer, self._device = units, optimizer, device
         self.header, self._share = header, share
-        self._ranges = {unit: list(written(unit)) for unit in units}
+        self._ranges = {unit: list(ranges_to_write(unit)) for unit in units}
         self._slots = [_Contents(LiveSlot(self._own / f"{header['rank']}-{number}")) for number in range(slots)]
         self._thread = HostThread(device, "ds_lgamp live state")
         self._lock = RLock()

@@ -73,7 +73,8 @@ class Share(NamedTuple):
     """The optimizer's state beside tensors of parameters that count their steps by themselves, by name."""
 
 
-def merged(ranks: Iterable[Share]) -> Share:
+def merge(ranks: Iterable[Share]) -> Share:
+    """Returns what all ranks have together."""
     whole = Share({}, {}, set(), {})
     for rank in ranks:
         whole.parameters.update(rank.parameters)
@@ -83,16 +84,16 @@ def merged(ranks: Iterable[Share]) -> Share:
     return whole
 
 
-def enter(state: dict[str, Any], whole: Share) -> None:
+def add_share(state: dict[str, Any], whole: Share) -> None:
     """Adds to ``state``, which describes the run on one rank, what all ranks have."""
-    state["parameters"] = {name: whole.parameters[name] for name in sorted(whole.parameters, key=_layer_of)}
+    state["parameters"] = {name: whole.parameters[name] for name in sorted(whole.parameters, key=layer_of)}
     state["optimizer"]["scalars"] = [whole.scalars.get(group, {}) for group in range(len(state["optimizer"]["groups"]))]
     if whole.of_parameters:
         state["optimizer"]["of_parameters"] = dict(sorted(whole.of_parameters.items()))
     state["layers"]["extra_states"] = sorted(whole.extra_states)
 
 
-def _layer_of(name: str) -> int:
+def layer_of(name: str) -> int:
     """Returns the number of the layer that a parameter belongs to. Tied modules come first, as in the module."""
     first = name.split(".")[0]
     return int(first) if first.isdecimal() else -1

@@ -11,7 +11,7 @@ import torch
 from ds_lgamp.checkpoint import folder as folders
 from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.checkpoint.files import sync, sync_folder, whole_folder, write_synced
-from ds_lgamp.checkpoint.names import BUFFERS, PARAMETERS
+from ds_lgamp.checkpoint.names import BUFFERS, PARAMETERS, layer_of, name_of_first
 from ds_lgamp.checkpoint.storage import VerifyingReader
 from ds_lgamp.checkpoint.values import name_of_dtype
 from ds_lgamp.checkpoint.whole import WholeCheckpoint, state_of
@@ -88,7 +88,8 @@ def read_safetensors(source: Path) -> WholeCheckpoint:
             kind[own_names.get(name, name)] = tensor
     if not parameters:
         raise CheckpointError(f"{source} has no weights; name a file or folder with weights")
-    return _weights_only(dict(sorted(parameters.items(), key=_place)), buffers, of_model)
+    in_order = {name: parameters[name] for name in sorted(parameters, key=lambda name: (layer_of(name), name))}
+    return _weights_only(in_order, buffers, of_model)
 
 
 def _library() -> Any:
@@ -106,7 +107,7 @@ def planned_of(state: dict[str, Any], reader: VerifyingReader, dtype: torch.dtyp
         key = f"{PARAMETERS}/{name}"
         shown = without_layer(name) if of_model else name
         yield Planned(shown, name, key if key in reader.tensors else None, described["shape"], dtype)
-    prefix = f"{BUFFERS}/0/"
+    prefix = name_of_first("")
     for key, entry in reader.tensors.items():
         if key.startswith(prefix):
             name = key.removeprefix(prefix)
@@ -203,16 +204,10 @@ def _read(path: Path) -> tuple[dict[str, torch.Tensor], set[str], dict[str, str]
     return tensors, set(marked), own_names
 
 
-def _place(entry: tuple[str, Any]) -> tuple[int, str]:
-    """Sort key: layers in order, tied modules first."""
-    layer = entry[0].partition(".")[0]
-    return (int(layer) if layer.isdecimal() else -1), entry[0]
-
-
 def _weights_only(
     parameters: Mapping[str, torch.Tensor], buffers: dict[str, torch.Tensor], of_model: bool
 ) -> WholeCheckpoint:
-    layers = max(_place(entry)[0] for entry in parameters.items()) + 1
+    layers = max(map(layer_of, parameters)) + 1
     state = state_of(
         {"ds_lgamp": __version__, "torch": str(torch.__version__)},
         {

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ds_lgamp.checkpoint import folder as folders
 from ds_lgamp.checkpoint.errors import CheckpointError, everywhere, on_first_rank, sentence_of
-from ds_lgamp.checkpoint.shard import FlatShard, Ranges, staged
+from ds_lgamp.checkpoint.shard import FlatShard, Ranges, host_copies
 from ds_lgamp.checkpoint.storage import ChecksummedWriter, ShardLoadPlanner, ShardSavePlanner, VerifyingReader
 from ds_lgamp.runtime import lifeline
 from ds_lgamp.runtime.whereabouts import here
@@ -98,7 +98,7 @@ class Saver:
         directory = directory.absolute()
         if self._asynchronous:
             given = tensors
-            tensors = everywhere(lambda: staged(given))
+            tensors = everywhere(lambda: host_copies(given))
         try:
             destination = on_first_rank(partial(folders.new_tensors, directory / tag))
         except CheckpointError as error:

@@ -99,7 +99,7 @@ Ranges = FlatShard | ShardGroup
 """What a rank has of a tensor."""
 
 
-def staged(tensors: Mapping[str, Ranges]) -> dict[str, Ranges]:
+def host_copies(tensors: Mapping[str, Ranges]) -> dict[str, Ranges]:
     """Copies the ranges to host memory, pinned if they are on a device. The copies are complete on return."""
     devices = set()
 

@@ -42,11 +42,11 @@ from ds_lgamp.checkpoint.files import (
     checksum_of,
     damaged,
     open_data,
+    read_verified,
     reading,
     save_into,
     sync,
     sync_folder,
-    verified,
     write_synced,
 )
 from ds_lgamp.checkpoint.schema import Index, Part, first_complaint, make_index
@@ -223,7 +223,7 @@ class VerifyingReader(FileSystemReader):
         self.folder = folder
         path = folder / INDEX
         try:
-            self.index = Index.model_validate_json(verified(path, checksum))
+            self.index = Index.model_validate_json(read_verified(path, checksum))
         except ValidationError as error:
             raise distrusted(path, first_complaint(error)) from None
         self._metadata = self.index.in_dcp()

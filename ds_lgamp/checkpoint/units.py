@@ -32,14 +32,14 @@ class Range(NamedTuple):
         return FlatShard(part.shape, self.start, values[within], part.whole_shape, part.slice_offsets)
 
 
-def held(unit: Unit) -> Iterator[Range]:
+def ranges_of_shard(unit: Unit) -> Iterator[Range]:
     """Yields every element of this rank's shard, by parameter."""
     for part in parts_of(unit):
         if part.numel:
             yield Range(part, part.in_shard, part.in_parameter.start)
 
 
-def written(unit: Unit) -> Iterator[Range]:
+def ranges_to_write(unit: Unit) -> Iterator[Range]:
     """Yields the elements that this rank writes to a checkpoint.
 
     One rank writes each element of the model, even if several hold it: all data-parallel ranks at stage 0, or the
@@ -51,7 +51,7 @@ def written(unit: Unit) -> Iterator[Range]:
     share = unit.storage.shard.numel() // copies
     first = copy * share
     first_slice = unit.policy.is_first_tensor_rank
-    for part, in_shard, start in held(unit):
+    for part, in_shard, start in ranges_of_shard(unit):
         if not first_slice and part.shape == part.whole_shape:
             continue
         begin, end = max(in_shard.start, first), min(in_shard.stop, first + share)
@@ -63,14 +63,14 @@ def weights(partition: ZeroPartition, exclude_frozen: bool = False) -> dict[str,
     """Returns the parameters that this rank writes. Of half-precision weights it writes the master weights, since the
     weights are these rounded."""
     units = [unit for unit in partition.units if unit.trains or not exclude_frozen]
-    return {f"{PARAMETERS}/{r.part.name}": r.of(unit.master.values) for unit in units for r in written(unit)}
+    return {f"{PARAMETERS}/{r.part.name}": r.of(unit.master.values) for unit in units for r in ranges_to_write(unit)}
 
 
 def optimizer_tensors(partition: ZeroPartition, optimizer: torch.optim.Optimizer) -> dict[str, FlatShard]:
     """Returns the optimizer state with a value for every element, as far as this rank writes it."""
     tensors = {}
     for unit in partition.units:
-        for r in written(unit):
+        for r in ranges_to_write(unit):
             segment = r.part.segment
             if segment is not None:
                 for key, value in elementwise(optimizer, segment).items():
@@ -136,12 +136,12 @@ class Loading:
             room = None if self._host is None else self._host.room_beside(own)
             values = own.detach().to("cpu", copy=True) if room is None else room.copy_(own)
             self._masters.append((unit, values))
-            self._add(PARAMETERS, held(unit), values)
+            self._add(PARAMETERS, ranges_of_shard(unit), values)
 
     def add_optimizer(self) -> None:
         for unit in self._partition.units:
             for segment in unit.master.segments:
-                ranges = [r for r in held(unit) if segment.start <= r.in_shard.start < segment.end]
+                ranges = [r for r in ranges_of_shard(unit) if segment.start <= r.in_shard.start < segment.end]
                 self._states.append({key: self._add_state(key, segment, ranges) for key in self._keys(ranges)})
 
     def _keys(self, ranges: list[Range]) -> list[str]:

@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ds_lgamp.checkpoint import folder as folders
 from ds_lgamp.checkpoint.errors import CheckpointError, sentence_of
-from ds_lgamp.checkpoint.files import verified
-from ds_lgamp.checkpoint.names import BUFFERS, OPTIMIZER, PARAMETERS, RANKS, rank_name
+from ds_lgamp.checkpoint.files import read_verified
+from ds_lgamp.checkpoint.names import OPTIMIZER, PARAMETERS, RANKS, name_of_first, rank_name
 from ds_lgamp.checkpoint.schema import COUNTERS, PULLED, decode_text, text_of
 from ds_lgamp.checkpoint.shard import FlatShard, Ranges
 from ds_lgamp.checkpoint.storage import METADATA, ChecksummedWriter, ShardSavePlanner, VerifyingReader
@@ -58,7 +58,7 @@ def state_of(
 def read_whole(folder: Path) -> WholeCheckpoint:
     """Reads the checkpoint ``folder``. Raises CheckpointError if it is no checkpoint or is damaged."""
     state, reader = folders.open_checkpoint(folder)
-    wanted = (name for name in reader.tensors if name.split("/")[0] != RANKS or name == f"{RANKS}/0-0")
+    wanted = (name for name in reader.tensors if name.split("/")[0] != RANKS or name == rank_name(0, 0, 0))
     tensors = {name: reader.whole(name) for name in wanted}
     whole = WholeCheckpoint({}, {}, {}, decode(state), {})
     for name, described in state["parameters"].items():
@@ -70,8 +70,8 @@ def read_whole(folder: Path) -> WholeCheckpoint:
         if kind == OPTIMIZER:
             moment, name = rest.split("/", 1)
             whole.moments.setdefault(moment, {})[name] = tensor
-        elif kind == BUFFERS and rest.startswith("0/"):
-            whole.buffers[rest.removeprefix("0/")] = tensor
+        elif key.startswith(name_of_first("")):
+            whole.buffers[key.removeprefix(name_of_first(""))] = tensor
         elif kind == RANKS:
             whole.client_state.update(decode_text(folder, key, tensor)["client_state"])
     return whole
@@ -83,7 +83,7 @@ def write_whole(folder: Path, whole: WholeCheckpoint) -> None:
     It has no random states: a run that loads it keeps its own.
     """
     tensors = {f"{PARAMETERS}/{name}": tensor for name, tensor in whole.parameters.items()}
-    tensors |= {f"{BUFFERS}/0/{name}": tensor for name, tensor in whole.buffers.items()}
+    tensors |= {name_of_first(name): tensor for name, tensor in whole.buffers.items()}
     for key, moments in whole.moments.items():
         tensors |= {f"{OPTIMIZER}/{key}/{name}": tensor for name, tensor in moments.items()}
     text = text_of({"random": {}, "client_state": encode(whole.client_state)})
@@ -128,7 +128,7 @@ def verify(folder: Path) -> None:
     that state.json lists is missing.
     """
     state, reader = folders.open_checkpoint(folder)
-    verified(reader.folder / METADATA, reader.index.metadata_checksum)
+    read_verified(reader.folder / METADATA, reader.index.metadata_checksum)
     _check_lengths(reader)
     for name in reader.tensors:
         values = reader.whole(name)

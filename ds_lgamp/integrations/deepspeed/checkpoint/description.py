@@ -83,7 +83,7 @@ def describe(run: Run) -> dict[str, Any]:
     or the scheduler holds what no checkpoint can."""
     optimizer, scheduler = run.optimizer, run.lr_scheduler
     groups = [
-        {key: encoded(f"optimizer.param_groups: {key}", value) for key, value in group.items() if key != "params"}
+        {key: encode_named(f"optimizer.param_groups: {key}", value) for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
     return {
@@ -137,7 +137,7 @@ def share_of(run: Run, exclude_frozen: bool = False) -> Share:
     return Share(parameters, {}, set(empty_extra_states(run.placed)))
 
 
-def encoded(name: str, value: Any) -> Any:
+def encode_named(name: str, value: Any) -> Any:
     """Returns ``value`` as JSON can hold it. Raises CheckpointError, which names it ``name``, if that cannot be."""
     try:
         return encode(value)
@@ -146,7 +146,7 @@ def encoded(name: str, value: Any) -> Any:
 
 
 def _scheduler(scheduler: Any) -> dict[str, Any]:
-    return {"class": type(scheduler).__name__, "state": encoded("lr_scheduler", scheduler_state(scheduler))}
+    return {"class": type(scheduler).__name__, "state": encode_named("lr_scheduler", scheduler_state(scheduler))}
 
 
 def scheduler_state(scheduler: Any) -> Any:

@@ -16,7 +16,7 @@ from ds_lgamp.checkpoint.names import Copy, first_copies, name_of_first, name_of
 from ds_lgamp.checkpoint.schema import decode_text, text_of
 from ds_lgamp.checkpoint.shard import FlatShard
 from ds_lgamp.checkpoint.values import encode
-from ds_lgamp.integrations.deepspeed.checkpoint.description import Run, encoded, ranks_of
+from ds_lgamp.integrations.deepspeed.checkpoint.description import Run, encode_named, ranks_of
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, persistent_buffers, with_extra_state
 from ds_lgamp.partition.agreement import everyone
 from ds_lgamp.partition.rows import bytes_of, row_of, write
@@ -37,8 +37,8 @@ def rank_state(run: Run, client_state: Mapping[Any, Any]) -> dict[str, Any]:
     states = {name: part.get_extra_state() for name, part in with_extra_state(run.placed)}
     return {
         "random": random,
-        "extra_states": {name: encoded(name, state) for name, state in states.items() if state is not None},
-        "client_state": encoded("client_state", dict(client_state)),
+        "extra_states": {name: encode_named(name, state) for name, state in states.items() if state is not None},
+        "client_state": encode_named("client_state", dict(client_state)),
     }
 
 

@@ -12,7 +12,7 @@ from deepspeed.utils.logging import logger
 
 from ds_lgamp.checkpoint import folder as folders
 from ds_lgamp.checkpoint.errors import CheckpointError, DamageError, everywhere, on_first_rank
-from ds_lgamp.checkpoint.names import Share, enter, merged
+from ds_lgamp.checkpoint.names import Share, add_share, merge
 from ds_lgamp.checkpoint.saver import wait_for_all
 from ds_lgamp.checkpoint.schema import COUNTERS, PULLED
 from ds_lgamp.checkpoint.shard import FlatShard
@@ -156,8 +156,8 @@ def save(
         run.grid.get_slice_parallel_group(),
         run.grid.get_pipe_parallel_group(),
     ):
-        own = merged(everyone(own, group))
-    enter(state, own)
+        own = merge(everyone(own, group))
+    add_share(state, own)
     run.saver.save(directory, tag, tensors, state, publish_latest)
 
 

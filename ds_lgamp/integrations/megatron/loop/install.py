@@ -17,15 +17,15 @@ from megatron.core.pipeline_parallel import schedules
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.megatron.loop.arguments import Job, refuse_differing_ranks, validate_with_block
-from ds_lgamp.integrations.megatron.loop.checkpoints import guarded
+from ds_lgamp.integrations.megatron.loop.checkpoints import checked_loaders
 from ds_lgamp.integrations.megatron.loop.forward_backward import ForwardBackward
 from ds_lgamp.integrations.megatron.loop.megatron_seams import BUILDERS, TESTED, check_sharding_seams
 from ds_lgamp.integrations.megatron.loop.several_chunks import (
     REPLACEMENTS,
     builder_of_one_rank,
     chunks_provider,
+    constructor_without_chunks,
     host_cuts_one_rank,
-    refusing_chunks,
 )
 from ds_lgamp.integrations.megatron.loop.sharded.model import (
     complete_weights,
@@ -33,7 +33,7 @@ from ds_lgamp.integrations.megatron.loop.sharded.model import (
     sharded_model,
     with_complete_weights,
 )
-from ds_lgamp.integrations.megatron.loop.sharded.optimizer import sharding
+from ds_lgamp.integrations.megatron.loop.sharded.optimizer import build_sharded_optimizer
 from ds_lgamp.integrations.replacing import replace_attribute, replace_everywhere
 from ds_lgamp.integrations.seams import resolve
 from ds_lgamp.runtime import lifeline
@@ -66,7 +66,7 @@ def install_schedules(job: Job, iteration: Callable[[], int] | None = None) -> N
         _undo.callback(_register, None)
     mamba = resolve("megatron.core.models.mamba.MambaModel")
     if mamba is not None and "vp_stage" not in signature(mamba).parameters:
-        replace_attribute(mamba, "__init__", refusing_chunks(mamba.__init__), _undo)
+        replace_attribute(mamba, "__init__", constructor_without_chunks(mamba.__init__), _undo)
     _replace(_core_replacements(job, select))
 
 
@@ -92,9 +92,9 @@ def _core_replacements(job: Job, select: Callable[..., ForwardBackward | None]) 
     """What takes the place of functions of Megatron-core."""
     stock, build = schedules.get_forward_backward_func, optimizer.get_megatron_optimizer
     return {
-        **({stock: _selecting(stock, select)} if _register is None else {}),
+        **({stock: _schedule_by_block(stock, select)} if _register is None else {}),
         **({} if host_cuts_one_rank() else REPLACEMENTS),
-        **({build: sharding(build, job.zero_stage)} if job.zero_stage > 1 else {}),
+        **({build: build_sharded_optimizer(build, job.zero_stage)} if job.zero_stage > 1 else {}),
     }
 
 
@@ -102,24 +102,20 @@ def _training_replacements(job: Job) -> Replacements:
     """What takes the place of functions of Megatron-LM's training loop."""
     arguments, training = import_module("megatron.training.arguments"), import_module("megatron.training.training")
     checkpointing, utils = import_module("megatron.training.checkpointing"), import_module("megatron.training.utils")
-    begin, stock_load, stock_read = (
-        _beginning(job, training),
-        checkpointing.load_checkpoint,
-        checkpointing._load_base_checkpoint,
-    )
+    begin = _prologue(job, training)
+    stock_load, stock_read = checkpointing.load_checkpoint, checkpointing._load_base_checkpoint
     sharded = job.zero_stage > 1
-    load, read = guarded(into_shards(stock_load) if sharded else stock_load, stock_read)
-    # These read all weights.
-    readers = (checkpointing.save_checkpoint, utils.calc_params_l2_norm) if sharded else ()
+    load, read = checked_loaders(into_shards(stock_load) if sharded else stock_load, stock_read)
+    reads_all_weights = (checkpointing.save_checkpoint, utils.calc_params_l2_norm) if sharded else ()
     return {
-        arguments.validate_args: _validating(arguments.validate_args, job),
-        training.get_model: _building(training.get_model, begin, training, sharded),
-        training.dummy_train_step: _skipping(training.dummy_train_step, training),
-        training.evaluate: collecting(training.evaluate),
+        arguments.validate_args: _validate_args_with_block(arguments.validate_args, job),
+        training.get_model: _get_model_in_chunks(training.get_model, begin, training, sharded),
+        training.dummy_train_step: _dummy_step_for_chunks(training.dummy_train_step, training),
+        training.evaluate: evaluate_with_whole_weights(training.evaluate),
         stock_load: load,
         stock_read: read,
         **builder_replacements(begin, job.zero_stage),
-        **{reader: with_complete_weights(reader) for reader in readers},
+        **{function: with_complete_weights(function) for function in reads_all_weights},
     }
 
 
@@ -152,7 +148,7 @@ def schedule_selector(forward_backward: ForwardBackward) -> Callable[..., Forwar
     return select
 
 
-def _selecting(stock: Callable[..., Any], select: Callable[..., ForwardBackward | None]) -> Callable[..., Any]:
+def _schedule_by_block(stock: Callable[..., Any], select: Callable[..., ForwardBackward | None]) -> Callable[..., Any]:
     """``get_forward_backward_func``, which asks ``select`` first."""
 
     @wraps(stock)
@@ -163,8 +159,8 @@ def _selecting(stock: Callable[..., Any], select: Callable[..., ForwardBackward 
     return get_forward_backward_func
 
 
-def _beginning(job: Job, training: Any) -> Callable[[], None]:
-    """What a rank does before it builds chunks. Ranks compare themselves once."""
+def _prologue(job: Job, training: Any) -> Callable[[], None]:
+    """What a rank does before it builds chunks. The first time, ranks compare their arguments."""
     compared = False
 
     def begin_building() -> None:
@@ -180,7 +176,7 @@ def _beginning(job: Job, training: Any) -> Callable[[], None]:
     return begin_building
 
 
-def _building(
+def _get_model_in_chunks(
     stock: Callable[..., Any], begin: Callable[[], None], training: Any, sharded: bool
 ) -> Callable[..., list[torch.nn.Module]]:
     """Megatron-LM's ``get_model``, also for several chunks on one pipeline rank and for chunks that are sharded."""
@@ -201,7 +197,7 @@ def _building(
     return get_model
 
 
-def _validating(stock: Callable[..., Namespace], job: Job) -> Callable[..., Namespace]:
+def _validate_args_with_block(stock: Callable[..., Namespace], job: Job) -> Callable[..., Namespace]:
     """Returns what checks Megatron-LM's arguments and sets those for chunks."""
 
     @wraps(stock)
@@ -214,7 +210,7 @@ def _validating(stock: Callable[..., Namespace], job: Job) -> Callable[..., Name
     return validate_args
 
 
-def _skipping(stock: Callable[[Any], None], training: Any) -> Callable[[Any], None]:
+def _dummy_step_for_chunks(stock: Callable[[Any], None], training: Any) -> Callable[[Any], None]:
     """Returns what passes over the data of a step that is not made, for any number of chunks."""
 
     @wraps(stock)
@@ -231,7 +227,7 @@ def _skipping(stock: Callable[[Any], None], training: Any) -> Callable[[Any], No
     return dummy_train_step
 
 
-def collecting(evaluate: Callable[..., Any]) -> Callable[..., Any]:
+def evaluate_with_whole_weights(evaluate: Callable[..., Any]) -> Callable[..., Any]:
     """Returns Megatron-LM's ``evaluate`` with complete weights if the script collects more than losses: its
     ``process_non_loss_data_func`` runs a batch on the last rank alone, where no other rank would gather, and its
     ``non_loss_data_func`` may read weights.

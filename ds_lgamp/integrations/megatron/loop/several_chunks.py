@@ -139,7 +139,7 @@ def layers_of(model: Any) -> list[torch.nn.Module]:
     return [layer for block in blocks for layer in getattr(block, "layers", ())]
 
 
-def refusing_chunks(stock: Callable[..., None]) -> Callable[..., None]:
+def constructor_without_chunks(stock: Callable[..., None]) -> Callable[..., None]:
     """A constructor for a model that takes no ``vp_stage`` and cuts its layers evenly, such as MambaModel.
 
     It raises ConfigError if the configuration asks for another cut, which the model would ignore.

@@ -160,7 +160,7 @@ class ShardedOptimizer(MixedPrecisionOptimizer):
         return self.config.fp16 or self.config.bf16
 
 
-def sharding(build: Callable[..., Any], zero_stage: int) -> Callable[..., Any]:
+def build_sharded_optimizer(build: Callable[..., Any], zero_stage: int) -> Callable[..., Any]:
     """A replacement for Megatron-core's ``get_megatron_optimizer``, which partitions chunks that are to be sharded.
 
     It raises ConfigError without ``config_overrides``: until release 0.17 None means no exceptions from weight decay,
