@@ -171,7 +171,7 @@ def _time_files(directory: Path, state: State, repetitions: int) -> Files:
     path = directory / "saved"
 
     def load() -> None:
-        saver.load(folders.reader(path, folders.read_state(path)), targets)
+        saver.load(folders.open_checkpoint(path)[1], targets)
 
     calls = {
         OURS: (lambda: saver.save(directory, "saved", tensors, rest, publish_latest=False), load),

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.record import OURS, REPETITIONS, Config, Record, begin
-from ds_lgamp.checkpoint.slot import read_header
+from ds_lgamp.checkpoint.live_slot import read_header
 from testing.deepspeed_rank import prepare_rank, quiet
 from testing.ranks import run_on_ranks
 

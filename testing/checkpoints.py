@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from ds_lgamp.checkpoint.checksum import checksum_of
+from ds_lgamp.checkpoint.files import checksum_of
 from ds_lgamp.checkpoint.values import encode
 from ds_lgamp.checkpoint.whole import WholeCheckpoint, write_whole
 

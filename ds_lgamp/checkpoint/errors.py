@@ -1,6 +1,7 @@
 """Errors of saving and loading, raised on all ranks together."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -15,6 +16,11 @@ class CheckpointError(RuntimeError):
 
 class DamageError(CheckpointError):
     """A file of a checkpoint is missing or damaged."""
+
+
+def distrusted(path: Path, complaint: Any, what: str = "checkpoint") -> CheckpointError:
+    """Returns the error for a file of a form that no release writes, whatever its checksum says."""
+    return CheckpointError(f"{path} is not what ds_lgamp writes ({complaint}); do not trust this {what}")
 
 
 def everywhere(action: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
@@ -32,6 +38,12 @@ def everywhere(action: Callable[[], Any], group: dist.ProcessGroup | None = None
         is_damage, sentence = first
         raise (DamageError if is_damage else CheckpointError)(sentence)
     return result
+
+
+def on_first_rank(action: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
+    """Returns on all ranks the result of ``action``, which the first rank calls. Raises as :func:`everywhere` does.
+    Collective."""
+    return everyone(everywhere(action if dist.get_rank(group) == 0 else lambda: None, group), group)[0]
 
 
 def _cause(error: BaseException, rank: int) -> tuple[BaseException, int]:

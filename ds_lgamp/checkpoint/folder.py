@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from ds_lgamp.checkpoint.checksum import checksum_of
 from ds_lgamp.checkpoint.errors import CheckpointError, DamageError
-from ds_lgamp.checkpoint.files import damaged, sync_folder, unreadable, write_synced
-from ds_lgamp.checkpoint.state import check_state, check_tensors
+from ds_lgamp.checkpoint.files import checksum_of, damaged, sync_folder, unreadable, write_synced
+from ds_lgamp.checkpoint.schema import check_state, check_tensors
 from ds_lgamp.checkpoint.storage import INDEX, VerifyingReader
 
 FORMAT = 3
@@ -99,6 +98,33 @@ def read_latest(directory: Path) -> str | None:
     return tag
 
 
+def rename_latest(directory: Path, damaged: Path, loaded: Path) -> None:
+    """Lets ``latest`` name what was ``loaded`` in place of what is ``damaged``, if nobody has saved meanwhile."""
+    with suppress(OSError):
+        if directory / (read_latest(directory) or "") == damaged:
+            write_latest(directory, str(loaded.relative_to(directory)))
+
+
+def last_and_others(directory: Path) -> list[Path]:
+    """Returns the last checkpoint, and then the others from the newest on; none if ``latest`` names none."""
+    last = read_latest(directory)
+    return [] if last is None else list(dict.fromkeys([directory / last, *_newest_first(directory, last)]))
+
+
+def advice_without_latest(directory: Path) -> str:
+    """Says what to do where no checkpoint in ``directory`` is the last."""
+    if (directory / STATE).is_file():
+        own = directory.absolute()
+        return f"it is a checkpoint itself: name {own.parent}, and pass the tag '{own.name}'"
+    whole = _newest_first(directory, "any")
+    if whole:
+        return f"pass the tag '{whole[0].name}', which is whole"
+    begun = unfinished(directory)
+    if begun:
+        return f"the save in {', '.join(begun)} was not finished; remove {directory}, and go on from one that was"
+    return "pass a tag, or save a checkpoint first"
+
+
 def keep_last(directory: Path, tag: str, count: int) -> None:
     """Removes old checkpoints in ``directory``, and what saves left there that were interrupted. Keeps the newest
     ``count`` and the one that ``latest`` names.
@@ -107,7 +133,7 @@ def keep_last(directory: Path, tag: str, count: int) -> None:
     checkpoints that this release cannot read stay.
     """
     last = read_latest(directory)
-    for folder in newest_first(directory, tag)[count:]:
+    for folder in _newest_first(directory, tag)[count:]:
         if last is None or folder != directory / last:
             (folder / STATE).unlink()
             sync_folder(folder)
@@ -132,7 +158,7 @@ def _rests(*paths: Path) -> bool:
     return max(path.stat().st_mtime for path in paths) < time.time() - _A_DAY
 
 
-def newest_first(directory: Path, tag: str) -> list[Path]:
+def _newest_first(directory: Path, tag: str) -> list[Path]:
     """Returns the checkpoints in ``directory`` whose tags have as many path parts as ``tag``. Links, and checkpoints
     that this release cannot read, are left out."""
     found = [folder for folder in _folders_like(directory, tag) if _published_tensors(folder) is not None]
@@ -184,14 +210,15 @@ def read_state(folder: Path) -> dict[str, Any]:
     return written
 
 
-def reader(folder: Path, state: dict[str, Any]) -> VerifyingReader:
-    """Returns a reader of the checkpoint's tensors; ``state`` comes from :func:`read_state`.
+def open_checkpoint(folder: Path) -> tuple[dict[str, Any], VerifyingReader]:
+    """Returns the content of state.json, as :func:`read_state` does, and a reader of the tensors.
 
-    Raises CheckpointError if index.json is damaged or does not match ``state``.
+    Raises CheckpointError as :func:`read_state` does, and if index.json is damaged or does not match state.json.
     """
+    state = read_state(folder)
     tensors = VerifyingReader(folder / state["tensors"], state["index_checksum"])
     check_tensors(folder / STATE, state, tensors.tensors)
-    return tensors
+    return state, tensors
 
 
 def is_stock(folder: Path) -> bool:
@@ -246,10 +273,10 @@ def _replace(path: Path, text: str) -> None:
     sync_folder(path.parent)
 
 
-def _remove_other_tensors(folder: Path, kept: str | None) -> None:
+def _remove_other_tensors(folder: Path, current: str | None) -> None:
     for path in folder.glob(f"{TENSORS}*"):
         # A tag may begin with "tensors-" too. That folder is another checkpoint.
-        if path.name != kept and not (path / STATE).exists():
+        if path.name != current and not (path / STATE).exists():
             shutil.rmtree(path, ignore_errors=True)
 
 

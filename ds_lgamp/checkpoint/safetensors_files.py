@@ -11,9 +11,10 @@ import torch
 from ds_lgamp.checkpoint import folder as folders
 from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.checkpoint.files import sync, sync_folder, whole_folder, write_synced
+from ds_lgamp.checkpoint.names import BUFFERS, PARAMETERS, layer_of, name_of_first
 from ds_lgamp.checkpoint.storage import VerifyingReader
-from ds_lgamp.checkpoint.units import BUFFERS, PARAMETERS
-from ds_lgamp.checkpoint.whole import WholeCheckpoint
+from ds_lgamp.checkpoint.values import name_of_dtype
+from ds_lgamp.checkpoint.whole import WholeCheckpoint, state_of
 from ds_lgamp.version import __version__
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -56,8 +57,7 @@ def write_safetensors(source: Path, target: Path, dtype: torch.dtype, shard_byte
     ``target`` is then unchanged.
     """
     _library()
-    state = folders.read_state(source)
-    reader = folders.reader(source, state)
+    state, reader = folders.open_checkpoint(source)
     shards = _shards(planned_of(state, reader, dtype), shard_bytes)
     if target.exists():
         raise CheckpointError(f"{target} exists; remove it or name another folder")
@@ -88,7 +88,8 @@ def read_safetensors(source: Path) -> WholeCheckpoint:
             kind[own_names.get(name, name)] = tensor
     if not parameters:
         raise CheckpointError(f"{source} has no weights; name a file or folder with weights")
-    return _weights_only(dict(sorted(parameters.items(), key=_place)), buffers, of_model)
+    in_order = {name: parameters[name] for name in sorted(parameters, key=lambda name: (layer_of(name), name))}
+    return _weights_only(in_order, buffers, of_model)
 
 
 def _library() -> Any:
@@ -106,7 +107,7 @@ def planned_of(state: dict[str, Any], reader: VerifyingReader, dtype: torch.dtyp
         key = f"{PARAMETERS}/{name}"
         shown = without_layer(name) if of_model else name
         yield Planned(shown, name, key if key in reader.tensors else None, described["shape"], dtype)
-    prefix = f"{BUFFERS}/0/"
+    prefix = name_of_first("")
     for key, entry in reader.tensors.items():
         if key.startswith(prefix):
             name = key.removeprefix(prefix)
@@ -203,47 +204,22 @@ def _read(path: Path) -> tuple[dict[str, torch.Tensor], set[str], dict[str, str]
     return tensors, set(marked), own_names
 
 
-def _place(entry: tuple[str, Any]) -> tuple[int, str]:
-    """Sort key: layers in order, tied modules first."""
-    layer = entry[0].partition(".")[0]
-    return (int(layer) if layer.isdecimal() else -1), entry[0]
-
-
 def _weights_only(
     parameters: Mapping[str, torch.Tensor], buffers: dict[str, torch.Tensor], of_model: bool
 ) -> WholeCheckpoint:
-    layers = max(_place(entry)[0] for entry in parameters.items()) + 1
-    state = {
-        "versions": {"ds_lgamp": __version__, "torch": str(torch.__version__)},
-        "layout": {
+    layers = max(map(layer_of, parameters)) + 1
+    state = state_of(
+        {"ds_lgamp": __version__, "torch": str(torch.__version__)},
+        {
             "pipeline_ranks": 1,
             "data_ranks": 1,
-            "tensor_ranks": 1,
             "zero_stage": 0,
             "schedule": "layered",
             "chunk_bounds": [0, max(layers, 1)],
             "placement": [0],
-            "data_type": str(next(iter(parameters.values())).dtype).removeprefix("torch."),
+            "data_type": name_of_dtype(next(iter(parameters.values())).dtype),
         },
-        "layers": {
-            "types": None,
-            "tied": {},
-            "partition_method": None,
-            "extra_states": [],
-            "names_of_model": of_model,
-        },
-        "parameters": {name: {"shape": list(tensor.shape), "group": None} for name, tensor in parameters.items()},
-        "optimizer": None,
-        "lr_scheduler": None,
-        "loss_scaler": None,
-        "counters": {
-            "global_steps": 0,
-            "global_samples": 0,
-            "skipped_steps": 0,
-            "micro_steps": 0,
-            "_pulled_of_training_data": 0,
-        },
-        "micro_offset": 0,
-        "data": None,
-    }
+        {"tied": {}, "extra_states": [], "names_of_model": of_model},
+        {name: {"shape": list(tensor.shape), "group": None} for name, tensor in parameters.items()},
+    )
     return WholeCheckpoint(dict(parameters), buffers, {}, state, {})

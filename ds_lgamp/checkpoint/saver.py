@@ -18,10 +18,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ds_lgamp.checkpoint import folder as folders
-from ds_lgamp.checkpoint.errors import CheckpointError, everywhere, sentence_of
-from ds_lgamp.checkpoint.shard import FlatShard, Ranges, staged
+from ds_lgamp.checkpoint.errors import CheckpointError, everywhere, on_first_rank, sentence_of
+from ds_lgamp.checkpoint.shard import FlatShard, Ranges, host_copies
 from ds_lgamp.checkpoint.storage import ChecksummedWriter, ShardLoadPlanner, ShardSavePlanner, VerifyingReader
-from ds_lgamp.partition.agreement import everyone
 from ds_lgamp.watch.this_rank import this_rank
 
 logger = logging.getLogger(__name__)
@@ -91,11 +90,9 @@ class Saver:
         directory = directory.absolute()
         if self._asynchronous:
             given = tensors
-            tensors = everywhere(lambda: staged(given))
-        first = dist.get_rank() == 0
-        make = partial(folders.new_tensors, directory / tag)
+            tensors = everywhere(lambda: host_copies(given))
         try:
-            destination = everyone(everywhere(make if first else _nothing))[0]
+            destination = on_first_rank(partial(folders.new_tensors, directory / tag))
         except CheckpointError as error:
             raise _failure(directory / tag, "could not be saved", error) from None
         publish = partial(folders.publish, directory / tag, destination, state)
@@ -152,13 +149,13 @@ class Saver:
 
         def write() -> None:
             writer = ChecksummedWriter(destination, publish, self._rest if self._asynchronous else None)
-            with _told_of_stuck_disks(writer, destination):
+            with _warning_of_stuck_disks(writer, destination):
                 dcp.save(dict(tensors), storage_writer=writer, planner=ShardSavePlanner(), process_group=group)
 
         steps = {
             "could not be saved": write,
             f"is saved, but {folders.LATEST} or older checkpoints could not be changed": lambda: everywhere(
-                follow if first else _nothing, group
+                follow if first else lambda: None, group
             ),
         }
         for complaint, step in steps.items():
@@ -191,7 +188,7 @@ class Saver:
 
 
 @contextmanager
-def _told_of_stuck_disks(writer: ChecksummedWriter, folder: Path) -> Iterator[None]:
+def _warning_of_stuck_disks(writer: ChecksummedWriter, folder: Path) -> Iterator[None]:
     """Logs inside the block while this rank waits for its disk. Nothing can end such a wait: the system may not even
     let the process die."""
     over, name = threading.Event(), f"rank {dist.get_rank()} on {socket.gethostname()}"
@@ -214,10 +211,6 @@ def _told_of_stuck_disks(writer: ChecksummedWriter, folder: Path) -> Iterator[No
         yield
     finally:
         over.set()
-
-
-def _nothing() -> None:
-    """Placeholder for the other ranks while the first acts."""
 
 
 def _failure(folder: Path, complaint: str, error: BaseException) -> CheckpointError:

@@ -35,17 +35,26 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from ds_lgamp.checkpoint.checksum import Hasher, checksum_of
-from ds_lgamp.checkpoint.errors import CheckpointError
-from ds_lgamp.checkpoint.files import damaged, open_data, reading, save_into, sync, sync_folder, verified, write_synced
-from ds_lgamp.checkpoint.index import Index, Part, first_complaint, make_index
+from ds_lgamp.checkpoint.errors import CheckpointError, distrusted
+from ds_lgamp.checkpoint.files import (
+    PIECE,
+    Hasher,
+    checksum_of,
+    damaged,
+    open_data,
+    read_verified,
+    reading,
+    save_into,
+    sync,
+    sync_folder,
+    write_synced,
+)
+from ds_lgamp.checkpoint.schema import Index, Part, first_complaint, make_index
 from ds_lgamp.partition.memory import row_of
 
 METADATA, INDEX = ".metadata", "index.json"
 _STORAGE, _BEFORE_STORAGE = b"archive/data/0", 4096
 """File name of a tensor's storage in torch.save's archive, and a limit in bytes before which the storage begins."""
-_PIECE = 1 << 20
-"""Bytes to read or write at a time. The checksum is computed while the piece is still in the cache."""
 
 
 class _Written(NamedTuple):
@@ -166,8 +175,8 @@ class _ChecksummedFile(io.RawIOBase):
         return True
 
     def write(self, data: Any) -> int:
-        for first in range(0, len(data), _PIECE):
-            begun, piece = time.perf_counter(), data[first : first + _PIECE]
+        for first in range(0, len(data), PIECE):
+            begun, piece = time.perf_counter(), data[first : first + PIECE]
             self.hasher.update(piece)
             self._file.write(piece)
             self._after_piece(time.perf_counter() - begun)
@@ -214,11 +223,9 @@ class VerifyingReader(FileSystemReader):
         self.folder = folder
         path = folder / INDEX
         try:
-            self.index = Index.model_validate_json(verified(path, checksum))
+            self.index = Index.model_validate_json(read_verified(path, checksum))
         except ValidationError as error:
-            raise CheckpointError(
-                f"{path} is not what ds_lgamp writes ({first_complaint(error)}); do not trust this checkpoint"
-            ) from None
+            raise distrusted(path, first_complaint(error)) from None
         self._metadata = self.index.in_dcp()
         self.tensors: dict[str, TensorStorageMetadata] = dict(self._metadata.state_dict_metadata)  # type: ignore[arg-type]
 
@@ -287,8 +294,8 @@ class VerifyingReader(FileSystemReader):
         end = start + len(memory)
         within = head[start:end]
         memory[: len(within)] = within
-        for first in range(len(within), len(memory), _PIECE):
-            piece = memory[first : first + _PIECE]
+        for first in range(len(within), len(memory), PIECE):
+            piece = memory[first : first + PIECE]
             file.readinto(piece)
             hasher.update(piece)
         rest = file.read(max(part.length - max(len(head), end), 0))

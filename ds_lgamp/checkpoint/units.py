@@ -1,27 +1,20 @@
 """Names the weights and optimizer state of a partition by the global names of parameters, which every layout shares."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.names import OPTIMIZER, PARAMETERS
 from ds_lgamp.checkpoint.shard import FlatShard
 from ds_lgamp.checkpoint.values import UnsupportedValue, decode, encode
 from ds_lgamp.partition.segments import Segment
 from ds_lgamp.partition.unit import Part, Unit, parts_of
 from ds_lgamp.partition.zero_partition import ZeroPartition
 
-PARAMETERS, OPTIMIZER, BUFFERS, RANKS = "parameters", "optimizer", "buffers", "ranks"
-"""Prefixes of the names of tensors in a checkpoint."""
-
 _OF_DEVICE = ("params", "fused", "capturable")
 """Options of a parameter group that another run cannot give to this one."""
-
-
-def rank_name(pipeline_rank: int, data_rank: int, tensor_rank: int) -> str:
-    """Returns the name in a checkpoint of what one rank alone has."""
-    return f"{RANKS}/{pipeline_rank}-{data_rank}" + (f"-{tensor_rank}" if tensor_rank else "")
 
 
 class Range(NamedTuple):
@@ -38,14 +31,14 @@ class Range(NamedTuple):
         return FlatShard(part.shape, self.start, values[within], part.whole_shape, part.slice_offsets)
 
 
-def held(unit: Unit) -> Iterator[Range]:
+def ranges_of_shard(unit: Unit) -> Iterator[Range]:
     """Yields every element of this rank's shard, by parameter."""
     for part in parts_of(unit):
         if part.numel:
             yield Range(part, part.in_shard, part.in_parameter.start)
 
 
-def written(unit: Unit) -> Iterator[Range]:
+def ranges_to_write(unit: Unit) -> Iterator[Range]:
     """Yields the elements that this rank writes to a checkpoint.
 
     One rank writes each element of the model, even if several hold it: all data-parallel ranks at stage 0, or the
@@ -57,7 +50,7 @@ def written(unit: Unit) -> Iterator[Range]:
     share = unit.storage.shard.numel() // copies
     first = copy * share
     first_slice = unit.policy.is_first_tensor_rank
-    for part, in_shard, start in held(unit):
+    for part, in_shard, start in ranges_of_shard(unit):
         if not first_slice and part.shape == part.whole_shape:
             continue
         begin, end = max(in_shard.start, first), min(in_shard.stop, first + share)
@@ -69,14 +62,14 @@ def weights(partition: ZeroPartition, exclude_frozen: bool = False) -> dict[str,
     """Returns the parameters that this rank writes. Of half-precision weights it writes the master weights, since the
     weights are these rounded."""
     units = [unit for unit in partition.units if unit.trains or not exclude_frozen]
-    return {f"{PARAMETERS}/{r.part.name}": r.of(unit.master.values) for unit in units for r in written(unit)}
+    return {f"{PARAMETERS}/{r.part.name}": r.of(unit.master.values) for unit in units for r in ranges_to_write(unit)}
 
 
 def optimizer_tensors(partition: ZeroPartition, optimizer: torch.optim.Optimizer) -> dict[str, FlatShard]:
     """Returns the optimizer state with a value for every element, as far as this rank writes it."""
     tensors = {}
     for unit in partition.units:
-        for r in written(unit):
+        for r in ranges_to_write(unit):
             segment = r.part.segment
             if segment is not None:
                 for key, value in elementwise(optimizer, segment).items():
@@ -84,37 +77,29 @@ def optimizer_tensors(partition: ZeroPartition, optimizer: torch.optim.Optimizer
     return tensors
 
 
-def optimizer_scalars(partition: ZeroPartition, optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
-    """Returns the rest of the optimizer state, such as the number of steps, by group and encoded. It is the same for
-    all parameters of a group, which step together, but for those of :func:`scalars_of_parameters`.
+class Scalars(NamedTuple):
+    """The optimizer's state without a value for every element, such as the number of steps, encoded."""
 
-    Raises:
-        CheckpointError: the state has a value that a checkpoint cannot hold.
-    """
-    scalars: dict[int, dict[str, Any]] = {}
-    for segment in partition.segments():
+    scalars: dict[int, dict[str, Any]]
+    """By group. It is the same for all parameters of a group, which step together."""
+    of_parameters: dict[str, dict[str, Any]]
+    """By name, of the parameters that count their steps by themselves."""
+
+
+def scalars_of(states: Iterable[tuple[Segment, Mapping[str, Any]]]) -> Scalars:
+    """Returns the scalars in the state of every segment. Raises CheckpointError if it has a value that a checkpoint
+    cannot hold."""
+    found = Scalars({}, {})
+    for segment, state in states:
+        try:
+            own = {key: encode(value) for key, value in state.items() if not _is_elementwise(value, segment)}
+        except UnsupportedValue as error:
+            raise CheckpointError(f"the optimizer's state holds {error}") from None
         if segment.entry is None:
-            scalars[segment.group] = scalars_of(segment, optimizer.state.get(segment.shard, {}))
-    return scalars
-
-
-def scalars_of_parameters(partition: ZeroPartition, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-    """Returns the same of the parameters that count their steps by themselves, by name. Raises as
-    :func:`optimizer_scalars` does."""
-    return {
-        segment.entry.name: scalars_of(segment, optimizer.state.get(segment.shard, {}))
-        for segment in partition.segments()
-        if segment.entry is not None
-    }
-
-
-def scalars_of(segment: Segment, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the part of the ``state`` of ``segment`` that has no value for every element, encoded. Raises
-    CheckpointError as :func:`optimizer_scalars` does."""
-    try:
-        return {key: encode(value) for key, value in state.items() if not _is_elementwise(value, segment)}
-    except UnsupportedValue as error:
-        raise CheckpointError(f"the optimizer's state holds {error}") from None
+            found.scalars[segment.group] = own
+        else:
+            found.of_parameters[segment.entry.name] = own
+    return found
 
 
 def elementwise(optimizer: torch.optim.Optimizer, segment: Segment) -> dict[str, torch.Tensor]:
@@ -150,12 +135,12 @@ class Loading:
             room = None if self._host is None else self._host.room_beside(own)
             values = own.detach().to("cpu", copy=True) if room is None else room.copy_(own)
             self._masters.append((unit, values))
-            self._add(PARAMETERS, held(unit), values)
+            self._add(PARAMETERS, ranges_of_shard(unit), values)
 
     def add_optimizer(self) -> None:
         for unit in self._partition.units:
             for segment in unit.master.segments:
-                ranges = [r for r in held(unit) if segment.start <= r.in_shard.start < segment.end]
+                ranges = [r for r in ranges_of_shard(unit) if segment.start <= r.in_shard.start < segment.end]
                 self._states.append({key: self._add_state(key, segment, ranges) for key in self._keys(ranges)})
 
     def _keys(self, ranges: list[Range]) -> list[str]:

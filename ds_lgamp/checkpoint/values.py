@@ -210,21 +210,21 @@ def _record_fields(value: Record) -> dict[str, Any]:
 
 def _tensor_fields(tensor: torch.Tensor) -> dict[str, Any]:
     data = bytes_of(tensor.detach().to("cpu").resolve_conj().resolve_neg()).numpy().tobytes()
-    return {"dtype": _name_of_dtype(tensor.dtype), "shape": list(tensor.shape), "data": _text(data)}
+    return {"dtype": name_of_dtype(tensor.dtype), "shape": list(tensor.shape), "data": _text(data)}
 
 
 def _decode_tensor(value: dict[str, Any]) -> torch.Tensor:
-    dtype = _decode_dtype(value["dtype"])
+    dtype = decode_dtype(value["dtype"])
     data = bytearray(base64.b64decode(value["data"]))
     flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
     return flat.reshape(value["shape"])
 
 
-def _name_of_dtype(dtype: torch.dtype) -> str:
+def name_of_dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _decode_dtype(name: Any) -> torch.dtype:
+def decode_dtype(name: Any) -> torch.dtype:
     # Avoids getattr, because torch imports some attributes on demand.
     dtype = vars(torch).get(name)
     if not isinstance(dtype, torch.dtype):
@@ -275,7 +275,7 @@ _ENCODERS: dict[type, tuple[str, Callable[[Any], dict[str, Any]]]] = {
     type(pathlib.Path()): ("path", lambda value: {"class": "Path", "value": str(value)}),
     pathlib.PurePosixPath: ("path", lambda value: {"class": "PurePosixPath", "value": str(value)}),
     pathlib.PureWindowsPath: ("path", lambda value: {"class": "PureWindowsPath", "value": str(value)}),
-    torch.dtype: ("dtype", lambda value: {"value": _name_of_dtype(value)}),
+    torch.dtype: ("dtype", lambda value: {"value": name_of_dtype(value)}),
     torch.device: ("device", lambda value: {"value": str(value)}),
     torch.Size: ("size", _entries),
     numpy.ndarray: ("array", _array_fields),
@@ -301,7 +301,7 @@ _DECODERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "enum": _decode_member,
     "dataclass": _decode_object,
     "path": lambda value: _PATHS[value["class"]](value["value"]),
-    "dtype": lambda value: _decode_dtype(value["value"]),
+    "dtype": lambda value: decode_dtype(value["value"]),
     "device": lambda value: torch.device(value["value"]),
     "size": lambda value: torch.Size(_decode_entries(value)),
     "tensor": _decode_tensor,

@@ -1,6 +1,5 @@
-"""Reads and writes a whole checkpoint in the memory of one process, for conversion to and from other formats."""
+"""Reads, writes and verifies a whole checkpoint in one process, also for conversion to and from other formats."""
 
-import json
 import warnings
 from collections.abc import Mapping
 from functools import partial
@@ -13,10 +12,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ds_lgamp.checkpoint import folder as folders
 from ds_lgamp.checkpoint.errors import CheckpointError, sentence_of
+from ds_lgamp.checkpoint.files import read_verified
+from ds_lgamp.checkpoint.names import OPTIMIZER, PARAMETERS, RANKS, name_of_first, rank_name
+from ds_lgamp.checkpoint.schema import COUNTERS, PULLED, decode_text, text_of
 from ds_lgamp.checkpoint.shard import FlatShard, Ranges
-from ds_lgamp.checkpoint.state import decode_text
-from ds_lgamp.checkpoint.storage import ChecksummedWriter, ShardSavePlanner
-from ds_lgamp.checkpoint.units import BUFFERS, OPTIMIZER, PARAMETERS, RANKS
+from ds_lgamp.checkpoint.storage import METADATA, ChecksummedWriter, ShardSavePlanner, VerifyingReader
 from ds_lgamp.checkpoint.values import decode, encode
 
 
@@ -35,11 +35,30 @@ class WholeCheckpoint(NamedTuple):
     """Client state of the first rank."""
 
 
+def state_of(
+    versions: dict[str, str], layout: dict[str, Any], layers: dict[str, Any], parameters: dict[str, Any], **others: Any
+) -> dict[str, Any]:
+    """Returns the content of state.json for a checkpoint that no run has saved, from what other formats say of it. What
+    they leave out begins anew."""
+    return {
+        "versions": versions,
+        "layout": {"tensor_ranks": 1, **layout},
+        "layers": {"types": None, "partition_method": None, **layers},
+        "parameters": parameters,
+        "optimizer": None,
+        "lr_scheduler": None,
+        "loss_scaler": None,
+        "counters": dict.fromkeys((*COUNTERS, PULLED), 0),
+        "micro_offset": 0,
+        "data": None,
+        **others,
+    }
+
+
 def read_whole(folder: Path) -> WholeCheckpoint:
     """Reads the checkpoint ``folder``. Raises CheckpointError if it is no checkpoint or is damaged."""
-    state = folders.read_state(folder)
-    reader = folders.reader(folder, state)
-    wanted = (name for name in reader.tensors if name.split("/")[0] != RANKS or name == f"{RANKS}/0-0")
+    state, reader = folders.open_checkpoint(folder)
+    wanted = (name for name in reader.tensors if name.split("/")[0] != RANKS or name == rank_name(0, 0, 0))
     tensors = {name: reader.whole(name) for name in wanted}
     whole = WholeCheckpoint({}, {}, {}, decode(state), {})
     for name, described in state["parameters"].items():
@@ -51,8 +70,8 @@ def read_whole(folder: Path) -> WholeCheckpoint:
         if kind == OPTIMIZER:
             moment, name = rest.split("/", 1)
             whole.moments.setdefault(moment, {})[name] = tensor
-        elif kind == BUFFERS and rest.startswith("0/"):
-            whole.buffers[rest.removeprefix("0/")] = tensor
+        elif key.startswith(name_of_first("")):
+            whole.buffers[key.removeprefix(name_of_first(""))] = tensor
         elif kind == RANKS:
             whole.client_state.update(decode_text(folder, key, tensor)["client_state"])
     return whole
@@ -64,12 +83,11 @@ def write_whole(folder: Path, whole: WholeCheckpoint) -> None:
     It has no random states: a run that loads it keeps its own.
     """
     tensors = {f"{PARAMETERS}/{name}": tensor for name, tensor in whole.parameters.items()}
-    tensors |= {f"{BUFFERS}/0/{name}": tensor for name, tensor in whole.buffers.items()}
+    tensors |= {name_of_first(name): tensor for name, tensor in whole.buffers.items()}
     for key, moments in whole.moments.items():
         tensors |= {f"{OPTIMIZER}/{key}/{name}": tensor for name, tensor in moments.items()}
-    text = json.dumps({"random": {}, "client_state": encode(whole.client_state)}).encode()
-    tensors[f"{RANKS}/0-0"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    write_alone(folder, _shards(tensors), encode(whole.state))
+    text = text_of({"random": {}, "client_state": encode(whole.client_state)})
+    write_alone(folder, {**_shards(tensors), rank_name(0, 0, 0): text}, encode(whole.state))
 
 
 def write_alone(folder: Path, tensors: Mapping[str, Ranges], state: dict[str, Any]) -> None:
@@ -101,3 +119,41 @@ def _alone(action: Any) -> None:
             action()
     except (OSError, CheckpointException) as error:
         raise CheckpointError(sentence_of(error, 0)) from None
+
+
+def verify(folder: Path) -> None:
+    """Reads and verifies the whole checkpoint ``folder``, one tensor at a time.
+
+    Raises CheckpointError, which names the file, if a byte differs from what was written, or if an element or a tensor
+    that state.json lists is missing.
+    """
+    state, reader = folders.open_checkpoint(folder)
+    read_verified(reader.folder / METADATA, reader.index.metadata_checksum)
+    _check_lengths(reader)
+    for name in reader.tensors:
+        values = reader.whole(name)
+        if name.startswith(f"{RANKS}/"):
+            decode_text(folder, name, values)
+
+
+def _check_lengths(reader: VerifyingReader) -> None:
+    """Raises CheckpointError if a file has bytes that belong to no part."""
+    parts = sorted(
+        (part.file, part.position, part.length) for tensor in reader.index.tensors.values() for part in tensor.parts
+    )
+    ends: dict[str, int] = {}
+    for file, position, length in parts:
+        if position != ends.get(file, 0):
+            raise _other_length(reader.folder / file)
+        ends[file] = position + length
+    for file, end in ends.items():
+        path = reader.folder / file
+        # A missing or short file raises an error when it is read.
+        if path.is_file() and path.stat().st_size > end:
+            raise _other_length(path)
+
+
+def _other_length(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{path} has bytes that belong to no tensor; restore the original file, or load another checkpoint"
+    )

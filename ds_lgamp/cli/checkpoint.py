@@ -13,11 +13,10 @@ import torch
 
 from ds_lgamp.checkpoint import folder as folders
 from ds_lgamp.checkpoint.errors import CheckpointError
-from ds_lgamp.checkpoint.live_states import publish_alone
+from ds_lgamp.checkpoint.live_recovery import publish_alone
+from ds_lgamp.checkpoint.names import BUFFERS, OPTIMIZER
 from ds_lgamp.checkpoint.safetensors_files import INDEX, SINGLE, read_safetensors, write_safetensors
-from ds_lgamp.checkpoint.units import BUFFERS, OPTIMIZER
-from ds_lgamp.checkpoint.verify import verify
-from ds_lgamp.checkpoint.whole import WholeCheckpoint, read_whole, write_whole
+from ds_lgamp.checkpoint.whole import WholeCheckpoint, read_whole, verify, write_whole
 from ds_lgamp.cli.terminal import at_work
 
 _DATA_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -94,8 +93,8 @@ def describe(folder: Path) -> dict[str, Any]:
 
     Raises CheckpointError if the folder is no checkpoint or is damaged.
     """
-    state = folders.read_state(folder)
-    tensors = folders.reader(folder, state).tensors
+    state, reader = folders.open_checkpoint(folder)
+    tensors = reader.tensors
     optimizer, scheduler = state["optimizer"], state["lr_scheduler"]
     elements = {name: prod(parameter["shape"]) for name, parameter in state["parameters"].items()}
     files = [folder / folders.STATE, *(folder / state["tensors"]).iterdir()]

@@ -158,7 +158,7 @@ def _look_at_deepspeed(found: Environment) -> None:
 
 def _look_at_megatron(found: Environment) -> None:
     from ds_lgamp.config import ConfigError
-    from ds_lgamp.integrations.megatron.loop.seams import TESTED_VERSIONS, check_seams, missing_seams
+    from ds_lgamp.integrations.megatron.loop.megatron_seams import TESTED_VERSIONS, check_seams, missing_seams
 
     _note_untested("megatron-core", TESTED_VERSIONS, found)
     with warnings.catch_warnings():

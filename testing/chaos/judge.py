@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.checkpoint.folder import STATE, read_latest
-from ds_lgamp.checkpoint.verify import verify
+from ds_lgamp.checkpoint.whole import verify
 from testing.chaos.faults import FAULTS
 from testing.chaos.jobs import Job
 from testing.chaos.started import End, start

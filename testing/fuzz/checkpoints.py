@@ -9,8 +9,7 @@ from random import Random
 from typing import Any
 
 from ds_lgamp.checkpoint.errors import CheckpointError
-from ds_lgamp.checkpoint.verify import verify
-from ds_lgamp.checkpoint.whole import read_whole
+from ds_lgamp.checkpoint.whole import read_whole, verify
 from testing.checkpoints import content, flip, forge_index, forge_state
 from testing.fuzz.outcome import Outcome, sentence_fault
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from ds_lgamp.checkpoint.errors import CheckpointError
-from ds_lgamp.checkpoint.verify import verify
-from ds_lgamp.checkpoint.whole import read_whole
+from ds_lgamp.checkpoint.whole import read_whole, verify
 from testing.checkpoints import forge_index, forge_item
 
 WEIGHT = "parameters/0.weight"

@@ -3,6 +3,7 @@
 import pytest
 
 from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.schema import COUNTERS, PULLED
 from ds_lgamp.checkpoint.whole import read_whole
 from testing.checkpoints import forge_state, inside
 from tests.checkpoint.forging import forge_text, refused, without
@@ -89,3 +90,13 @@ def test_a_state_nested_without_end_is_refused(checkpoint):
 def test_an_odd_text_of_a_rank_is_refused(checkpoint, text):
     forge_text(checkpoint, text)
     refused(checkpoint, "ranks/0-0 holds ")
+
+
+def test_the_names_of_counters_belong_to_the_file_format():
+    assert (*COUNTERS, PULLED) == (
+        "global_steps",
+        "global_samples",
+        "skipped_steps",
+        "micro_steps",
+        "_pulled_of_training_data",
+    )

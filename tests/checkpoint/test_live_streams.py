@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import torch
 
-from ds_lgamp.checkpoint.live import LiveState, Rest
-from ds_lgamp.checkpoint.shares import Share
-from ds_lgamp.checkpoint.slot import Slot
+from ds_lgamp.checkpoint.live_slot import LiveSlot
+from ds_lgamp.checkpoint.live_state import BesideUnits, LiveState
+from ds_lgamp.checkpoint.names import Share
 
 DEVICE = torch.device("cuda")
 
@@ -54,16 +54,16 @@ def sealed(monkeypatch, folder, device, module):
     """Lets a live state without units end a step. Returns the stream that was current when it was sealed."""
     seen = []
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
-    monkeypatch.setattr(Slot, "seal", lambda slot, header: seen.append(module.current))
+    monkeypatch.setattr(LiveSlot, "seal", lambda slot, header: seen.append(module.current))
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
     place = {"rank": 0, "ranks": 1, "places": []}
-    live = LiveState(folder, "1", [], optimizer, device, 2, place, Share({}, {}, set()))
-    live.end_step(Rest(1, None, {}, {}, {}))
+    live = LiveState(folder, {**place, "run": "1"}, [], optimizer, device, 2, Share({}, {}, set()))
+    live.complete(BesideUnits(1, None, {}, {}, {}))
     live.wait()
     return seen[0]
 
 
-def test_a_state_is_read_on_a_stream_of_its_own_behind_the_event_of_its_step(monkeypatch, tmp_path):
+def test_a_state_is_read_on_a_stream_of_its_own_after_the_event_of_its_step(monkeypatch, tmp_path):
     module = Module()
     program = module.current
     used = sealed(monkeypatch, tmp_path, DEVICE, module)

@@ -11,10 +11,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from ds_lgamp.checkpoint.boxes import boxes
-from ds_lgamp.checkpoint.checksum import checksum_of
 from ds_lgamp.checkpoint.errors import CheckpointError, DamageError
-from ds_lgamp.checkpoint.shard import FlatShard
+from ds_lgamp.checkpoint.files import checksum_of
+from ds_lgamp.checkpoint.shard import FlatShard, boxes
 from ds_lgamp.checkpoint.storage import (
     INDEX,
     METADATA,
@@ -23,8 +22,7 @@ from ds_lgamp.checkpoint.storage import (
     ShardSavePlanner,
     VerifyingReader,
 )
-from ds_lgamp.checkpoint.verify import verify
-from ds_lgamp.checkpoint.whole import read_whole
+from ds_lgamp.checkpoint.whole import read_whole, verify
 from testing.checkpoints import content, example, flip, items_file, tensors_folder, written
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")

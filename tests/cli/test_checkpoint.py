@@ -11,8 +11,7 @@ import safetensors.torch
 import torch
 
 from ds_lgamp.checkpoint.folder import write_latest
-from ds_lgamp.checkpoint.verify import verify
-from ds_lgamp.checkpoint.whole import read_whole, write_whole
+from ds_lgamp.checkpoint.whole import read_whole, verify, write_whole
 from ds_lgamp.cli.main import main
 from testing.checkpoints import content, example, flip, flip_in, items_file, written
 

@@ -20,7 +20,7 @@ from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.engine.door import LgampDoor
 from ds_lgamp.integrations.deepspeed.engine.pipeline_engine import LgampEngine
 from ds_lgamp.integrations.deepspeed.hook.deepspeed_seams import TESTED_VERSION, all_seams, check_seams, missing_seams
-from ds_lgamp.integrations.megatron.loop.seams import TESTED_VERSIONS
+from ds_lgamp.integrations.megatron.loop.megatron_seams import TESTED_VERSIONS
 
 
 def report():

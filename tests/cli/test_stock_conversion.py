@@ -11,7 +11,7 @@ from torch import nn
 
 from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.checkpoint.storage import ChecksummedWriter
-from ds_lgamp.checkpoint.verify import verify
+from ds_lgamp.checkpoint.whole import verify
 from ds_lgamp.cli.main import main
 from testing.checkpoints import forge_state
 from testing.deepspeed_rank import prepare_rank

@@ -9,8 +9,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 
 from ds_lgamp.integrations.deepspeed.hook.deepspeed_seams import ATTRIBUTES, LOOKUPS
 from ds_lgamp.integrations.hosts import resolve
-from ds_lgamp.integrations.megatron.loop.seams import TRAINING_LOOKUPS, VALIDATING
-from ds_lgamp.integrations.megatron.loop.sharded.seams import TRAINING_LOOKUPS as SHARDING_LOOKUPS
+from ds_lgamp.integrations.megatron.loop.megatron_seams import TRAINING_LOOKUPS, VALIDATING
 from testing.pretraining import megatron_tree
 
 
@@ -77,8 +76,9 @@ def test_a_deepspeed_whose_methods_no_longer_set_an_attribute_is_noticed(monkeyp
 
 def test_the_functions_of_megatron_lm_look_up_what_install_replaces():
     """Reads the sources, because Megatron-LM's training loop cannot be imported on a machine without CUDA."""
-    tables = [*TRAINING_LOOKUPS.items(), *SHARDING_LOOKUPS.items()]
-    assert [f"{path}: {name}" for path, names in tables for name in missing(names, looked_up(path))] == []
+    assert [
+        f"{path}: {name}" for path, names in TRAINING_LOOKUPS.items() for name in missing(names, looked_up(path))
+    ] == []
     assert any("validate_args" in looked_up(path) for path in VALIDATING)
 
 

@@ -11,8 +11,7 @@ import pytest
 
 from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.checkpoint.folder import write_latest
-from ds_lgamp.checkpoint.verify import verify
-from ds_lgamp.checkpoint.whole import write_whole
+from ds_lgamp.checkpoint.whole import verify, write_whole
 from testing import ROOT
 from testing.chaos.faults import FAULTS
 from testing.chaos.judge import DAMAGES, damage

@@ -1,26 +1,81 @@
-"""Describes a run in state.json: everything but tensors that is the same on all ranks. state.py checks it when it is
-read."""
+"""What state.json says of a run beside tensors, alike on all ranks; whether it fits another run; and how that run takes
+over the counters and the position in the data. The schema is in ``ds_lgamp.checkpoint.schema``."""
 
+from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import deepspeed
 import torch
 from deepspeed.pipe import TiedLayerSpec
 
 from ds_lgamp.checkpoint.errors import CheckpointError
-from ds_lgamp.checkpoint.values import UnsupportedValue, encode
-from ds_lgamp.integrations.deepspeed.checkpoint.data_position import epoch_of
-from ds_lgamp.integrations.deepspeed.checkpoint.fields import COUNTERS, PULLED, TOP_LEVEL, read_fields
-from ds_lgamp.integrations.deepspeed.checkpoint.run import Run
+from ds_lgamp.checkpoint.names import Share, name_of_first
+from ds_lgamp.checkpoint.saver import Saver
+from ds_lgamp.checkpoint.schema import COUNTERS, PULLED
+from ds_lgamp.checkpoint.values import UnsupportedValue, encode, name_of_dtype
 from ds_lgamp.integrations.deepspeed.config.precision import parameter_dtype, scaler_state
-from ds_lgamp.integrations.deepspeed.model.module import built_layers, global_names, layer_types
+from ds_lgamp.integrations.deepspeed.model.module import (
+    PlacedModule,
+    built_layers,
+    empty_extra_states,
+    global_names,
+    layer_types,
+    persistent_buffers,
+    shown_name,
+)
 from ds_lgamp.integrations.split.parts import Tree
 from ds_lgamp.partition.unit import parts_of
+from ds_lgamp.runtime.recompute import RandomSource, undisturbed
+from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.version import __version__
 
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
+
+
+class Run(Protocol):
+    """An engine, as far as a checkpoint reads or writes it. The counters come on top."""
+
+    global_steps: int
+    live: Any
+    """Its :class:`LiveCheckpoint`; None without."""
+    optimizer: Any
+    """Its PartitionedOptimizer."""
+    lr_scheduler: Any
+    own_data: Any
+    """Its OwnData; None if it has no data of its own."""
+    random_sources: Sequence[RandomSource]
+    saver: Saver
+    program_spec: ProgramSpec
+    zero_stage: int
+    partition_method: str
+    grid: Any
+    """DeepSpeed's PipelineParallelGrid."""
+    device: Any
+    dp_world_size: int
+    tensor_access: Any
+    _config: Any
+    """The DeepSpeedConfig."""
+
+    @property
+    def placed(self) -> PlacedModule:
+        """The module whose layers the engine trains."""
+        ...
+
+    def train_micro_batch_size_per_gpu(self) -> int: ...
+
+    def settle_nonfinite(self) -> None:
+        """Acts on the last batch, if it is not finite."""
+
+    def forget_nonfinite(self) -> None:
+        """Forgets the last batch."""
+
+
+def ranks_of(run: Run) -> tuple[int, int, int]:
+    """Returns this rank's pipeline, data-parallel and tensor-parallel rank."""
+    return run.placed.stage_id, run.grid.data_parallel_id, run.grid.get_slice_parallel_rank()
 
 
 def describe(run: Run) -> dict[str, Any]:
@@ -28,15 +83,18 @@ def describe(run: Run) -> dict[str, Any]:
     or the scheduler holds what no checkpoint can."""
     optimizer, scheduler = run.optimizer, run.lr_scheduler
     groups = [
-        {key: encoded(f"optimizer.param_groups: {key}", value) for key, value in group.items() if key != "params"}
+        {key: encode_named(f"optimizer.param_groups: {key}", value) for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
     return {
         "versions": {"ds_lgamp": __version__, "deepspeed": deepspeed.__version__, "torch": torch.__version__},
         "layout": describe_layout(run),
         "layers": _layers(run),
-        "counters": {**read_fields(run, COUNTERS), PULLED: 0 if run.own_data is None else run.own_data.pulled},
-        **read_fields(run, TOP_LEVEL),
+        "counters": {
+            **{name: getattr(run, name) for name in COUNTERS},
+            PULLED: 0 if run.own_data is None else run.own_data.pulled,
+        },
+        "micro_offset": run.placed.micro_offset,
         # Only the device may know of one so far. Callers that may wait for it fill this in.
         "late_overflow": False,
         "data": epoch_of(run),
@@ -57,7 +115,7 @@ def describe_layout(run: Run) -> dict[str, Any]:
         "schedule": spec.schedule,
         "chunk_bounds": layout.bounds,
         "placement": layout.placement,
-        "data_type": str(parameter_dtype(run._config)).removeprefix("torch."),
+        "data_type": name_of_dtype(parameter_dtype(run._config)),
     }
 
 
@@ -72,7 +130,14 @@ def describe_parameters(run: Run, exclude_frozen: bool = False) -> dict[str, dic
     return {name: infos[name] for name, _ in global_names(run.placed) if name in infos}
 
 
-def encoded(name: str, value: Any) -> Any:
+def share_of(run: Run, exclude_frozen: bool = False) -> Share:
+    """Returns this rank's share of the description, without the scalars of the optimizer, which change."""
+    # The same on all data-parallel ranks, so the first one's suffice.
+    parameters = describe_parameters(run, exclude_frozen) if run.grid.data_parallel_id == 0 else {}
+    return Share(parameters, {}, set(empty_extra_states(run.placed)))
+
+
+def encode_named(name: str, value: Any) -> Any:
     """Returns ``value`` as JSON can hold it. Raises CheckpointError, which names it ``name``, if that cannot be."""
     try:
         return encode(value)
@@ -81,7 +146,7 @@ def encoded(name: str, value: Any) -> Any:
 
 
 def _scheduler(scheduler: Any) -> dict[str, Any]:
-    return {"class": type(scheduler).__name__, "state": encoded("lr_scheduler", scheduler_state(scheduler))}
+    return {"class": type(scheduler).__name__, "state": encode_named("lr_scheduler", scheduler_state(scheduler))}
 
 
 def scheduler_state(scheduler: Any) -> Any:
@@ -109,3 +174,148 @@ def _layers(run: Run) -> dict[str, Any]:
         "names_of_model": any(isinstance(layer, Tree) for layer in built_layers(run.placed).values()),
         "other_names": dict(run.placed.other_names),
     }
+
+
+class Parts(NamedTuple):
+    """The parts of a checkpoint that a run loads beside the weights."""
+
+    strict: bool
+    """Whether model and checkpoint must have the same parameters."""
+    optimizer: bool
+    """The optimizer's state and the loss scale."""
+    scheduler: bool
+    progress: bool
+    """Counters, random states and the position in the engine's own data."""
+
+
+def check_fit(
+    run: Run,
+    folder: Path,
+    state: dict[str, Any],
+    parts: Parts,
+    own: dict[str, Any],
+    sizes: Mapping[str, torch.Size],
+) -> None:
+    """Raises CheckpointError if the checkpoint is of another model, optimizer or scheduler than the run.
+
+    Args:
+        own: the parameters of all pipeline ranks.
+        sizes: the tensors in the checkpoint.
+    """
+    _check_parameters(run, folder, state["parameters"], own, parts.strict)
+    _check_buffers(folder, run.placed, sizes, parts.strict)
+    if parts.optimizer:
+        _check_optimizer(run, folder, state, own)
+    if parts.scheduler:
+        _check_scheduler(folder, state["lr_scheduler"], run.lr_scheduler)
+
+
+def _check_parameters(run: Run, folder: Path, written: dict[str, Any], own: dict[str, Any], strict: bool) -> None:
+    names = own.keys() | written.keys() if strict else own.keys() & written.keys()
+    others = sorted(name for name in names if _shape(own, name) != _shape(written, name))
+    if others:
+        shown = ", ".join(
+            f"{shown_name(run.placed, name)} is {_shape(written, name)} there, {_shape(own, name)} here"
+            for name in others[:3]
+        )
+        raise CheckpointError(
+            f"{folder} is of another model ({shown}{', ...' if len(others) > 3 else ''}); build the model as it was, "
+            "or if it was saved without frozen parameters, pass load_module_strict=False"
+        )
+
+
+def _shape(parameters: dict[str, Any], name: str) -> str:
+    return str(parameters[name]["shape"]) if name in parameters else "absent"
+
+
+def _check_buffers(folder: Path, module: PlacedModule, sizes: Mapping[str, torch.Size], strict: bool) -> None:
+    for name, tensor in persistent_buffers(module):
+        size = sizes.get(name_of_first(name))
+        # A buffer without elements is in no file.
+        if size != tensor.shape and (size is not None or (strict and tensor.numel())):
+            there = "absent" if size is None else list(size)
+            raise CheckpointError(
+                f"{folder} is of another model (buffer {shown_name(module, name)} is {there} there, "
+                f"{list(tensor.shape)} here); build the model as it was"
+            )
+
+
+def _check_scheduler(folder: Path, written: dict[str, Any] | None, own: Any) -> None:
+    here = None if own is None else type(own).__name__
+    # Stock DeepSpeed does not save the class.
+    there = None if written is None else written["class"] or here or "of unknown class"
+    if here != there:
+        raise CheckpointError(
+            f"{folder} has learning rate scheduler {there}, but this run has {here}; use the same, or pass "
+            "load_lr_scheduler_states=False"
+        )
+
+
+def _check_optimizer(run: Run, folder: Path, state: dict[str, Any], own: dict[str, Any]) -> None:
+    fix = "or pass load_optimizer_states=False"
+    optimizer = state["optimizer"]
+    if optimizer is None:
+        raise CheckpointError(f"{folder} has weights only; pass load_module_only=True")
+    complaint = run.optimizer.complaint_about_class(optimizer["class"])
+    if complaint is not None:
+        raise CheckpointError(f"{folder}: {complaint}, {fix}")
+    there, here = len(optimizer["groups"]), len(run.optimizer.param_groups)
+    if there != here:
+        raise CheckpointError(f"{folder} has {there} parameter groups, not {here}; build them as they were, {fix}")
+    for name, entry in own.items():
+        shown = shown_name(run.placed, name)
+        if name not in state["parameters"]:
+            # Parameters of a group count their steps together, so a new one cannot begin at the first.
+            if entry["group"] is not None:
+                raise CheckpointError(
+                    f"{folder} has no optimizer state of {shown}, which trains here; pass load_optimizer_states=False"
+                )
+            continue
+        group = state["parameters"][name]["group"]
+        if group != entry["group"]:
+            raise CheckpointError(
+                f"{folder} has {shown} in parameter group {group}, but this run in {entry['group']} (None: it does not "
+                f"train); build the groups as they were, {fix}"
+            )
+
+
+Epoch = Mapping[str, int]
+"""``micro_batches_per_epoch``: of one data-parallel rank; ``samples``: in one micro-batch, over all data-parallel
+ranks."""
+
+
+def epoch_of(run: Run) -> dict[str, int] | None:
+    """Returns the size of an epoch of the engine's own data. None if the engine has no data, or too few for a
+    micro-batch."""
+    if run.own_data is None or run.own_data.micro_batches_per_epoch == 0:
+        return None
+    samples = run.train_micro_batch_size_per_gpu() * run.dp_world_size
+    return {"micro_batches_per_epoch": run.own_data.micro_batches_per_epoch, "samples": samples}
+
+
+def seek_data(run: Run, pulled: int, there: Epoch | None) -> None:
+    """Moves the engine's own data, if it has any, to where they stood when the checkpoint was written.
+
+    Args:
+        pulled: micro-batches taken there.
+        there: the size of an epoch there; None if the engine had no data of its own.
+    """
+    here = epoch_of(run)
+    if run.own_data is not None and here is not None:
+        # A run without own data has taken nothing from it.
+        position = 0 if there is None else micro_batches_here(pulled, there, here)
+        with undisturbed(run.random_sources):
+            run.own_data.seek(position)
+
+
+def micro_batches_here(pulled: int, there: Epoch, here: Epoch) -> int:
+    """Returns how many micro-batches here are as far into the data, in samples, as ``pulled`` micro-batches were where
+    the checkpoint was written."""
+    if there == here or not pulled:
+        return pulled
+    # At the end of an epoch, not at the beginning of the next, which draws random numbers.
+    epochs, last = divmod(pulled - 1, there["micro_batches_per_epoch"])
+    position = here["micro_batches_per_epoch"]
+    if last + 1 < there["micro_batches_per_epoch"]:
+        position = min(position, (last + 1) * there["samples"] // here["samples"])
+    return epochs * here["micro_batches_per_epoch"] + position

@@ -63,8 +63,8 @@ def _weights(stock: Callable[..., Any], checkpoint: str, exclude_frozen_paramete
     folder = Path(checkpoint)
     if not (folder / folders.STATE).exists():
         return stock(checkpoint, exclude_frozen_parameters)
-    state = folders.read_state(folder)
-    reader, parameters = folders.reader(folder, state), state["parameters"]
+    state, reader = folders.open_checkpoint(folder)
+    parameters = state["parameters"]
     tensors = {
         planned.name: _Stored(planned, reader)
         for planned in planned_of(state, reader, torch.float32)

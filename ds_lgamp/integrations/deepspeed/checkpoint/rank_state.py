@@ -1,28 +1,32 @@
-"""The random states, extra states and client state of one rank, which a checkpoint keeps as JSON text in a tensor of
-bytes."""
+"""What one rank has of its own: random states, extra states of layers, client state and buffers.
 
-import json
+A checkpoint has the first three as JSON text in a tensor of bytes, and names buffers as ``ds_lgamp.checkpoint.names``
+says."""
+
+import hashlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ds_lgamp.checkpoint.errors import everywhere
+from ds_lgamp.checkpoint.names import Copy, first_copies, name_of_first, name_of_own, names_to_write, rank_name
+from ds_lgamp.checkpoint.schema import decode_text, text_of
 from ds_lgamp.checkpoint.shard import FlatShard
-from ds_lgamp.checkpoint.state import decode_text
-from ds_lgamp.checkpoint.units import rank_name
 from ds_lgamp.checkpoint.values import encode
-from ds_lgamp.integrations.deepspeed.checkpoint.description import encoded
-from ds_lgamp.integrations.deepspeed.checkpoint.run import Run, ranks_of
-from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, with_extra_state
+from ds_lgamp.integrations.deepspeed.checkpoint.description import Run, encode_named, ranks_of
+from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, persistent_buffers, with_extra_state
+from ds_lgamp.partition.agreement import everyone
+from ds_lgamp.partition.memory import bytes_of, row_of, write
 from ds_lgamp.runtime.recompute import RandomSource, read_states
 
 
 def rank_state_to_write(run: Run, client_state: Mapping[Any, Any]) -> dict[str, FlatShard]:
     """Returns the text of this rank, by its name in the checkpoint. Raises CheckpointError if ``client_state`` holds
     what no checkpoint can."""
-    text = torch.frombuffer(bytearray(json.dumps(rank_state(run, client_state)).encode()), dtype=torch.uint8)
-    return {rank_name(*ranks_of(run)): FlatShard(text.shape, 0, text)}
+    return {rank_name(*ranks_of(run)): text_of(rank_state(run, client_state))}
 
 
 def rank_state(run: Run, client_state: Mapping[Any, Any]) -> dict[str, Any]:
@@ -33,13 +37,13 @@ def rank_state(run: Run, client_state: Mapping[Any, Any]) -> dict[str, Any]:
     states = {name: part.get_extra_state() for name, part in with_extra_state(run.placed)}
     return {
         "random": random,
-        "extra_states": {name: encoded(name, state) for name, state in states.items() if state is not None},
-        "client_state": encoded("client_state", dict(client_state)),
+        "extra_states": {name: encode_named(name, state) for name, state in states.items() if state is not None},
+        "client_state": encode_named("client_state", dict(client_state)),
     }
 
 
 def rank_state_to_read(run: Run, layout: Mapping[str, Any], sizes: Mapping[str, torch.Size]) -> dict[str, FlatShard]:
-    """Returns memory for the text of this rank, by its name in the checkpoint, and behind it, if layers have extra
+    """Returns memory for the text of this rank, by its name in the checkpoint, and after it, if layers have extra
     state, for those of all pipeline ranks there.
 
     Ranks beyond those of the checkpoint's ``layout`` take the text of a rank that had the same numbers modulo the
@@ -85,3 +89,57 @@ def write_random_states(sources: Sequence[RandomSource], states: Mapping[str, An
     for source in sources:
         if source.name in states:
             source.write(states[source.name])
+
+
+_KINDS_OF_RANKS = ("pipeline_ranks", "data_ranks", "tensor_ranks")
+
+
+def buffers_to_write(run: Run) -> dict[str, FlatShard]:
+    """Returns the buffers that this rank writes, by name in the checkpoint. Collective over all ranks, but digests
+    travel only between ranks that may have the same buffer."""
+    own = everywhere(partial(_copies, run))
+    of_data_rank = first_copies(everyone(own, run.grid.get_model_parallel_group()))
+    first = everyone({name: of_data_rank[name] for name in own}, run.grid.get_data_parallel_group())[0]
+    names = names_to_write(own, first)
+    return {
+        names[name]: FlatShard(tensor.shape, 0, row_of(tensor.detach()))
+        for name, tensor in persistent_buffers(run.placed)
+        if name in names
+    }
+
+
+def buffers_to_read(
+    run: Run, here: Mapping[str, Any], there: Mapping[str, Any], sizes: Mapping[str, torch.Size]
+) -> dict[str, FlatShard]:
+    """Returns memory for the buffers of this rank, by name in the checkpoint: its own copy if the run has as many ranks
+    of every kind as the checkpoint, else the first rank's.
+
+    Args:
+        here, there: the layouts of the run and of the checkpoint.
+        sizes: the tensors in the checkpoint.
+    """
+    has_own = all(here[kind] == there[kind] for kind in _KINDS_OF_RANKS)
+    buffers = {}
+    for name, tensor in persistent_buffers(run.placed):
+        own = name_of_own(name, ranks_of(run))
+        written = own if has_own and own in sizes else name_of_first(name)
+        if written in sizes:
+            values = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
+            buffers[written] = FlatShard(tensor.shape, 0, values)
+    return buffers
+
+
+def commit_buffers(module: PlacedModule, read: Mapping[str, FlatShard]) -> None:
+    """Copies what was ``read`` into the buffers of ``module``."""
+    values = {key.split("/", 2)[2]: shard.values for key, shard in read.items()}
+    for name, tensor in persistent_buffers(module):
+        if name in values:
+            write(tensor, values[name].view(tensor.shape))
+
+
+def _copies(run: Run) -> dict[str, Copy]:
+    return {name: Copy(ranks_of(run), _digest(tensor)) for name, tensor in persistent_buffers(run.placed)}
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    return hashlib.blake2b(bytes_of(tensor.detach().cpu()).numpy().tobytes()).hexdigest()

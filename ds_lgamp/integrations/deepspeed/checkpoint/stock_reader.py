@@ -11,17 +11,18 @@ from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 from torch import Tensor
 
 from ds_lgamp.checkpoint.errors import CheckpointError
-from ds_lgamp.checkpoint.whole import WholeCheckpoint
-from ds_lgamp.integrations.deepspeed.checkpoint.fields import PULLED
-from ds_lgamp.integrations.deepspeed.checkpoint.stock_checkpoint import (
+from ds_lgamp.checkpoint.values import name_of_dtype
+from ds_lgamp.checkpoint.whole import WholeCheckpoint, state_of
+from ds_lgamp.integrations.deepspeed.checkpoint.stock_files import (
     KEYS,
+    StockLayers,
     layer_files,
     load_file,
+    name_layers,
     rank_file,
     refuse_whole_tensors,
     shard_file,
 )
-from ds_lgamp.integrations.deepspeed.checkpoint.stock_layers import StockLayers, name_layers
 from ds_lgamp.integrations.deepspeed.config.optimizer_choice import ELEMENTWISE, JSON_NAMES, Kernels, choose_optimizer
 from ds_lgamp.integrations.deepspeed.config.precision import scaler_state
 
@@ -73,50 +74,37 @@ def read_stock(folder: Path) -> WholeCheckpoint:
 
 def _read(folder: Path) -> WholeCheckpoint:
     ranks = _rank_files(folder)
-    data_ranks = ranks[0]["dp_world_size"]
+    first = ranks[0]
     contents = {layer: load_file(path) for layer, path in layer_files(folder).items()}
     buffers = {name for rank in ranks for name in rank["buffer_names"]}
     if any(_is_sharded(folder, rank) for rank in range(len(ranks))):
-        owned = [_read_shards(folder, rank, data_ranks) for rank in range(len(ranks))]
+        owned = [_read_shards(folder, rank, first["dp_world_size"]) for rank in range(len(ranks))]
     else:
         owned = _read_whole_optimizers(folder, ranks, contents, buffers)
     layers = name_layers(folder, contents, [state.masters for state in owned], buffers)
     options, group_of, scalars = _merge_groups(folder, [state.groups for state in owned])
-    kind = _optimizer_class(options[0], ranks[0].get("ds_config", {}))
+    kind = _optimizer_class(options[0], first.get("ds_config", {}))
     if kind in ("Adam", "AdamW"):
         # This option belongs to DeepSpeed's FusedAdam. A block replaces that by torch's class, which always corrects.
         for group in options:
             group.pop("bias_correction", None)
-    scheduler = ranks[0]["lr_scheduler"]
+    scheduler = first["lr_scheduler"]
     parameters = {
         name: _first(owned, name).reshape(tensor.shape) if name in group_of else tensor
         for name, tensor in layers.parameters.items()
     }
-    state = {
-        "versions": {"deepspeed": ranks[0]["ds_version"]},
-        "layout": _layout(ranks[0], layers, group_of),
-        "layers": {
-            "types": None,
-            "tied": layers.tied,
-            "partition_method": None,
-            "extra_states": layers.extra_states,
-        },
-        "parameters": {
-            name: {"shape": list(tensor.shape), "group": group_of.get(name)} for name, tensor in parameters.items()
-        },
-        "optimizer": {"class": kind, "groups": options, "scalars": scalars},
-        "lr_scheduler": scheduler and {"class": None, "state": scheduler},
-        "loss_scaler": owned[0].loss_scaler,
-        # Stock DeepSpeed saves neither random states nor the position in the data. The run goes on as stock would.
-        "counters": {
-            **{name: ranks[0][name] for name in ("global_steps", "global_samples", "skipped_steps")},
-            "micro_steps": 0,
-            PULLED: 0,
-        },
-        "micro_offset": 0,
-        "data": None,
-    }
-    client_state = {key: value for key, value in ranks[0].items() if key not in KEYS}
+    state = state_of(
+        {"deepspeed": first["ds_version"]},
+        _layout(first, layers, group_of),
+        {"tied": layers.tied, "extra_states": layers.extra_states},
+        {name: {"shape": list(tensor.shape), "group": group_of.get(name)} for name, tensor in parameters.items()},
+        optimizer={"class": kind, "groups": options, "scalars": scalars},
+        lr_scheduler=scheduler and {"class": None, "state": scheduler},
+        loss_scaler=owned[0].loss_scaler,
+    )
+    # Stock DeepSpeed saves neither random states nor the position in the data. The run goes on as stock would.
+    state["counters"] |= {name: first[name] for name in ("global_steps", "global_samples", "skipped_steps")}
+    client_state = {key: value for key, value in first.items() if key not in KEYS}
     return WholeCheckpoint(parameters, layers.buffers, _moments(owned, parameters), state, client_state)
 
 
@@ -296,12 +284,11 @@ def _layout(rank: dict[str, Any], layers: StockLayers, group_of: dict[str, int])
     return {
         "pipeline_ranks": rank["mp_world_size"],
         "data_ranks": rank["dp_world_size"],
-        "tensor_ranks": 1,
         "zero_stage": int(rank["optimizer"] is None),
         "chunk_bounds": layers.bounds,
         "placement": list(range(rank["mp_world_size"])),
         "schedule": "1f1b",
-        "data_type": str(trained).removeprefix("torch."),
+        "data_type": name_of_dtype(trained),
         "micro_batch_size": config.get("train_micro_batch_size_per_gpu"),
     }
 

@@ -20,15 +20,15 @@ from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.checkpoint.files import save_into, sync, whole_folder
 from ds_lgamp.checkpoint.folder import write_latest
 from ds_lgamp.checkpoint.whole import WholeCheckpoint
-from ds_lgamp.integrations.deepspeed.checkpoint.stock_checkpoint import (
+from ds_lgamp.integrations.deepspeed.checkpoint.stock_files import (
     KEYS,
     TIED,
     layer_file,
     rank_file,
     refuse_whole_tensors,
     shard_file,
+    tied_keys,
 )
-from ds_lgamp.integrations.deepspeed.checkpoint.stock_layers import tied_keys
 from ds_lgamp.integrations.deepspeed.model.module import layer_prefix
 
 _ALIGNMENT = 2

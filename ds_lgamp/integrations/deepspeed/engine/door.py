@@ -10,7 +10,7 @@ from torch import nn
 
 from ds_lgamp.checkpoint.saver import Saver
 from ds_lgamp.config import BLOCK, ConfigError
-from ds_lgamp.integrations.deepspeed.checkpoint import methods
+from ds_lgamp.integrations.deepspeed.checkpoint import save_and_load
 from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
     check_elementwise,
     check_updates_alone,
@@ -102,8 +102,8 @@ class LgampDoor(DeepSpeedEngine):
 
     # What checkpoints ask
 
-    save_checkpoint, load_checkpoint = methods.save_checkpoint, methods.load_checkpoint
-    wait_for_checkpoint = methods.wait_for_checkpoint
+    save_checkpoint, load_checkpoint = save_and_load.save_checkpoint, save_and_load.load_checkpoint
+    wait_for_checkpoint = save_and_load.wait_for_checkpoint
 
     @property
     def placed(self) -> PlacedModule:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.checkpoint.saver import Saver
 from ds_lgamp.config import LgampConfig
-from ds_lgamp.integrations.deepspeed.checkpoint.live import LiveCheckpoint, open_folder
+from ds_lgamp.integrations.deepspeed.checkpoint.live_checkpoint import LiveCheckpoint, open_folder
 from ds_lgamp.integrations.deepspeed.config.client_optimizer import place_with_groups, prepare_optimizer
 from ds_lgamp.integrations.deepspeed.config.precision import input_dtype
 from ds_lgamp.integrations.deepspeed.config.zero import live_folder, on_disk_of

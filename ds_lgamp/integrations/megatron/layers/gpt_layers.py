@@ -31,14 +31,16 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor, nn
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.megatron.layers.attention import document_numbers, document_positions, random_numbers
 from ds_lgamp.integrations.megatron.layers.transformer_block import (
     Hidden,
     Rotary,
     TransformerBlock,
     TransformerImpl,
+    document_numbers,
+    document_positions,
     final_norm_of,
     packed,
+    random_numbers,
     refuse_missing_engine,
     unpacked,
 )

@@ -6,11 +6,15 @@ from typing import Any, NamedTuple
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.integrations.handshake import process_terms
-from ds_lgamp.integrations.megatron.loop.batch import placement_of
+from ds_lgamp.integrations.megatron.loop.batch import placement_of, refuse_settings
 from ds_lgamp.integrations.megatron.loop.cuts import cut
-from ds_lgamp.integrations.megatron.loop.flags import option_of, refuse_flags, refuse_together
-from ds_lgamp.integrations.megatron.loop.refusals import refuse_settings
-from ds_lgamp.integrations.megatron.loop.sharded.flags import prepare_sharding, refuse_beside_sharding
+from ds_lgamp.integrations.megatron.loop.flags import (
+    option_of,
+    prepare_sharding,
+    refuse_beside_sharding,
+    refuse_flags,
+    refuse_together,
+)
 from ds_lgamp.integrations.program_spec import program_spec
 from ds_lgamp.integrations.shard_keys import active
 from ds_lgamp.partition.agreement import Term, refuse_differing_terms

@@ -1,15 +1,24 @@
-"""One batch, as Megatron-core's loop describes it."""
+"""One batch, as Megatron-core's loop describes it: its chunks at run time, its timers, and what it may not ask for,
+because another order of work cannot honour it."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
+from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
+from ds_lgamp.integrations.megatron.loop.flags import refuse_flags, refuse_together
+from ds_lgamp.integrations.megatron.loop.several_chunks import device_of, has_two_embeddings, in_common
+from ds_lgamp.integrations.megatron.loop.sharded.model import partition_of
+from ds_lgamp.runtime.chunk import Chunk, Tensors
 from ds_lgamp.schedule.placement import Placement, place_chunks
 
 
@@ -88,14 +97,186 @@ class Batch:
             )
 
 
-def device_of(models: Iterable[torch.nn.Module]) -> torch.device:
-    """The device of a rank's chunks; Megatron-core's if none of them has parameters."""
-    for model in models:
-        for parameter in model.parameters():
-            return parameter.device
-    return torch.device(torch.cuda.current_device())
-
-
 def placement_of(chunks_per_rank: int, pipeline_ranks: int) -> Placement:
     """The pipeline rank of every chunk: the virtual pipelines of Megatron-core are modular."""
     return place_chunks("modular", chunks_per_rank * pipeline_ranks, pipeline_ranks)
+
+
+class DataEndError(Exception):
+    """``forward_step`` found no micro-batch. A StopIteration would lose the action on its way."""
+
+
+class ModelChunk(Chunk):
+    """One of the models that a rank has under a virtual pipeline. The model does its own recomputation.
+
+    Args:
+        own: the number of the chunk on this rank.
+        batch: gives the batch that runs.
+    """
+
+    def __init__(self, own: int, batch: Callable[[], Batch]) -> None:
+        super().__init__([])
+        self._own, self._batch = own, batch
+
+    def __call__(self, inputs: Tensors | None, micro_batch: int) -> Any:
+        batch = self._batch()
+        is_last = batch.on_last_rank and self._own == len(batch.models) - 1
+        first = schedules.check_first_val_step(batch.first_validation_step, batch.forward_only, micro_batch == 0)
+        try:
+            output, tokens = schedules.forward_step(
+                batch.forward_step,
+                batch.iterators[self._own],
+                batch.models[self._own],
+                batch.micro_batches,
+                inputs,
+                batch.reports,
+                batch.config,
+                batch.groups.cp.size(),
+                collect_non_loss_data=batch.collect_non_loss_data,
+                is_first_microbatch=first,
+                current_microbatch=micro_batch,
+                vp_stage=self._own if len(batch.models) > 1 else None,
+                is_last_stage=is_last,
+            )
+        except StopIteration as error:
+            raise DataEndError(
+                "an iterator has no micro-batch left; give all pipeline ranks as many, or run fewer batches"
+            ) from error
+        if batch.config.calculate_per_token_loss:
+            batch.tokens += tokens
+        # In evaluation the output may be of any kind and size. The reports hold whatever the loop needs of it.
+        return None if is_last and batch.forward_only else output
+
+
+_NAMES = {"backward": "backward-compute", "activation": "forward-recv", "gradient": "backward-recv"}
+_LEVEL = 2
+"""The log level of timers of single passes, as in Megatron-core's schedules."""
+
+
+class MegatronTiming:
+    """Times the executor's work with the timers of the batch that runs."""
+
+    timers: Any = None
+    """``config.timers``; None times nothing."""
+
+    def time(self, kind: str) -> AbstractContextManager[Any]:
+        if self.timers is None or kind not in _NAMES:
+            return nullcontext()
+        return _running(self.timers(_NAMES[kind], log_level=_LEVEL))
+
+
+@contextmanager
+def _running(timer: Any) -> Iterator[None]:
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.stop()
+
+
+def refuse_settings(settings: Any, chunks_on_one_rank: bool) -> None:
+    """Raises ConfigError for settings that need the whole model in one chunk on the only pipeline rank.
+
+    Args:
+        settings: Megatron-LM's arguments, or a TransformerConfig.
+        chunks_on_one_rank: whether one pipeline rank has all chunks, and there are several.
+    """
+    if chunks_on_one_rank and getattr(settings, "perform_rl_step", False):
+        raise ConfigError(
+            "perform_rl_step is True, whose model for inference has no chunks; use more pipeline ranks, or set "
+            "chunks_per_rank to 1"
+        )
+    if chunks_on_one_rank and getattr(settings, "mtp_num_layers", None):
+        raise ConfigError(
+            f"mtp_num_layers is {settings.mtp_num_layers}, whose chunk on the only pipeline rank would train an "
+            "embedding of its own; use more pipeline ranks, or set chunks_per_rank to 1"
+        )
+    if chunks_on_one_rank and getattr(settings, "has_cond_embedder", False):
+        raise ConfigError(
+            "has_cond_embedder is True, whose embedders in the chunks of the only pipeline rank would differ after the "
+            "first step; use more pipeline ranks, or set chunks_per_rank to 1"
+        )
+
+
+def refuse_unsupported(batch: Batch) -> None:
+    """Raises ConfigError for settings of the model that cannot be honoured, for chunks that share one iterator, and for
+    chunks of one pipeline rank that would train two embeddings although the model has one."""
+    several = len(batch.models) > 1
+    parts = [batch.config, getattr(batch.models[0], "ddp_config", Namespace())]
+    for part in parts:
+        refuse_flags(part)
+    refuse_together(*parts)
+    refuse_settings(batch.config, several and batch.pipeline_ranks == 1)
+    if len(batch.iterators) != len(batch.models):
+        raise ConfigError(
+            f"data_iterator is {len(batch.iterators)} for {len(batch.models)} chunks, which would read each other's "
+            "micro-batches; give a list with one for each"
+        )
+    if batch.pipeline_ranks == 1 and has_two_embeddings(batch.models):
+        raise ConfigError(
+            "share_embeddings_and_output_weights is True, but the first and the last chunk of this rank have a weight "
+            "each; before DistributedDataParallel, call share_embedding of "
+            "ds_lgamp.integrations.megatron.loop.several_chunks"
+        )
+
+
+def refuse_another_file(batch: Batch, settings: LgampConfig, zero_stage: int) -> None:
+    """Raises ConfigError if a script with its own loop trains with another stage, other chunks or another recomputation
+    than its configuration file names. Inside Megatron-LM's loop its flags were compared before."""
+    if batch.forward_only:
+        return
+    distributed = getattr(getattr(batch.models[0], "ddp_config", None), "use_distributed_optimizer", None)
+    if zero_stage <= 1 and distributed is not None and bool(distributed) != (zero_stage == 1):
+        raise ConfigError(
+            f"zero_optimization.stage is {zero_stage}, but DistributedDataParallelConfig.use_distributed_optimizer is "
+            f"{distributed}; they mean the same, change one of them"
+        )
+    if settings.chunks_per_rank not in (None, len(batch.models)):
+        raise ConfigError(
+            f"{BLOCK}.chunks_per_rank is {settings.chunks_per_rank}, but the script has built {len(batch.models)} "
+            "chunks on this rank; change one of them"
+        )
+    recompute = batch.config.recompute_granularity or "none"
+    if "recompute" in settings.model_fields_set and settings.recompute != recompute:
+        raise ConfigError(
+            f"{BLOCK}.recompute is '{settings.recompute}', but recompute_granularity of the TransformerConfig is "
+            f"{batch.config.recompute_granularity!r}; make them equal, or remove the key"
+        )
+
+
+def refuse_whole_models(batch: Batch, zero_stage: int) -> None:
+    """Raises ConfigError if a batch trains models that are not sharded. Evaluation takes them as they are."""
+    if not batch.forward_only and partition_of(batch.models) is None:
+        raise ConfigError(
+            f"zero_optimization.stage is {zero_stage}, but the model is in {type(batch.models[0]).__name__}; wrap the "
+            "chunks in ShardedChunk of ds_lgamp.integrations.megatron.loop.sharded.model, and build the optimizer with "
+            "get_megatron_optimizer"
+        )
+
+
+def refuse_gradients_left(batch: Batch) -> None:
+    """Raises ConfigError if a batch for training would add to final gradients of sharded chunks, which the reduction
+    would average once more."""
+    partition = partition_of(batch.models)
+    if batch.forward_only or partition is None:
+        return
+    if any(unit.reduction.is_final for unit in partition.units):
+        raise ConfigError(
+            "the last batch has left gradients, to which stages 2 and 3 cannot add those of another; call "
+            "optimizer.step or zero_grad_buffer of every chunk before the next batch, or give both batches as one with "
+            "more micro-batches"
+        )
+
+
+def refuse_common_parameters(models: Sequence[torch.nn.Module]) -> None:
+    """Raises ConfigError if two chunks of this rank have a parameter that trains. Each of their
+    DistributedDataParallel makes a buffer for its gradient, but the parameter refers to one of them."""
+    if not all(isinstance(model, DistributedDataParallel) for model in models):
+        return
+    for name, parameter, number, owner in in_common(models):
+        if parameter.requires_grad:
+            raise ConfigError(
+                f"{name} of chunk {number} on this rank is also a parameter of chunk {owner}, but "
+                "DistributedDataParallel makes each of them a gradient of its own; put modules that share parameters "
+                "into one chunk"
+            )

@@ -25,7 +25,9 @@ _FULLY_RESHARDABLE = ("fully_reshardable", "fully_sharded_model_space")
 _RESHARD = "or save the weights with --ckpt-format torch_dist, which loads at any number of chunks"
 
 
-def guarded(load: Callable[..., Any], read: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def checked_loaders(
+    load: Callable[..., Any], read: Callable[..., Any]
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Replacements for Megatron-LM's ``load_checkpoint``, and for ``_load_base_checkpoint``, with which it reads files.
 
     The replacements raise ConfigError for a checkpoint that was cut into other chunks.

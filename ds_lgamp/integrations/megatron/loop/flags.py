@@ -1,6 +1,8 @@
-"""A table of Megatron's flags, with the treatment of each beside a ``ds_lgamp`` block. It has every flag that decides
-how gradients are reduced and scaled, and how parameters are updated."""
+"""Two tables of Megatron's flags: how each is treated beside a ``ds_lgamp`` block, and what is refused beside ZeRO
+stages 2 and 3. The first has every flag that decides how gradients are reduced and scaled, and how parameters are
+updated."""
 
+from argparse import Namespace
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -195,3 +197,60 @@ def refuse_together(*settings: Any) -> None:
 def option_of(argument: str) -> str:
     """The spelling of one of Megatron-LM's arguments on a command line."""
     return "--" + argument.replace("_", "-")
+
+
+IMPLIED = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
+"""Flags that ask for what the program does anyway. They may be given or not."""
+
+NO_EXPERTS = "experts are in data-parallel groups of their own, which stages 2 and 3 have not; remove it"
+_READS_WHOLE = "it reads whole weights or gradients, which no rank has; remove it"
+_NEEDS_BUFFERS = "it needs Megatron-core's buffers of gradients, which stages 2 and 3 have not; remove it"
+
+REFUSED_BESIDE_SHARDING: dict[str, tuple[tuple[Any, ...], str]] = {
+    "num_experts": ((None,), NO_EXPERTS),
+    "num_distributed_optimizer_instances": ((1,), "all data-parallel ranks share a chunk's shards; remove it"),
+    "gradient_accumulation_fusion": (
+        (False,),
+        "its kernel adds to Megatron-core's buffers; give --no-gradient-accumulation-fusion",
+    ),
+    "defer_embedding_wgrad_compute": (
+        (False,),
+        "the gradient would come after it was reduced; remove it",
+    ),
+    "ddp_reduce_scatter_with_fp32_accumulation": ((False,), _NEEDS_BUFFERS),
+    "check_for_large_grads": ((False,), _NEEDS_BUFFERS),
+    "overlap_param_gather_with_optimizer_step": ((False,), _NEEDS_BUFFERS),
+    "init_model_with_meta_device": ((False,), "it has not been tried with stages 2 and 3; remove it"),
+    "save_wgrads_interval": ((None,), _READS_WHOLE),
+    "check_weight_hash_across_dp_replicas_interval": ((None,), _READS_WHOLE),
+    "qk_clip": ((False,), _READS_WHOLE),
+    "skip_train": ((False,), "nothing is trained, so that nothing would be sharded; set stage 0"),
+    "vision_pretraining": ((False,), _READS_WHOLE),
+    "perform_rl_step": ((False,), _READS_WHOLE),
+    "async_save": ((None, False), "weights are complete only until the save returns; remove it"),
+    "ckpt_format": (("torch_dist",), "it has not been tried with stages 2 and 3; use torch_dist"),
+    "dump_param_to_param_group_map": ((None,), "it is written for whole parameters, which no rank has; remove it"),
+    "load_main_params_from_ckpt": ((False,), "weights are taken as they are in the model; remove it"),
+    "non_persistent_ckpt_type": ((None, "global"), "it has not been tried with stages 2 and 3; remove it"),
+}
+"""Flags that are refused, each with the values at which it changes nothing, and the reason with the fix."""
+
+
+def prepare_sharding(args: Namespace) -> None:
+    """Takes back the flags that :data:`IMPLIED` names, before Megatron-LM validates the arguments."""
+    for name in IMPLIED:
+        setattr(args, name, False)
+
+
+def refuse_beside_sharding(settings: Any, arguments: bool = False) -> None:
+    """Raises ConfigError for a flag that stages 2 and 3 cannot honour.
+
+    Args:
+        settings: one of Megatron-core's configurations, or Megatron-LM's arguments, once it has filled in its defaults.
+        arguments: whether ``settings`` are Megatron-LM's arguments.
+    """
+    for name, (harmless, note) in REFUSED_BESIDE_SHARDING.items():
+        value = getattr(settings, name, harmless[0])
+        if value not in harmless:
+            shown = option_of(name) if arguments else name
+            raise ConfigError(f"{shown} is {value!r} beside zero_optimization.stage 2 or 3: {note}")

@@ -54,7 +54,7 @@ def run_script(script: str, arguments: Sequence[str], path: str, keys: dict[str,
                 say_without_effect(keys)
         else:
             # These imports come late, because megatron.core may lie beside the script.
-            from ds_lgamp.integrations.megatron.loop.seams import check_seams, check_training_seams
+            from ds_lgamp.integrations.megatron.loop.megatron_seams import check_seams, check_training_seams
 
             check_seams()
             check_training_seams()

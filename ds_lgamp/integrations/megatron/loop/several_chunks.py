@@ -6,8 +6,8 @@ all layers to every chunk (``transformer_block``), and number the layers of ever
 patches/ mend all four.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import wraps
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial, wraps
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -113,6 +113,14 @@ def in_common(models: Sequence[torch.nn.Module]) -> Iterator[Common]:
                 yield Common(name, parameter, number, owner)
 
 
+def device_of(models: Iterable[torch.nn.Module]) -> torch.device:
+    """The device of a rank's chunks; Megatron-core's if none of them has parameters."""
+    for model in models:
+        for parameter in model.parameters():
+            return parameter.device
+    return torch.device(torch.cuda.current_device())
+
+
 def check_layers(models: Sequence[torch.nn.Module]) -> None:
     """Raises ConfigError unless every layer of the model is in exactly one chunk."""
     members = [unwrap_model(model) for model in models]
@@ -131,7 +139,7 @@ def layers_of(model: Any) -> list[torch.nn.Module]:
     return [layer for block in blocks for layer in getattr(block, "layers", ())]
 
 
-def refusing_chunks(stock: Callable[..., None]) -> Callable[..., None]:
+def constructor_without_chunks(stock: Callable[..., None]) -> Callable[..., None]:
     """A constructor for a model that takes no ``vp_stage`` and cuts its layers evenly, such as MambaModel.
 
     It raises ConfigError if the configuration asks for another cut, which the model would ignore.
@@ -212,3 +220,21 @@ def chunks_provider(provider: Callable[..., torch.nn.Module], count: int) -> Cal
         return chunks
 
     return provide
+
+
+def builder_of_one_rank(stock: Callable[..., Any], begin: Callable[[], None]) -> Callable[..., Any]:
+    """``build_virtual_pipeline_stages``, which otherwise builds one chunk on one pipeline rank."""
+
+    @wraps(stock)
+    def build(*positional: Any, **options: Any) -> list[torch.nn.Module]:
+        begin()
+        call = signature(stock).bind(*positional, **options)
+        call.apply_defaults()
+        given = call.arguments
+        if given["vp_size"] is None or given["pg_collection"].pp.size() > 1:
+            return stock(*positional, **options)
+        chunks = chunks_provider(partial(given["build_model_func"], given["pg_collection"]), given["vp_size"])()
+        chunks.model_type = given["model_type"]
+        return chunks
+
+    return build

@@ -20,9 +20,9 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
 import ds_lgamp
-from ds_lgamp.checkpoint import live_states
+from ds_lgamp.checkpoint import live_recovery
 from ds_lgamp.checkpoint.errors import CheckpointError
-from ds_lgamp.checkpoint.slot import Header, Slot, read_header
+from ds_lgamp.checkpoint.live_slot import Header, LiveSlot, read_header
 from ds_lgamp.config import ConfigError
 from testing.deepspeed_rank import prepare_rank, quiet
 from testing.ranks import shared_number, started_ranks
@@ -202,7 +202,7 @@ def die_while_writing(folder: Path) -> None:
     prepare_rank()
     live = folder / "live"
     run = Run(CASES["zero 3"], live)
-    open_slot, write, opened, written = Slot.open, Slot.write, [], []
+    open_slot, write, opened, written = LiveSlot.open, LiveSlot.write, [], []
 
     def opening(slot):
         opened.append(slot)
@@ -217,7 +217,7 @@ def die_while_writing(folder: Path) -> None:
         return write(slot, *arguments)
 
     if dist.get_rank() == 0:
-        Slot.open, Slot.write = opening, dying
+        LiveSlot.open, LiveSlot.write = opening, dying
     while True:
         run.step()
 
@@ -260,7 +260,7 @@ class Choices:
         """Returns what is loaded when a byte of some files, named relative to ``live``, is another."""
         self._on_first_rank(lambda: self._prepare(damage))
         run = Run(CASES["zero 3"], self._copy)
-        with heard(live_states.logger) as said:
+        with heard(live_recovery.logger) as said:
             path, client_state = run.engine.load_checkpoint(str(checkpoints or self.checkpoints), **options)
         run.engine.destroy()
         return Loaded(run.engine.global_steps, path and Path(path).name, client_state, said)

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from ds_lgamp.checkpoint.whole import write_whole
-from ds_lgamp.integrations.deepspeed.checkpoint import loading
-from ds_lgamp.integrations.deepspeed.checkpoint.data_position import micro_batches_here
+from ds_lgamp.integrations.deepspeed.checkpoint import save_and_load
+from ds_lgamp.integrations.deepspeed.checkpoint.description import micro_batches_here
 from testing.checkpoints import example
 from testing.deepspeed_rank import prepare_rank
 from testing.ranks import run_on_ranks
@@ -193,8 +193,8 @@ def test_what_cannot_be_saved_or_loaded_is_refused_on_every_rank(results, name, 
 
 
 def look_for_checkpoints(directory):
-    with heard(loading.logger) as said:
-        assert not loading.find_checkpoints(directory, None)
+    with heard(save_and_load.logger) as said:
+        assert not save_and_load.find_checkpoints(directory, None)
     return said
 
 

@@ -7,9 +7,9 @@ import signal
 import pytest
 import torch
 
-from ds_lgamp.checkpoint.folder import read_state, reader
-from ds_lgamp.checkpoint.live_states import publish_alone
-from ds_lgamp.checkpoint.slot import read_header
+from ds_lgamp.checkpoint.folder import open_checkpoint
+from ds_lgamp.checkpoint.live_recovery import publish_alone
+from ds_lgamp.checkpoint.live_slot import read_header
 from ds_lgamp.checkpoint.whole import read_whole
 from ds_lgamp.cli.main import main
 from testing.ranks import run_on_ranks, shared_number, started_ranks
@@ -147,8 +147,8 @@ def test_a_live_state_becomes_what_save_checkpoint_writes(choices, tmp_path):
     folder, _ = choices
     published = publish_alone(folder / "copy", lambda tag: tmp_path / tag)
     saved = folder / "checkpoints" / published.name
-    states = [read_state(path) for path in (published, saved)]
-    ours, theirs = (reader(path, state).tensors.keys() for path, state in zip((published, saved), states))
+    states, readers = zip(*map(open_checkpoint, (published, saved)))
+    ours, theirs = (reader.tensors.keys() for reader in readers)
     assert ours == theirs and {"buffers/0/2.running_mean", "buffers/1-0-0/2.running_mean"} <= ours
     assert {**states[0], **OF_FILES} == {**states[1], **OF_FILES}
 

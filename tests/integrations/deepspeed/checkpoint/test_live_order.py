@@ -9,10 +9,10 @@ import pytest
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
-from ds_lgamp.checkpoint.slot import Slot, read_blobs, read_header
+from ds_lgamp.checkpoint.live_slot import LiveSlot, read_blobs, read_header
 from testing.deepspeed_rank import prepare_rank
 from testing.ranks import run_on_ranks
-from tests.checkpoint.test_slot import holding
+from tests.checkpoint.test_live_slot import holding
 from tests.integrations.deepspeed.checkpoint.live_runs import CASES, Run, headers_in
 
 ONE_STEP = "zero 3"
@@ -44,7 +44,7 @@ def changes_while_it_is_copied(folder: Path) -> tuple[bool, bool]:
     """Returns whether the state of the first step has the weights of that step, and whether the run has others."""
     prepare_rank()
     run = Run(CASES[ONE_STEP], folder)
-    Slot.write = slowly(Slot.write)
+    LiveSlot.write = slowly(LiveSlot.write)
     run.step()
     (parameter,) = (value for name, value in run.engine.module.named_parameters() if name == FIRST)
     after_step = safe_get_full_fp32_param(parameter).clone()
@@ -58,7 +58,7 @@ def steps_before_sums(folder: Path) -> list[set[int]]:
     """Returns which states are on the disk when ranks begin the sum that ends a step, for three steps."""
     prepare_rank()
     run = Run(CASES[ONE_STEP], folder)
-    Slot.write = slowly(Slot.write)
+    LiveSlot.write = slowly(LiveSlot.write)
     finish, found = run.engine.lgamp.partition.finish_gradients, []
 
     def finishing():
@@ -140,7 +140,7 @@ def test_the_sum_that_ends_a_step_waits_until_the_state_of_the_last_one_is_whole
 
 
 def test_a_slot_that_is_being_written_holds_no_state(tmp_path):
-    slot = Slot(tmp_path / "run" / "0-0")
+    slot = LiveSlot(tmp_path / "run" / "0-0")
     slot.open()
     slot.seal({})
     assert list((tmp_path / "run").glob("*.json"))
@@ -149,7 +149,7 @@ def test_a_slot_that_is_being_written_holds_no_state(tmp_path):
 
 
 def test_a_slot_that_is_removed_takes_no_memory(tmp_path):
-    slot = Slot(tmp_path / "run" / "0-0")
+    slot = LiveSlot(tmp_path / "run" / "0-0")
     slot.open()
     slot.seal({})
     slot.remove()

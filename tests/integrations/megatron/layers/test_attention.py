@@ -10,8 +10,8 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 from torch import nn
 
-from ds_lgamp.integrations.megatron.layers import attention
-from ds_lgamp.integrations.megatron.layers.attention import ScaledDotProductAttention, document_mask
+from ds_lgamp.integrations.megatron.layers import transformer_block
+from ds_lgamp.integrations.megatron.layers.transformer_block import ScaledDotProductAttention, document_mask
 
 SEQUENCE, HEADS, CHANNELS = 6, 4, 2
 
@@ -80,7 +80,7 @@ def test_blocks_that_get_the_same_documents_share_a_mask(calls):
 def test_a_mask_goes_with_its_documents():
     mine = documents()
     mask = weakref.ref(document_mask(mine))
-    bias = weakref.ref(attention._bias(mask(), torch.float32))
+    bias = weakref.ref(transformer_block._bias(mask(), torch.float32))
     del mine
     gc.collect()
     assert mask() is None and bias() is None
@@ -88,6 +88,6 @@ def test_a_mask_goes_with_its_documents():
 
 def test_the_seed_of_a_rank_never_comes_from_a_default_device(monkeypatch):
     """Reading it there would wait for the device."""
-    monkeypatch.setattr(attention, "get_tensor_model_parallel_rank", lambda: 1)
-    with torch.device("meta"), attention.random_numbers(True, torch.device("cpu")):
+    monkeypatch.setattr(transformer_block, "get_tensor_model_parallel_rank", lambda: 1)
+    with torch.device("meta"), transformer_block.random_numbers(True, torch.device("cpu")):
         pass

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.megatron.loop.checkpoints import guarded
+from ds_lgamp.integrations.megatron.loop.checkpoints import checked_loaders
 from ds_lgamp.integrations.megatron.loop.sharded.model import ShardedChunk
 
 Kind = Enum("Kind", "LEGACY GLOBAL")
@@ -39,7 +39,7 @@ def load(models, state, kind=Kind.LEGACY, rank0=False, **arguments):
     def load_checkpoint(ddp_model, args):
         return read("folder", args, rank0=rank0)[0]
 
-    load, read = guarded(load_checkpoint, lambda load_dir, args, rank0: (state, "name", False, kind))
+    load, read = checked_loaders(load_checkpoint, lambda load_dir, args, rank0: (state, "name", False, kind))
     assert read("folder", args, rank0=rank0)[0] is state  # before load_checkpoint, for the arguments only
     return load(models, args)
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.megatron.loop.evaluation import collecting
+from ds_lgamp.integrations.megatron.loop.install import evaluate_with_whole_weights
 from testing.ranks import run_on_ranks
 from tests.integrations.megatron.core_models import SEQUENCE
 from tests.integrations.megatron.training_loop import SEQUENCES, STOCK, Place, Training, prepare_process
@@ -14,7 +14,7 @@ from tests.integrations.megatron.training_loop import SEQUENCES, STOCK, Place, T
 ALONE, SHARDED = Place(1, 1, STOCK), Place(1, 2, "layered", zero_stage=3)
 
 
-@collecting
+@evaluate_with_whole_weights
 @torch.no_grad()
 def evaluate(training, model, process_non_loss_data_func=None, non_loss_data_func=None):
     """As Megatron-LM: a batch for the loss, and what is collected."""

@@ -7,9 +7,9 @@ from types import ModuleType
 import pytest
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.megatron.loop import seams
-from ds_lgamp.integrations.megatron.loop.model_builders import builder_replacements
-from ds_lgamp.integrations.megatron.loop.sharded import install as sharded
+from ds_lgamp.integrations.megatron.loop import megatron_seams as seams
+from ds_lgamp.integrations.megatron.loop.install import builder_replacements
+from ds_lgamp.integrations.megatron.loop.sharded import model as sharded
 
 DEFAULT, OTHER = "the default type", "another type"
 

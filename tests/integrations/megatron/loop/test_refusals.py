@@ -7,8 +7,8 @@ import torch
 
 from ds_lgamp.config import ConfigError, LgampConfig
 from ds_lgamp.integrations.megatron.loop.arguments import Job
+from ds_lgamp.integrations.megatron.loop.batch import refuse_another_file, refuse_settings, refuse_unsupported
 from ds_lgamp.integrations.megatron.loop.install import install_schedules, uninstall
-from ds_lgamp.integrations.megatron.loop.refusals import refuse_another_file, refuse_settings, refuse_unsupported
 from ds_lgamp.integrations.megatron.loop.several_chunks import share_embedding
 from testing.ranks import run_on_ranks
 from tests.integrations.megatron.training_loop import Place, Training, prepare_process

@@ -9,8 +9,13 @@ from megatron.core.pipeline_parallel import schedules
 
 from ds_lgamp.cli.environment import inspect_environment
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.megatron.loop.seams import TESTED, check_seams, check_training_seams, missing_seams
-from ds_lgamp.integrations.megatron.loop.sharded.seams import check_sharding_seams
+from ds_lgamp.integrations.megatron.loop.megatron_seams import (
+    TESTED,
+    check_seams,
+    check_sharding_seams,
+    check_training_seams,
+    missing_seams,
+)
 
 
 def test_the_installed_version_has_every_seam():

@@ -40,7 +40,7 @@ def tracing(place, folder):
 
 
 def never_ends(folder):
-    """Every step launches something that does not end before the job does."""
+    """Every step collectives something that does not end before the job does."""
     with patch.object(atexit, "register") as register:
         training = tracing(PLACES["P2"], folder)
     forward_step = training.forward_step

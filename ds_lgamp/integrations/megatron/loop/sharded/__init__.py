@@ -1,1 +1,1 @@
-"""ZeRO stages 2 and 3 inside Megatron-LM's training loop: ds_lgamp's partition behind Megatron-core's interfaces."""
+"""ZeRO stages 2 and 3 inside Megatron-LM's training loop: ds_lgamp's partition under Megatron-core's interfaces."""

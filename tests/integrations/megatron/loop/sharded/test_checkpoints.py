@@ -50,9 +50,9 @@ def trained(training):
 def save(training, folder):
     from megatron.core import dist_checkpointing
 
-    from ds_lgamp.integrations.megatron.loop.sharded.install import with_whole_weights
+    from ds_lgamp.integrations.megatron.loop.sharded.model import with_complete_weights
 
-    @with_whole_weights
+    @with_complete_weights
     def write(model):
         dist_checkpointing.save(state_of(training, is_loading=False), folder)
 

@@ -8,10 +8,12 @@ from argparse import Namespace
 import pytest
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.megatron.loop.flags import FLAGS, Treatment, option_of
-from ds_lgamp.integrations.megatron.loop.sharded.flags import (
+from ds_lgamp.integrations.megatron.loop.flags import (
+    FLAGS,
     IMPLIED,
-    REFUSED,
+    REFUSED_BESIDE_SHARDING,
+    Treatment,
+    option_of,
     prepare_sharding,
     refuse_beside_sharding,
 )
@@ -21,9 +23,9 @@ from testing.ranks import run_on_ranks
 from tests.integrations.megatron.training_loop import prepare_process
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", REFUSED_BESIDE_SHARDING)
 def test_refusals_name_flag_value_and_fix(name):
-    harmless, note = REFUSED[name]
+    harmless, note = REFUSED_BESIDE_SHARDING[name]
     with pytest.raises(ConfigError) as refusal:
         refuse_beside_sharding(Namespace(**{name: 987}), arguments=True)
     assert str(refusal.value) == f"{option_of(name)} is 987 beside zero_optimization.stage 2 or 3: {note}"
@@ -43,7 +45,7 @@ def test_flags_for_what_the_program_does_anyway_may_be_given():
 def test_the_page_lists_what_is_refused():
     page = (ROOT / "docs" / "megatron.md").read_text()
     (listed,) = re.findall("refused at stages 2 and 3, .*?: (.*?)\n\n", page, re.DOTALL)
-    assert set(re.findall("`(--[a-z0-9-]+)`", listed)) == set(map(option_of, REFUSED))
+    assert set(re.findall("`(--[a-z0-9-]+)`", listed)) == set(map(option_of, REFUSED_BESIDE_SHARDING))
 
 
 def test_megatron_lm_has_every_flag_that_is_refused():
@@ -56,4 +58,4 @@ def look_for_options(tree):
 
     actions = arguments.add_megatron_arguments(argparse.ArgumentParser(add_help=False))._actions
     known = {action.dest for action in actions}
-    assert {*REFUSED, *IMPLIED} - known == set()
+    assert {*REFUSED_BESIDE_SHARDING, *IMPLIED} - known == set()

@@ -21,11 +21,20 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ds_lgamp.checkpoint.checksum import Checksum, Hasher, checksum_of
-from ds_lgamp.checkpoint.errors import CheckpointError
-from ds_lgamp.checkpoint.files import damaged, open_data, reading, sync_folder, write_synced
-from ds_lgamp.checkpoint.index import Count, DataType, Sizes, first_complaint
+from ds_lgamp.checkpoint.errors import distrusted
+from ds_lgamp.checkpoint.files import (
+    Checksum,
+    Hasher,
+    checksum_of,
+    damaged,
+    open_data,
+    reading,
+    sync_folder,
+    write_synced,
+)
+from ds_lgamp.checkpoint.schema import Count, DataType, Sizes, first_complaint
 from ds_lgamp.checkpoint.shard import FlatShard
+from ds_lgamp.checkpoint.values import name_of_dtype
 
 FORMAT: Literal[1] = 1
 RUN = "live-"
@@ -38,7 +47,7 @@ class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
 
-class Held(_Strict):
+class BlobRange(_Strict):
     """Consecutive elements of a tensor in a blob; see :class:`FlatShard`."""
 
     name: str
@@ -51,7 +60,7 @@ class Held(_Strict):
     slice_offsets: Sizes
 
     @model_validator(mode="after")
-    def _lies_inside(self) -> "Held":
+    def _lies_inside(self) -> "BlobRange":
         ranks = {len(self.shape), len(self.whole_shape), len(self.slice_offsets)}
         axes = zip(self.slice_offsets, self.shape, self.whole_shape)
         if len(ranks) > 1 or any(offset + size > whole for offset, size, whole in axes):
@@ -69,7 +78,7 @@ class Blob(_Strict):
     length: Count
     """Bytes."""
     checksum: Checksum
-    held: list[Held]
+    held: list[BlobRange]
 
     @model_validator(mode="after")
     def _holds_all(self) -> "Blob":
@@ -105,7 +114,7 @@ class Header(_Strict):
     """Random states and client state."""
 
 
-class Slot:
+class LiveSlot:
     """Writes one slot of this rank. Used by one thread.
 
     Args:
@@ -177,7 +186,7 @@ class Slot:
             hasher.update(piece)
             position += self._write(piece, position)
         return {
-            "dtype": str(dtype).removeprefix("torch."),
+            "dtype": name_of_dtype(dtype),
             "position": start,
             "length": length,
             "checksum": hasher.hexdigest(),
@@ -230,9 +239,7 @@ def read_header(path: Path) -> Header:
     try:
         return Header.model_validate_json(text)
     except ValidationError as error:
-        raise CheckpointError(
-            f"{path} is not what ds_lgamp writes ({first_complaint(error)}); do not trust this live state"
-        ) from None
+        raise distrusted(path, first_complaint(error), "live state") from None
 
 
 def read_blobs(path: Path, header: Header) -> dict[str, list[FlatShard]]:

@@ -8,17 +8,17 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from ds_lgamp.checkpoint import live_states, slot
+from ds_lgamp.checkpoint import live_recovery, live_slot
 from ds_lgamp.checkpoint.errors import CheckpointError
-from ds_lgamp.checkpoint.live_states import publish_alone
-from ds_lgamp.checkpoint.slot import Slot, is_written
+from ds_lgamp.checkpoint.live_recovery import publish_alone
+from ds_lgamp.checkpoint.live_slot import LiveSlot, is_written
 from testing import ROOT
 
 HOLDS = """
 import sys, time
 from pathlib import Path
-from ds_lgamp.checkpoint.slot import Slot
-slot = Slot(Path(sys.argv[1]) / "live-0badcafe" / "0-0")
+from ds_lgamp.checkpoint.live_slot import LiveSlot
+slot = LiveSlot(Path(sys.argv[1]) / "live-0badcafe" / "0-0")
 slot.open()
 print("open", flush=True)
 time.sleep(600)
@@ -36,7 +36,7 @@ def numbers_in(path):
 
 
 def test_a_slot_whose_file_was_removed_begins_anew(tmp_path):
-    own, data = Slot(tmp_path / "live-0badcafe" / "0-0"), tmp_path / "live-0badcafe" / "0-0.bin"
+    own, data = LiveSlot(tmp_path / "live-0badcafe" / "0-0"), tmp_path / "live-0badcafe" / "0-0.bin"
     own.open()
     assert fill(own, 1) == 0 and not own.is_gone
     data.unlink()
@@ -74,7 +74,7 @@ def test_a_slot_is_written_until_its_process_ends(job, tmp_path):
 
 def test_the_file_of_somebody_else_is_left_alone(tmp_path, monkeypatch):
     (tmp_path / "0-0.bin").write_text("")
-    monkeypatch.setattr(slot, "open", refuse, raising=False)
+    monkeypatch.setattr(live_slot, "open", refuse, raising=False)
     assert is_written(tmp_path)
 
 
@@ -83,7 +83,7 @@ def refuse(*_):
 
 
 def test_the_state_of_a_job_that_runs_is_not_published(job, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(live_states, "_PATIENCE", 0.1)
+    monkeypatch.setattr(live_recovery, "_PATIENCE", 0.1)
     (tmp_path / "live-0badcafe" / "0-0.json").write_text("half a header")
     with (
         caplog.at_level(logging.WARNING, "ds_lgamp"),

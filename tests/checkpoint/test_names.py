@@ -1,6 +1,6 @@
 """The names of buffers in a checkpoint."""
 
-from ds_lgamp.checkpoint.buffers import Copy, first_copies, names_to_write
+from ds_lgamp.checkpoint.names import Copy, first_copies, names_to_write
 
 RANKS = [(0, 0, 0), (0, 0, 1), (1, 0, 0), (0, 1, 0), (0, 1, 1), (1, 1, 0)]
 """Pipeline, data-parallel and tensor-parallel ranks, in the order of their copies."""

@@ -16,22 +16,21 @@ from typing import Any, NamedTuple
 import torch
 
 from ds_lgamp.checkpoint.errors import CheckpointError
-from ds_lgamp.checkpoint.shares import Share
-from ds_lgamp.checkpoint.slot import RUN, Slot, is_written
-from ds_lgamp.checkpoint.units import BUFFERS, OPTIMIZER, PARAMETERS, Range, elementwise, scalars_of, written
+from ds_lgamp.checkpoint.files import PIECE
+from ds_lgamp.checkpoint.live_slot import RUN, LiveSlot, is_written
+from ds_lgamp.checkpoint.names import BUFFERS, OPTIMIZER, PARAMETERS, Share
+from ds_lgamp.checkpoint.units import Range, Scalars, elementwise, ranges_to_write, scalars_of
 from ds_lgamp.partition.bus import event_now
 from ds_lgamp.partition.host import HostThread, Job
 from ds_lgamp.partition.memory import row_of
 from ds_lgamp.partition.segments import Segment
 from ds_lgamp.partition.unit import Observer, Unit
 
-_PIECE = 1 << 20
-"""Bytes to write at a time. The checksum is computed while the piece is still in the cache."""
 _STAGED = 1 << 26
 """Bytes to copy from a device at a time."""
 
 
-class Rest(NamedTuple):
+class BesideUnits(NamedTuple):
     """What a state holds beside units, at the end of a step."""
 
     step: int
@@ -54,33 +53,30 @@ class LiveState(Observer):
     """Keeps the state of the last whole step in a folder.
 
     Args:
-        folder: of the live states. Those of runs that are over are removed ahead of the first copy of a step.
-        run: a number of this run, the same on all ranks.
+        folder: of the live states. Before the first copy of a step, it loses those of runs that are over.
+        header: this run and rank in all headers: ``run``, the same on all ranks, ``rank``, ``ranks``, ``places``.
         units: all units of this rank.
         optimizer: has their state.
         device: where buffers lie.
         slots: how many states the folder holds at most.
-        place: this rank in all headers: ``rank``, ``ranks``, ``places``.
-        share: what this rank tells of the checkpoint's description, without scalars.
+        share: this rank's share of the checkpoint's description, without scalars.
     """
 
     def __init__(
         self,
         folder: Path,
-        run: str,
+        header: Mapping[str, Any],
         units: Sequence[Unit],
         optimizer: torch.optim.Optimizer,
         device: torch.device,
         slots: int,
-        place: Mapping[str, Any],
         share: Share,
     ) -> None:
-        self._folder, self._own = folder, folder / f"{RUN}{run}"
+        self.folder, self._own = folder, folder / f"{RUN}{header['run']}"
         self._units, self._optimizer, self._device = units, optimizer, device
-        self._header = {**place, "run": run}
-        self._share = share
-        self._ranges = {unit: list(written(unit)) for unit in units}
-        self._slots = [_Contents(Slot(self._own / f"{place['rank']}-{number}")) for number in range(slots)]
+        self.header, self._share = header, share
+        self._ranges = {unit: list(ranges_to_write(unit)) for unit in units}
+        self._slots = [_Contents(LiveSlot(self._own / f"{header['rank']}-{number}")) for number in range(slots)]
         self._thread = HostThread(device, "ds_lgamp live state")
         self._lock = RLock()
         self._changes = dict.fromkeys(units, 0)
@@ -91,8 +87,8 @@ class LiveState(Observer):
         self._sealing: Job | None = None
         self._copied: set[Unit] = set()
         """Units whose update of the current step is under way to the slot, or there."""
-        self._rest: Rest | None = None
-        """The rest of the current step, once it is over."""
+        self._beside: BesideUnits | None = None
+        """What the current step has beside units, once it is over."""
         self._is_open = False
         """Whether the first of the slots takes the current step."""
         self.step: int | None = None
@@ -113,12 +109,12 @@ class LiveState(Observer):
             self._copy(unit)
             self._seal_if_whole()
 
-    def end_step(self, rest: Rest) -> None:
-        """Ends a step: the state is whole with ``rest`` and the units as they are, or will be after the updates that
-        the step has postponed."""
+    def complete(self, beside: BesideUnits) -> None:
+        """Called at the end of a step: the state is whole with ``beside`` and the units as they are, or will be after
+        the updates that the step has postponed."""
         with self._lock:
-            assert self._rest is None, "the updates of a step end before the next step does"
-            self._rest = rest
+            assert self._beside is None, "the updates of a step end before the next step does"
+            self._beside = beside
             for unit in self._units:
                 if unit not in self._copied and unit.storage.pending is None:
                     self._copy(unit)
@@ -131,7 +127,8 @@ class LiveState(Observer):
             self._sealing.wait()
 
     def wait(self) -> None:
-        """Waits for the copies under way. Raises CheckpointError if one has failed."""
+        """Waits for the copies under way, and so until the state of the last step is in the folder, if no update of it
+        is postponed. Raises CheckpointError if one has failed."""
         if self._last is not None:
             self._last.wait()
 
@@ -139,7 +136,7 @@ class LiveState(Observer):
         """Drops what the slots hold, after another state was loaded."""
         self.wait()
         with self._lock:
-            self._copied, self._rest, self._is_open, self.step = set(), None, False, None
+            self._copied, self._beside, self._is_open, self.step = set(), None, False, None
             for contents in self._slots:
                 contents.slot.drop()
 
@@ -184,13 +181,13 @@ class LiveState(Observer):
         contents.changes[unit] = self._changes[unit]
         sources = list(self._sources(unit))
         states = [(segment, self._optimizer.state.get(segment.shard, {})) for segment in unit.master.segments]
-        behind = event_now(unit.master.values.device)
-        self._under_way[unit] = self._start(behind, self._write_unit, contents, unit, sources, states)
+        event = event_now(unit.master.values.device)
+        self._under_way[unit] = self._start(event, self._write_unit, contents, unit, sources, states)
 
     def _seal_if_whole(self) -> None:
-        if self._rest is not None and len(self._copied) == len(self._units):
-            rest, self._rest, self._copied = self._rest, None, set()
-            self._sealing = self._start(event_now(self._device), self._seal, self._writing(), rest)
+        if self._beside is not None and len(self._copied) == len(self._units):
+            beside, self._beside, self._copied = self._beside, None, set()
+            self._sealing = self._start(event_now(self._device), self._seal, self._writing(), beside)
             self._slots.append(self._slots.pop(0))
             self._is_open = False
 
@@ -201,8 +198,8 @@ class LiveState(Observer):
             self._is_open = True
             if contents.slot.is_gone:
                 contents.changes.clear()
-            behind = event_now(self._device)
-            self._start(behind, self._open, contents, behind)
+            event = event_now(self._device)
+            self._start(event, self._open, contents, event)
         return contents
 
     def _sources(self, unit: Unit) -> Iterator[_Source]:
@@ -225,17 +222,17 @@ class LiveState(Observer):
             key, values[ranges[0].in_shard.start - first : ranges[-1].in_shard.stop - first], self._held[key]
         )
 
-    def _start(self, behind: Any, function: Callable[..., None], *arguments: Any) -> Job:
-        """Lets the thread call ``function``, whose reads of the device wait for the event ``behind``; None if all it
+    def _start(self, event: Any, function: Callable[..., None], *arguments: Any) -> Job:
+        """Lets the thread call ``function``, whose reads of the device wait for ``event``; None if everything that it
         reads is on the host."""
 
         def run() -> None:
             try:
-                with nullcontext() if self._staging is None or behind is None else self._staging.after(behind):
+                with nullcontext() if self._staging is None or event is None else self._staging.after(event):
                     function(*arguments)
             except OSError as error:
                 raise CheckpointError(
-                    f"the live state in {self._folder} cannot be written ({error.strerror}); make room there, or "
+                    f"the live state in {self.folder} cannot be written ({error.strerror}); make room there, or "
                     "remove live_checkpoint"
                 ) from None
 
@@ -244,13 +241,13 @@ class LiveState(Observer):
 
     # In the thread
 
-    def _open(self, contents: "_Contents", behind: Any) -> None:
-        if behind is not None:
-            # The host runs ahead of the sum over all ranks.
-            behind.synchronize()
+    def _open(self, contents: "_Contents", event: Any) -> None:
+        if event is not None:
+            # The host may have launched the sum over all ranks without waiting for it.
+            event.synchronize()
         # All ranks of the node make it.
         self._own.mkdir(parents=True, exist_ok=True)
-        for other in self._folder.glob(f"{RUN}*"):
+        for other in self.folder.glob(f"{RUN}*"):
             if other != self._own and not is_written(other):
                 shutil.rmtree(other, ignore_errors=True)
         contents.slot.open()
@@ -263,50 +260,43 @@ class LiveState(Observer):
         states: Sequence[tuple[Segment, Mapping[str, Any]]],
     ) -> None:
         contents.blobs[unit] = [self._write(contents, source) for source in sources]
-        scalars = [(segment, scalars_of(segment, state)) for segment, state in states]
-        contents.scalars[unit] = {segment.group: own for segment, own in scalars if segment.entry is None}
-        contents.of_parameters[unit] = {
-            segment.entry.name: own for segment, own in scalars if segment.entry is not None
-        }
+        contents.scalars[unit] = scalars_of(states)
 
     def _write(self, contents: "_Contents", source: _Source) -> Any:
         values = source.values
         pieces = _pieces(values) if self._staging is None or values.is_cpu else self._staging.pieces(values)
         return contents.slot.write(source.key, values.dtype, values.nbytes, pieces, source.held)
 
-    def _seal(self, contents: "_Contents", rest: Rest) -> None:
-        buffers = [_buffer(name, values) for name, values in rest.buffers.items()]
+    def _seal(self, contents: "_Contents", beside: BesideUnits) -> None:
+        buffers = [_buffer(name, values) for name, values in beside.buffers.items()]
         blobs = [blob for unit in self._units for blob in contents.blobs[unit]]
-        scalars = {str(group): values for unit in self._units for group, values in contents.scalars[unit].items()}
+        scalars = [contents.scalars[unit] for unit in self._units]
         contents.slot.seal(
             {
-                **self._header,
-                "step": rest.step,
-                "directory": rest.directory,
+                **self.header,
+                "step": beside.step,
+                "directory": beside.directory,
                 "blobs": blobs + [self._write(contents, buffer) for buffer in buffers],
-                "state": rest.state,
+                "state": beside.state,
                 "parameters": self._share.parameters,
-                "scalars": scalars,
-                "of_parameters": {
-                    name: own for unit in self._units for name, own in contents.of_parameters[unit].items()
-                },
+                "scalars": {str(group): own for each in scalars for group, own in each.scalars.items()},
+                "of_parameters": {name: own for each in scalars for name, own in each.of_parameters.items()},
                 "extra_states": sorted(self._share.extra_states),
-                "rank_state": rest.rank_state,
+                "rank_state": beside.rank_state,
             }
         )
-        self.step = rest.step
+        self.step = beside.step
 
 
 class _Contents:
     """A slot and what it holds."""
 
-    def __init__(self, slot: Slot) -> None:
+    def __init__(self, slot: LiveSlot) -> None:
         self.slot = slot
         self.changes: dict[Unit, int] = {}
         """How often a unit had changed when it was copied."""
         self.blobs: dict[Unit, list[Any]] = {}
-        self.scalars: dict[Unit, dict[int, Any]] = {}
-        self.of_parameters: dict[Unit, dict[str, Any]] = {}
+        self.scalars: dict[Unit, Scalars] = {}
 
 
 class _Staging:
@@ -339,8 +329,8 @@ class _Staging:
 def _pieces(values: torch.Tensor) -> Iterator[memoryview]:
     """Yields the bytes of ``values`` [numel] on the host."""
     whole = memoryview(values.detach().view(torch.uint8).numpy())  # type: ignore[arg-type]
-    for first in range(0, len(whole), _PIECE):
-        yield whole[first : first + _PIECE]
+    for first in range(0, len(whole), PIECE):
+        yield whole[first : first + PIECE]
 
 
 def _held(kind: str, ranges: Sequence[Range]) -> list[dict[str, Any]]:

@@ -1,6 +1,5 @@
 """Finds the live states that runs have left, and makes checkpoints of them."""
 
-import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -8,17 +7,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from ds_lgamp.checkpoint import folder as folders
-from ds_lgamp.checkpoint.buffers import Copy, first_copies, names_to_write
 from ds_lgamp.checkpoint.errors import CheckpointError, DamageError, everywhere
+from ds_lgamp.checkpoint.live_slot import RUN, Header, is_written, read_blobs, read_header
+from ds_lgamp.checkpoint.names import BUFFERS, Copy, Share, add_share, first_copies, merge, names_to_write, rank_name
 from ds_lgamp.checkpoint.saver import Saver
+from ds_lgamp.checkpoint.schema import text_of
 from ds_lgamp.checkpoint.shard import FlatShard, Ranges, ShardGroup
-from ds_lgamp.checkpoint.shares import Share, enter, merged
-from ds_lgamp.checkpoint.slot import RUN, Header, is_written, read_blobs, read_header
-from ds_lgamp.checkpoint.units import BUFFERS, rank_name
 from ds_lgamp.checkpoint.whole import write_alone
 from ds_lgamp.partition.agreement import everyone
 
@@ -29,7 +26,7 @@ _BUFFER = f"{BUFFERS}/"
 """How the names of buffers in a slot begin."""
 
 
-class Seen(NamedTuple):
+class FoundSlot(NamedTuple):
     """A slot that a process sees."""
 
     path: str
@@ -42,10 +39,10 @@ class Seen(NamedTuple):
     directory: str | None
 
 
-class LiveSlots(NamedTuple):
+class FoundState(NamedTuple):
     """The slots of one state."""
 
-    slots: Sequence[Seen]
+    slots: Sequence[FoundSlot]
 
     @property
     def step(self) -> int:
@@ -65,9 +62,9 @@ class LiveSlots(NamedTuple):
         """When the last of them was written, in seconds since 1970."""
         return max(slot.written for slot in self.slots)
 
-    def read_by(self, process: int, processes: int) -> list[Seen]:
+    def read_by(self, process: int, processes: int) -> list[FoundSlot]:
         """Returns the slots that ``process`` reads. Each rank's is read by one process that sees it."""
-        seen: dict[int, dict[int, Seen]] = {}
+        seen: dict[int, dict[int, FoundSlot]] = {}
         for slot in self.slots:
             seen.setdefault(slot.rank, {})[slot.process] = slot
         readers = {rank: rank % processes if rank % processes in by else min(by) for rank, by in seen.items()}
@@ -137,7 +134,7 @@ def publish_alone(folder: Path, place: Callable[[str], Path]) -> Path:
     )
 
 
-def _slots_in(folder: Path, process: int, run: str | None = None) -> dict[Seen, Header]:
+def _slots_in(folder: Path, process: int, run: str | None = None) -> dict[FoundSlot, Header]:
     """Returns the slots of ``folder`` that have a header, but for those of ``run``. Warns of headers that are damaged,
     and of runs that go on: what they hold would change while it is read."""
     found = {}
@@ -154,7 +151,7 @@ def _slots_in(folder: Path, process: int, run: str | None = None) -> dict[Seen, 
                 logger.warning(str(error))
                 continue
             about = header.run, header.step, header.rank, header.ranks, header.written, header.directory
-            found[Seen(str(path), process, *about)] = header
+            found[FoundSlot(str(path), process, *about)] = header
     return found
 
 
@@ -168,12 +165,12 @@ def _goes_on(own: Path) -> bool:
     return False
 
 
-def _whole_states(slots: Iterable[Seen]) -> Iterator[LiveSlots]:
+def _whole_states(slots: Iterable[FoundSlot]) -> Iterator[FoundState]:
     """Returns the whole states, from the newest on."""
-    states: dict[tuple[str, int], list[Seen]] = {}
+    states: dict[tuple[str, int], list[FoundSlot]] = {}
     for slot in slots:
         states.setdefault((slot.run, slot.step), []).append(slot)
-    whole = (state for state in map(LiveSlots, states.values()) if state.is_whole)
+    whole = (state for state in map(FoundState, states.values()) if state.is_whole)
     return iter(sorted(whole, key=lambda state: state.written, reverse=True))
 
 
@@ -197,7 +194,7 @@ def _published(directory: Path) -> float:
     return float("inf") if last is not None and folders.is_stock(directory / last) else last_step(directory)
 
 
-def _read(slots: Mapping[Seen, Header]) -> dict[int, dict[str, list[FlatShard]]]:
+def _read(slots: Mapping[FoundSlot, Header]) -> dict[int, dict[str, list[FlatShard]]]:
     """Returns the numbers in ``slots``, by rank and name. Raises DamageError if one is damaged."""
     return {slot.rank: read_blobs(Path(slot.path), header) for slot, header in slots.items()}
 
@@ -215,8 +212,7 @@ def _tensors(numbers: Mapping[int, Mapping[str, list[FlatShard]]], headers: Mapp
             key = names[rank].get(name.removeprefix(_BUFFER)) if name.startswith(_BUFFER) else name
             if key is not None:
                 found.setdefault(key, []).extend(own)
-        text = torch.frombuffer(bytearray(json.dumps(headers[rank].rank_state).encode()), dtype=torch.uint8)
-        found[rank_name(*headers[rank].places)] = [FlatShard(text.shape, 0, text)]
+        found[rank_name(*headers[rank].places)] = [text_of(headers[rank].rank_state)]
     return {name: shards[0] if len(shards) == 1 else ShardGroup(shards) for name, shards in found.items()}
 
 
@@ -245,7 +241,7 @@ def _state(headers: Mapping[int, Header]) -> dict[str, Any]:
         for _, header in sorted(headers.items())
     )
     state = dict(headers[0].state)
-    enter(state, merged(shares))
+    add_share(state, merge(shares))
     return state
 
 

@@ -4,20 +4,18 @@ import logging
 import sys
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, Protocol
+from typing import Any
 from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 
-from ds_lgamp.checkpoint.live import LiveState, Rest
-from ds_lgamp.checkpoint.live_states import last_step, publish_newest
+from ds_lgamp.checkpoint.live_recovery import last_step, publish_newest
+from ds_lgamp.checkpoint.live_state import BesideUnits, LiveState
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.cost.disk import slots_of
-from ds_lgamp.integrations.deepspeed.checkpoint.description import describe
+from ds_lgamp.integrations.deepspeed.checkpoint.description import Run, describe, ranks_of, share_of
 from ds_lgamp.integrations.deepspeed.checkpoint.rank_state import rank_state
-from ds_lgamp.integrations.deepspeed.checkpoint.run import Run, ranks_of
-from ds_lgamp.integrations.deepspeed.checkpoint.saving import share_of
 from ds_lgamp.integrations.deepspeed.model.module import persistent_buffers
 from ds_lgamp.partition.agreement import everyone, raise_everywhere
 from ds_lgamp.watch.this_rank import this_rank
@@ -25,56 +23,37 @@ from ds_lgamp.watch.this_rank import this_rank
 logger = logging.getLogger(__name__)
 
 
-class Engine(Run, Protocol):
-    """An engine, as far as its live state is concerned."""
-
-    @property
-    def global_steps(self) -> int: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-
-class LiveCheckpoint:
-    """Keeps the state of the engine's last step in a folder of this node. Collective over all ranks.
+class LiveCheckpoint(LiveState):
+    """The live state of an engine. Ranks build it together.
 
     Args:
         engine: with all its parameters.
         folder: of the live states.
     """
 
-    def __init__(self, engine: Engine, folder: Path) -> None:
-        self._folder = folder
-        self._run = everyone(uuid4().hex[:8])[0]
+    def __init__(self, engine: Run, folder: Path) -> None:
+        header = {
+            "run": everyone(uuid4().hex[:8])[0],
+            "rank": dist.get_rank(),
+            "ranks": dist.get_world_size(),
+            "places": list(ranks_of(engine)),
+        }
+        optimizer, slots = engine.optimizer, slots_of(engine.program_spec.updates)
+        units, own = optimizer.partition.units, share_of(engine)
+        super().__init__(folder, header, units, optimizer.optimizer, engine.device, slots, own)
         self._directory: str | None = None
         """Where the run saves and loads checkpoints; None if it has not yet."""
         self._saved_in: Path | None = None
         """Where it has saved one; None if it has not yet."""
-        optimizer = engine.optimizer
-        self._rank = dist.get_rank()
-        self._state = LiveState(
-            folder,
-            self._run,
-            optimizer.partition.units,
-            optimizer.optimizer,
-            engine.device,
-            slots_of(engine.program_spec.updates),
-            {"rank": self._rank, "ranks": dist.get_world_size(), "places": list(ranks_of(engine))},
-            share_of(engine),
-        )
         self._is_over = False
         this_rank.live_checkpoints.add(self)
 
-    def before_step(self) -> None:
-        """Waits for the state of the last step, before the optimizer's step."""
-        self._state.before_step()
-
-    def end_step(self, engine: Engine, client_state: dict[Any, Any]) -> None:
-        """Ends a step, after which nothing of it changes but by updates that it has postponed."""
+    def end_step(self, engine: Run, client_state: dict[Any, Any]) -> None:
+        """Called at the end of a step, after which only updates that it has postponed change its state."""
         with torch.no_grad():
             buffers = {name: tensor.clone() for name, tensor in persistent_buffers(engine.placed) if tensor.numel()}
         state, own = describe(engine), rank_state(engine, client_state)
-        self._state.end_step(Rest(engine.global_steps, self._directory, state, own, buffers))
+        self.complete(BesideUnits(engine.global_steps, self._directory, state, own, buffers))
 
     def saves_in(self, directory: Path) -> None:
         """Notes where the run saves a checkpoint."""
@@ -88,20 +67,11 @@ class LiveCheckpoint:
     def publish(self, directory: Path) -> None:
         """Makes the newest whole state of an earlier run a checkpoint in ``directory``, unless that has one as new.
         Collective over all ranks; raises CheckpointError on all."""
-        publish_newest(self._folder, directory, self._run)
-
-    def forget(self) -> None:
-        """Drops the states of this run, after it has loaded another one."""
-        self._state.forget()
-
-    def wait(self) -> None:
-        """Waits until the state of the last step is in the folder, if no update of it is postponed. Raises
-        CheckpointError if it cannot be written."""
-        self._state.wait()
+        publish_newest(self.folder, directory, self.header["run"])
 
     def uses(self, folder: Path) -> bool:
         """Whether the run goes on, and has its states in ``folder``."""
-        return not self._is_over and self._folder.absolute() == folder.absolute()
+        return not self._is_over and self.folder.absolute() == folder.absolute()
 
     def end(self) -> None:
         """Ends the run, once, when nothing of it is under way any more. Removes its states if a checkpoint that it has
@@ -109,15 +79,14 @@ class LiveCheckpoint:
         if self._is_over:
             return
         self._is_over = True
-        step = self._state.step
-        if step is None or (self._saved_in is not None and last_step(self._saved_in) >= step):
-            self._state.remove()
+        if self.step is None or (self._saved_in is not None and last_step(self._saved_in) >= self.step):
+            self.remove()
             return
-        self._state.leave()
-        if self._rank == 0:
+        self.leave()
+        if self.header["rank"] == 0:
             logger.warning(
-                f"{self._folder} keeps the live state of step {step}, {self._state.bytes_here / 1e9:.3g} GB on this "
-                f"node: load_checkpoint goes on from it, and ds_lgamp checkpoint publish {self._folder} "
+                f"{self.folder} keeps the live state of step {self.step}, {self.bytes_here / 1e9:.3g} GB on this "
+                f"node: load_checkpoint goes on from it, and ds_lgamp checkpoint publish {self.folder} "
                 f"{self._directory or 'CHECKPOINTS'} makes it a checkpoint; if you need neither, remove the folder"
             )
 

@@ -93,6 +93,51 @@ CONFIG_FIELDS = (
 )
 """The fields of TransformerConfig that the integration reads."""
 
+_OPTIMIZER = "megatron.core.optimizer"
+SHARDING_NAMES: dict[str, tuple[str, ...]] = {
+    f"{_OPTIMIZER}.optimizer.Float16OptimizerWithFloat16Params": (
+        "_collect_main_grad_data_for_unscaling",
+        "_copy_main_params_to_model_params",
+        "_copy_model_grads_to_main_grads",
+        "_copy_model_params_to_main_params",
+    ),
+    f"{_OPTIMIZER}.optimizer.MixedPrecisionOptimizer": (
+        "get_grad_norm",
+        "prepare_grads",
+        "step_with_ready_grads",
+    ),
+    f"{_OPTIMIZER}.optimizer": ("param_group_identifier_keys",),
+    "megatron.core.distributed.DistributedDataParallel": (
+        "broadcast_params",
+        "disable_forward_pre_hook",
+        "enable_forward_pre_hook",
+        "finish_grad_sync",
+        "scale_gradients",
+        "zero_grad_buffer",
+    ),
+    "megatron.core.process_groups_config.ProcessGroupCollection": ("use_mpu_process_groups",),
+    "megatron.core.rerun_state_machine": ("get_rerun_state_machine",),
+}
+"""The same for stages 2 and 3."""
+SHARDING_PARAMETERS: dict[str, tuple[str, ...]] = {
+    f"{_OPTIMIZER}._get_param_groups": ("model_chunks", "config", "config_overrides"),
+    f"{_OPTIMIZER}.clip_grads.clip_grad_by_total_norm_fp32": (
+        "parameters",
+        "max_norm",
+        "total_norm",
+        "use_decoupled_grad",
+    ),
+    f"{_OPTIMIZER}.get_megatron_optimizer": (
+        "config",
+        "model_chunks",
+        "config_overrides",
+        "use_gloo_process_groups",
+        "pg_collection",
+        "dump_param_to_param_group_map",
+    ),
+}
+"""The same for stages 2 and 3, but none may have more."""
+
 TRAINING_PARAMETERS = {
     "megatron.training.checkpointing._load_base_checkpoint": (
         "load_dir",
@@ -134,8 +179,10 @@ TRAINING_LOOKUPS = {
     "megatron.training.training.dummy_train_step": ("get_num_microbatches", "get_rerun_state_machine"),
     "megatron.training.training.evaluate": ("get_forward_backward_func",),
     "megatron.training.training.evaluate_and_print_results": ("evaluate",),
-    "megatron.training.training.setup_model_and_optimizer": ("get_model", "load_checkpoint"),
+    "megatron.training.training.save_checkpoint_and_time": ("save_checkpoint",),
+    "megatron.training.training.setup_model_and_optimizer": ("get_megatron_optimizer", "get_model", "load_checkpoint"),
     "megatron.training.training.train": (
+        "calc_params_l2_norm",
         "curr_iteration",
         "dummy_train_step",
         "get_forward_backward_func",
@@ -159,6 +206,11 @@ def check_seams() -> None:
             f"megatron.core cannot be imported ({error}); install megatron-core=={TESTED_VERSIONS[0]}"
         ) from None
     refuse(missing_seams(), f"megatron-core {core.__version__}")
+
+
+def check_sharding_seams() -> None:
+    """Raises ConfigError if Megatron-core lacks a seam of stages 2 and 3."""
+    refuse(missing_names(SHARDING_NAMES) + missing_parameters(SHARDING_PARAMETERS), "this megatron-core")
 
 
 def check_training_seams() -> None:
