@@ -8,8 +8,8 @@ Two ways exist, because two kinds of transport exist.
   There, a receive whose message is not under way yet blocks everything that is queued behind it, sends of the same rank
   included. So a rank posts a receive when the simulated clock says that its message has just been sent. All ranks then
   queue their operations in the order of one clock, and an operation waits only for operations that are earlier on that
-  clock. So no cycle of waits can form, however streams share queues; :mod:`ds_lgamp.schedule.queues` proves it for each
-  program.
+  clock. So no cycle of waits can form, however streams share queues; :mod:`ds_lgamp.schedule.validate` proves it for
+  each program.
 """
 
 from bisect import bisect_left

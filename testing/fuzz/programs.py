@@ -11,10 +11,9 @@ from ds_lgamp.schedule.offload import Offload
 from ds_lgamp.schedule.passes import mark_recomputed
 from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.program import build_program
-from ds_lgamp.schedule.queues import run_in_one_queue
 from ds_lgamp.schedule.simulate import simulate
 from ds_lgamp.schedule.spec import UPDATES, ProgramSpec
-from ds_lgamp.schedule.validate import validate
+from ds_lgamp.schedule.validate import run_in_one_queue, validate
 from testing.fuzz.outcome import Outcome, sentence_fault
 
 SCHEDULES = ("layered", "interleaved_1f1b", "1f1b", "gpipe")

@@ -10,7 +10,7 @@ import torch
 from ds_lgamp.cost.state import ElementBytes
 from ds_lgamp.planner.activations import Software, chunk_bytes, end_bytes, layer_bytes
 from ds_lgamp.planner.model import Model
-from ds_lgamp.runtime.chunk_memory import chunk_bytes as measured_bytes
+from ds_lgamp.runtime.measure import chunk_bytes as measured_bytes
 from tests.planner.training import HIDDEN, LENGTH, VOCABULARY, make, model_of
 from tests.slow import slow_except
 

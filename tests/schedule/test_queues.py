@@ -21,10 +21,9 @@ from ds_lgamp.schedule.actions import (
 )
 from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.program import build_program
-from ds_lgamp.schedule.queues import run_in_one_queue
 from ds_lgamp.schedule.simulate import DeadlockError, simulate
 from ds_lgamp.schedule.spec import SENDS_IN_FLIGHT, ProgramSpec
-from ds_lgamp.schedule.validate import ProgramError, validate
+from ds_lgamp.schedule.validate import ProgramError, run_in_one_queue, validate
 from tests.schedule.strategies import program_specs
 
 LINKS = sorted(SENDS | RECEIVES)

@@ -14,17 +14,15 @@ from ds_lgamp.integrations.split.state import untouched
 from ds_lgamp.integrations.split.survey import survey
 from ds_lgamp.integrations.split.trial_arguments import given_inputs
 from ds_lgamp.integrations.transformers.models import (
+    ForwardSettings,
+    OwnCheckpointing,
+    attending_anywhere,
     inputs_of,
     planned_names,
     refuse_arguments,
     refuse_model,
-    without_cache,
-)
-from ds_lgamp.integrations.transformers.settings import (
-    ForwardSettings,
-    OwnCheckpointing,
-    attending_anywhere,
     whole_to_layers,
+    without_cache,
 )
 from ds_lgamp.runtime.recompute import RandomSource
 

@@ -10,7 +10,7 @@ import torch
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.split import outputs
 from ds_lgamp.integrations.split.call import Call
-from ds_lgamp.integrations.transformers.settings import ForwardSettings
+from ds_lgamp.integrations.transformers.models import ForwardSettings
 from tests.integrations.transformers.by_hand import assert_same, in_layers, layers_of, whole
 from tests.integrations.transformers.models import make, micro_batch
 

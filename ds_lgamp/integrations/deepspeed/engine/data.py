@@ -11,10 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.dataloader import RepeatingLoader
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.deepspeed.engine.versions import Versions
 from ds_lgamp.partition.agreement import Term, Terms, difference, digest, everyone, host_group, raise_everywhere
 from ds_lgamp.runtime.chunk import detached
 from ds_lgamp.runtime.recompute import undisturbed
@@ -297,3 +298,26 @@ class OwnShare(OwnData):
         sampler, size = self.loader.data_sampler, self.loader.batch_size
         members = range(micro_batch * size, min((micro_batch + 1) * size, sampler.num_samples))
         return [(rank + sampler.num_replicas * member) % len(self.loader.dataset) for member in members]
+
+
+class Versions:
+    """How often the tensors of micro-batches had been changed when they were given."""
+
+    def __init__(self) -> None:
+        self._given: list[list[tuple[Tensor, int]]] = []
+
+    def add(self, micro_batch: Any) -> None:
+        """Notes the tensors of the next micro-batch. Leaves out views, which count the changes of all of the tensor
+        that they are a part of."""
+        tensors = [leaf for leaf in tree_leaves(micro_batch) if isinstance(leaf, Tensor) and not leaf.is_inference()]
+        self._given.append([(tensor, tensor._version) for tensor in tensors if not tensor._is_view()])
+
+    def changed(self) -> int | None:
+        """Returns the number of the first micro-batch that was changed since it was noted; None if none was."""
+        for number, tensors in enumerate(self._given):
+            if any(tensor._version != version for tensor, version in tensors):
+                return number
+        return None
+
+    def clear(self) -> None:
+        self._given.clear()

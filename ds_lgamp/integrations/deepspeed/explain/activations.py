@@ -23,7 +23,7 @@ from ds_lgamp.integrations.deepspeed.model.module import function_of
 from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources, switch_on
 from ds_lgamp.partition.gradient_reduction import ACCUMULATES_IN_OTHER_DTYPES
 from ds_lgamp.runtime.chunk import Chunk, differentiable
-from ds_lgamp.runtime.chunk_memory import chunk_bytes
+from ds_lgamp.runtime.measure import chunk_bytes
 from ds_lgamp.runtime.messages import laid_out
 from ds_lgamp.runtime.recompute import read_states, undisturbed
 from ds_lgamp.schedule.spec import ProgramSpec

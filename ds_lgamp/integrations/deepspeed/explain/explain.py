@@ -27,10 +27,9 @@ from ds_lgamp.integrations.deepspeed.explain.updates import update_of
 from ds_lgamp.integrations.deepspeed.model.module import Layout, layer_types
 from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources, offers_selective, refuse_unless_offered
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import check_tensors
-from ds_lgamp.integrations.deepspeed.plain.build import configuration_of_pipelines
+from ds_lgamp.integrations.deepspeed.plain.build import check_layout, configuration_of_pipelines
 from ds_lgamp.integrations.deepspeed.plain.layers import layers_of
 from ds_lgamp.integrations.deepspeed.plain.module import pipeline_module, topology_of
-from ds_lgamp.integrations.deepspeed.plain.sequence_parallel import check_layout
 from ds_lgamp.integrations.shard_keys import for_deepspeed
 from ds_lgamp.schedule.costs import UNIT_DURATIONS, Costs, sized_costs, uniform_costs
 from ds_lgamp.schedule.orders import default_placement

@@ -34,8 +34,7 @@ from ds_lgamp.integrations.deepspeed.config.run_checks import refuse_differing_r
 from ds_lgamp.integrations.deepspeed.engine.pipeline_engine import LgampEngine
 from ds_lgamp.integrations.deepspeed.model.construction import gather_partitioned, is_deferred, whole_construction
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import share_given_layers
-from ds_lgamp.integrations.deepspeed.plain import sequence_parallel
-from ds_lgamp.integrations.deepspeed.plain.build import build_engine, only_evaluates
+from ds_lgamp.integrations.deepspeed.plain.build import build_engine, check_sequence_key, feeding_ranks, only_evaluates
 from ds_lgamp.integrations.hosts import replace_attribute, resolve, standing_in
 from ds_lgamp.integrations.shard_keys import for_deepspeed
 from ds_lgamp.integrations.user_script import end_well, finish_engines, leaves_because_of_an_error, say_without_effect
@@ -76,8 +75,8 @@ def checked_config(stock: type, config: Any, mpu: Any = None, **options: Any) ->
             f"and would ignore the {BLOCK} block; replace it before ds_lgamp.install(), or remove the block"
         )
     meaningless = check_keys(config)
-    sequence_parallel.check_key(config, mpu)
-    check_batch_sizes(config, sequence_parallel.feeding_ranks(mpu))
+    check_sequence_key(config, mpu)
+    check_batch_sizes(config, feeding_ranks(mpu))
     try:
         made = stock(for_deepspeed(config), mpu, **options)
     except Exception as error:

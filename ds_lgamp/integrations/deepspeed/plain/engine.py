@@ -26,7 +26,7 @@ from ds_lgamp.integrations.deepspeed.plain.module import tell_of_model
 from ds_lgamp.integrations.deepspeed.plain.state import Elsewhere, release
 from ds_lgamp.integrations.deepspeed.plain.unfinished_batch import UnfinishedBatch
 from ds_lgamp.integrations.split.call import Arguments, Call, Calls
-from ds_lgamp.integrations.transformers.settings import whole_to_layers
+from ds_lgamp.integrations.transformers.models import whole_to_layers
 from ds_lgamp.partition.agreement import Term, own_host_group
 from ds_lgamp.runtime.batch import BatchState
 from ds_lgamp.runtime.nonfinite import INPUTS

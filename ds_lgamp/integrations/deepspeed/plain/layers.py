@@ -10,8 +10,7 @@ from ds_lgamp.integrations.split.call import Arguments, Call, Calls
 from ds_lgamp.integrations.split.layers import OwnModelLayers
 from ds_lgamp.integrations.split.parts import find_blocks
 from ds_lgamp.integrations.transformers.layers import ModelLayers
-from ds_lgamp.integrations.transformers.models import is_model, planned_names
-from ds_lgamp.integrations.transformers.settings import ForwardSettings
+from ds_lgamp.integrations.transformers.models import ForwardSettings, is_model, planned_names
 from ds_lgamp.runtime.recompute import RandomSource
 
 

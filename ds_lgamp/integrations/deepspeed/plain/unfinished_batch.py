@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ds_lgamp.config import BLOCK, ConfigError
-from ds_lgamp.integrations.deepspeed.engine.versions import Versions
+from ds_lgamp.integrations.deepspeed.engine.data import Versions
 from ds_lgamp.integrations.split.call import Arguments, copied_containers
 from ds_lgamp.integrations.split.state import (
     CONTAINERS,
