@@ -140,8 +140,9 @@ def check_sequence_key(config: dict[str, Any], mpu: Any) -> None:
     size = config.get(SEQUENCE_KEY)
     if size not in (None, sequence_ranks(mpu)):
         raise ConfigError(
-            f"{SEQUENCE_KEY} is {size}, but deepspeed.initialize got no mpu by which {size} ranks share a sequence; pass "
-            "that of UlyssesSPAttentionHF.register_with_transformers, or remove the key, which is not for a PipelineModule"
+            f"{SEQUENCE_KEY} is {size}, but deepspeed.initialize got no mpu by which {size} ranks share a sequence; "
+            "pass that of UlyssesSPAttentionHF.register_with_transformers, or remove the key, which is not for a "
+            "PipelineModule"
         )
 
 
