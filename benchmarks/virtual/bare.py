@@ -51,7 +51,7 @@ class BareLoop:
             tensor = torch.empty(1, self.setting.elements)
             peer = self.rank + (-1 if kind is Kind.RECV_FORWARD else 1)
             work = dist.irecv(tensor, peer % self.setting.pipeline_ranks, tag=TAGS[kind])
-            self.posted[action] = work, tensor
+            self.posted[kind, chunk, micro_batch] = work, tensor
 
     def _forward(self, chunk: int, micro_batch: int) -> None:
         if chunk == 0:

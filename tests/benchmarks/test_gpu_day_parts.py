@@ -32,7 +32,7 @@ def training(step):
     """A training whose step calls ``step`` with a function that sets the action."""
     executor = SimpleNamespace(current=None)
     return SimpleNamespace(
-        engine=SimpleNamespace(executor=executor),
+        engine=SimpleNamespace(lgamp=SimpleNamespace(executor=executor)),
         step=lambda: step(lambda action: setattr(executor, "current", action)),
     )
 
