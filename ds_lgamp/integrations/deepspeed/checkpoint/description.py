@@ -54,7 +54,6 @@ class Run(Protocol):
     grid: Any
     """DeepSpeed's PipelineParallelGrid."""
     device: Any
-    dp_world_size: int
     tensor_access: Any
     _config: Any
     """The DeepSpeedConfig."""
@@ -109,7 +108,7 @@ def describe_layout(run: Run) -> dict[str, Any]:
     spec, layout = run.program_spec, run.placed.layout
     return {
         "pipeline_ranks": spec.pipeline_ranks,
-        "data_ranks": run.dp_world_size,
+        "data_ranks": run.grid.data_parallel_size,
         "tensor_ranks": run.grid.get_slice_parallel_world_size(),
         "zero_stage": run.zero_stage,
         "schedule": spec.schedule,
@@ -289,7 +288,7 @@ def epoch_of(run: Run) -> dict[str, int] | None:
     micro-batch."""
     if run.own_data is None or run.own_data.micro_batches_per_epoch == 0:
         return None
-    samples = run.train_micro_batch_size_per_gpu() * run.dp_world_size
+    samples = run.train_micro_batch_size_per_gpu() * run.grid.data_parallel_size
     return {"micro_batches_per_epoch": run.own_data.micro_batches_per_epoch, "samples": samples}
 
 

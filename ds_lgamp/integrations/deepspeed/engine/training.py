@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.checkpoint.saver import Saver
 from ds_lgamp.config import LgampConfig
+from ds_lgamp.integrations.deepspeed.checkpoint.description import Run
 from ds_lgamp.integrations.deepspeed.checkpoint.live_checkpoint import LiveCheckpoint, open_folder
 from ds_lgamp.integrations.deepspeed.config.client_optimizer import place_with_groups, prepare_optimizer
 from ds_lgamp.integrations.deepspeed.config.precision import input_dtype
@@ -62,14 +63,15 @@ _SHAPES_ADVICE = (
 )
 
 
-class Door(Protocol):
+class Door(Run, Protocol):
     """An engine of DeepSpeed, through which a script trains. What its training asks of it."""
 
     micro_batches: int
     """Those of a batch on a pipeline, if all data-parallel ranks compute equally many."""
-    global_steps: int
-    optimizer: PartitionedOptimizer
-    device: torch.device
+    live_client_state: dict[Any, Any]
+    """The client_state of the states in ``live_checkpoint``."""
+    optimizer: Any
+    """The :class:`PartitionedOptimizer`."""
 
     def loss_of(self, outputs: Any, labels: Any) -> Any:
         """Returns the loss of a micro-batch, or outputs, from what the last layer returned."""
@@ -108,7 +110,7 @@ class Training:
 
     def __init__(
         self,
-        door: Any,
+        door: Door,
         settings: LgampConfig,
         partition_method: str,
         micro_batches: int,

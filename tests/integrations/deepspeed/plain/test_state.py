@@ -1,5 +1,7 @@
 """The state of a model by its own names: read whole on rank 0, saved, loaded, and refused where it cannot work."""
 
+import json
+
 import peft
 import pytest
 import torch
@@ -40,6 +42,13 @@ def test_rank_0_gets_the_weights_of_all_ranks_under_the_models_names(seen):
         for key, value in rank["weights"].items():
             assert torch.equal(first["state"][key], value), key
     assert all(rank["state"] == {} and rank["accelerate"] == set() for rank in others)
+
+
+def test_a_checkpoint_names_the_ranks_of_the_pipelines(seen):
+    """By the data-parallel ranks of the file, a run at another layout finds random states."""
+    ranks, _, folder = seen
+    layout = json.loads((folder / "checkpoints" / "trained" / "state.json").read_text())["layout"]
+    assert layout["data_ranks"] == 2 and layout["pipeline_ranks"] * layout["data_ranks"] == len(ranks)
 
 
 def test_tied_weights_stay_tied(seen):
