@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
 # Installs ds_lgamp and the packages its tests need, and runs the checks: the default set of tests, with --all in front
-# all of them, three minutes of disturbed jobs, and 2,000 random trainings. With --some, a sixteenth of the slow ones, by
-# the commit, one minute of such jobs, and 100 such trainings. A test that fails is run once more by itself, before it
-# makes the run red. Passes other arguments on to pytest.
+# all of them, on new examples where hypothesis draws them, three minutes of disturbed jobs, and 2,000 random trainings.
+# With --some, a sixteenth of the slow ones, by the commit, one minute of such jobs, and 100 such trainings. A test that
+# fails is run once more by itself, before it makes the run red. Passes other arguments on to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/install.sh
 install_ds_lgamp megatron,transformers,plot,test,dev
 
-more= part= minutes=3 trainings=2000
+more= part= examples=same_examples minutes=3 trainings=2000
 case "${1:-}" in
-    --all) more=1 ;;
+    --all) more=1 examples=new_examples ;;
     --some)
         commit=$(git rev-parse --short=8 HEAD 2>/dev/null || echo 0)
         more=1 part="--part=$((0x${commit::8} % 16))/16" minutes=1 trainings=100
@@ -31,7 +31,7 @@ in_two_processes="--numprocesses 2 --dist loadfile --no-loadscope-reorder"
 # A part that fails hides no other.
 failed=0
 run() {
-    python -m pytest --once-more "$@" || failed=$?
+    python -m pytest --once-more --hypothesis-profile=$examples "$@" || failed=$?
 }
 # shellcheck disable=SC2086
 run $in_two_processes "$@"

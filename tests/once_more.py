@@ -62,6 +62,9 @@ class OnceMore:
         """Runs one test. Returns whether it passed, and what that wrote."""
         words = [sys.executable, "-m", "pytest", test, "-p", "no:cacheprovider", "-m", self.config.option.markexpr]
         words += ["--patched"] if self.config.getoption("--patched", False) else []
+        # An example that hypothesis stored is tried again with the profile that drew it only.
+        profile = self.config.getoption("--hypothesis-profile", None)
+        words += ["--hypothesis-profile", profile] if profile else []
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
         try:
             ended = subprocess.run(words, cwd=self.config.rootpath, timeout=SECONDS, **options)

@@ -65,8 +65,8 @@ def compares(_, hidden, tokens):
 
 
 def masks(_, hidden, tokens):
-    kept = torch.zeros_like(hidden)
-    kept[tokens > 3] = hidden[tokens > 3]
+    kept, large = torch.zeros_like(hidden), tokens[:, : hidden.shape[1]] > 3
+    kept[large] = hidden[large]
     return kept
 
 
@@ -83,7 +83,7 @@ def cuts(_, hidden, tokens):
 
 
 def packs(module, hidden, tokens):
-    lengths = (tokens > 3).sum(1).clamp(min=1)
+    lengths = (tokens > 3).sum(1).clamp(1, hidden.shape[1])
     packed = pack_padded_sequence(hidden, lengths, batch_first=True, enforce_sorted=False)
     return pad_packed_sequence(module.rnn(packed)[0], batch_first=True, total_length=hidden.shape[1])[0]
 
