@@ -113,12 +113,11 @@ def test_many_failures_and_files_that_cannot_be_collected_stay_red_at_once(folde
     assert ended.returncode not in (0, 5) and "1 error in" in ended.stdout
 
 
-def test_hypothesis_draws_with_the_same_profile_once_more(folder):
+def test_hypothesis_draws_with_the_same_profile_once_more(folder, monkeypatch):
+    monkeypatch.setenv("PYTEST_PLUGINS", "_hypothesis_pytestplugin")
     (folder / "test_profile.py").write_text(
         "from hypothesis import settings\nfrom test_some import runs_of\n"
         "def test_one():\n    assert runs_of('profile') > 1 and settings.get_current_profile_name() == 'ci'\n"
     )
-    ended = run(
-        folder, "--once-more", "-p", "_hypothesis_pytestplugin", "--hypothesis-profile", "ci", "test_profile.py"
-    )
+    ended = run(folder, "--once-more", "--hypothesis-profile", "ci", "test_profile.py")
     assert ended.returncode == 0, ended.stdout
