@@ -93,24 +93,29 @@ def _by_bound(
     it looks at to ``tried``."""
     bounds = Bound(model, cluster)
     fastest: dict[str, float] = {}
-    plans, too_large = [], []
+    plans, without_plan, slow = [], [], set()
     bounded = [(bounds.seconds(one), one) for one in candidates(model, cluster, sequences) if suits(one)]
     for bound, configuration in sorted(bounded, key=lambda item: item[0]):
         method = method_of(configuration)
         if bound > WORTH_A_LOOK * fastest.get(method, inf):
             continue
         tried.append(configuration)
-        if fits(model, configuration, cluster):
+        # Memory takes more time to predict than a step does.
+        if predict(model, cluster, configuration).seconds > WORTH_A_LOOK * fastest.get(method, inf):
+            slow.add(configuration)
+            without_plan.append(configuration)
+        elif fits(model, configuration, cluster):
             plans.append(_plan(model, cluster, configuration))
             fastest[method] = min(fastest.get(method, inf), plans[-1].prediction.seconds)
         else:
-            too_large.append(configuration)
+            without_plan.append(configuration)
     if not offload:
         return plans
     shortest = min(fastest.values(), default=inf)
-    ways = [(one, way) for one in too_large for way in ways_to_offload(one)]
+    ways = [(one, way) for one in without_plan for way in ways_to_offload(one)]
     worth = [(max(bounds.seconds(way), bounds.on_host(way)), one, way) for one, way in ways]
     worth = sorted((each for each in worth if each[0] < shortest), key=lambda each: each[0])
+    worth = [each for each in worth if each[1] not in slow or not fits(model, each[1], cluster)]
     return plans + _on_host(model, cluster, lambda: ((one, way) for _, one, way in worth), tried)
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from ds_lgamp.schedule.actions import COMPUTE, Action, Kind, Segments, send_of
 from ds_lgamp.schedule.receives import receive_posts
 from ds_lgamp.schedule.spec import ProgramSpec
-from ds_lgamp.schedule.waits import Waits
+from ds_lgamp.schedule.waits import WAITING, Waits
 
 
 class Window(NamedTuple):
@@ -26,10 +26,13 @@ def each_action(segments: Segments, lower: Callable[[Action], Iterable[Action]])
 def mark_recomputed(spec: ProgramSpec, rank: int, segments: Segments) -> Segments:
     """Marks the forwards and backwards of chunks that are recomputed."""
     recomputed = {chunk for chunk in range(spec.chunks) if spec.is_recomputed(chunk)}
-    return each_action(
-        segments,
-        lambda action: [action._replace(recomputed=action.kind in COMPUTE and action.chunk in recomputed)],
-    )
+    return [
+        [
+            Action(kind, chunk, micro_batch, kind in COMPUTE and chunk in recomputed)
+            for kind, chunk, micro_batch, _ in segment
+        ]
+        for segment in segments
+    ]
 
 
 def add_residency(spec: ProgramSpec, rank: int, segments: Segments) -> Segments:
@@ -81,7 +84,7 @@ def add_reductions(spec: ProgramSpec, rank: int, segments: Segments) -> Segments
             lowered.append(Action(Kind.REDUCE, final))
             final = None
         lowered.append(action)
-        if spec.is_final_backward(action):
+        if action.kind is Kind.BACKWARD and spec.is_final_backward(action):
             final = action.chunk
     if final is not None:
         lowered.append(Action(Kind.REDUCE, final))
@@ -99,7 +102,14 @@ def add_step(spec: ProgramSpec, rank: int, segments: Segments) -> Segments:
 def add_waits(spec: ProgramSpec, rank: int, segments: Segments) -> Segments:
     """Adds the waits for collectives, as late as possible, and COMBINE after the wait for a reduction inside nodes."""
     waits = Waits(spec, after_step(spec, segments))
-    return each_action(segments, lambda action: [*waits.before(action), action])
+    lowered: Segments = []
+    for segment in segments:
+        lowered.append([])
+        for action in segment:
+            if action.kind in WAITING:
+                lowered[-1].extend(waits.before(action))
+            lowered[-1].append(action)
+    return lowered
 
 
 def windows_of(spec: ProgramSpec, segments: Segments) -> Iterator[Window]:
@@ -114,7 +124,7 @@ def windows_of(spec: ProgramSpec, segments: Segments) -> Iterator[Window]:
     refreshed = resident = nothing
     if spec.zero_stage == 3:
         resident = [window for segment in by_segment for window in next_distinct(segment, spec.resident_chunks)]
-    update = spec.update_of(visits[0])  # All travel alike.
+    update = spec.chunk_updates[visits[0]]  # All travel alike.
     if update.brought_by is Kind.GATHER:
         resident = updated_windows(visits, 1, update.is_deferred)
     elif update.brought_by is Kind.REFRESH:
@@ -133,7 +143,7 @@ def started_of(spec: ProgramSpec, segments: Segments) -> Window:
 
 def after_step(spec: ProgramSpec, segments: Segments) -> list[Action]:
     """Returns the collectives that follow STEP, in the order in which the next step needs them."""
-    updates = {chunk: spec.update_of(chunk) for segment in segments for chunk in chunk_visits(computes_of(segment))}
+    updates = {chunk: spec.chunk_updates[chunk] for segment in segments for chunk in chunk_visits(computes_of(segment))}
     return [
         Action(kind, chunk)
         for chunk, update in updates.items()

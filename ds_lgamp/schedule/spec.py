@@ -172,8 +172,12 @@ class ProgramSpec:
     def chunks(self) -> int:
         return len(self.placement)
 
-    def update_of(self, chunk: int) -> Update:
-        """Returns when ``chunk`` is updated. STEP updates on the device what the host leaves there."""
+    @cached_property
+    def chunk_updates(self) -> dict[int, Update]:
+        """When each chunk is updated. STEP updates on the device what the host leaves there."""
+        return {chunk: self._update_of(chunk) for chunk in range(self.chunks)}
+
+    def _update_of(self, chunk: int) -> Update:
         when: str | None = self.updates
         on_host = self.offload is not None and chunk not in self.offload.on_device
         if chunk < self.first_trained:

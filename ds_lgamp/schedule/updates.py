@@ -1,6 +1,6 @@
 """Passes that add the optimizer's updates of single chunks, on the device or on the host.
 
-:meth:`ds_lgamp.schedule.spec.ProgramSpec.update_of` says when a chunk is updated, and by what.
+:meth:`ds_lgamp.schedule.spec.ProgramSpec.chunk_updates` says when each chunk is updated, and by what.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,8 +13,10 @@ def add_postponed_updates(spec: ProgramSpec, rank: int, segments: Segments) -> S
     """Adds each UPDATE that the step before left to this one, before the first gather or forward of its chunk."""
     if spec.forward_only:
         return segments
-    updates = {chunk: spec.update_of(chunk) for chunk in range(spec.chunks)}
+    updates = spec.chunk_updates
     postponed = {chunk for chunk, update in updates.items() if update.when == "next_step" and not update.on_host}
+    if not postponed:
+        return segments
     lowered: Segments = []
     for segment in segments:
         lowered.append([])
@@ -28,13 +30,16 @@ def add_postponed_updates(spec: ProgramSpec, rank: int, segments: Segments) -> S
 
 def add_final_updates(spec: ProgramSpec, rank: int, segments: Segments) -> Segments:
     """Adds each UPDATE that need not wait for STEP, after the end of its chunk's last reduction."""
-    if spec.forward_only:
+    at_once = {
+        chunk for chunk, update in spec.chunk_updates.items() if update.when == "reduction" and not update.on_host
+    }
+    if spec.forward_only or not at_once:
         return segments
     *calls, actions = segments
     lowered: list[Action] = []
     for action, update in ready_gradients(spec, actions):
         lowered.append(action)
-        if update is not None and update.when == "reduction" and not update.on_host:
+        if update is not None and action.chunk in at_once:
             lowered.append(Action(Kind.UPDATE, action.chunk))
     return [*calls, lowered]
 
@@ -53,7 +58,7 @@ def add_stores(spec: ProgramSpec, rank: int, segments: Segments) -> Segments:
     def finish() -> list[Action]:
         if under_way is None:
             return []
-        at_once = spec.update_of(under_way).when == "reduction"
+        at_once = spec.chunk_updates[under_way].when == "reduction"
         return [Action(Kind.WAIT_STORE, under_way), *([Action(Kind.UPDATE, under_way)] if at_once else [])]
 
     for action, update in ready_gradients(spec, actions):
@@ -67,14 +72,14 @@ def add_stores(spec: ProgramSpec, rank: int, segments: Segments) -> Segments:
             lowered.append(Action(Kind.STORE, under_way))
         if action.kind is Kind.STEP:
             visits = dict.fromkeys(each.chunk for segment in segments for each in segment if each.kind in COMPUTE)
-            postponed = {chunk for chunk in stored if spec.update_of(chunk).when == "next_step"}
+            postponed = {chunk for chunk in stored if spec.chunk_updates[chunk].when == "next_step"}
             lowered.extend(Action(Kind.UPDATE, chunk) for chunk in visits if chunk in postponed)
     return [*calls, lowered]
 
 
 def ready_gradients(spec: ProgramSpec, actions: Sequence[Action]) -> Iterator[tuple[Action, Update | None]]:
     """Yields each action with the update of the chunk whose last reduction it ends; with None if it ends none."""
-    updates = {chunk: spec.update_of(chunk) for chunk in range(spec.chunks)}
+    updates = spec.chunk_updates
     last = {
         action.chunk: row
         for row, action in enumerate(actions)

@@ -5,6 +5,9 @@ from collections.abc import Iterable
 from ds_lgamp.schedule.actions import COMPUTE, Action, Kind
 from ds_lgamp.schedule.spec import ProgramSpec
 
+WAITING = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.GATHER, Kind.REFRESH, Kind.REDUCE, Kind.STEP})
+"""The kinds of actions that may have to wait, or that others wait for."""
+
 
 class Waits:
     """Tracks the collectives of a pipeline rank that nothing has awaited yet, action by action.
@@ -48,11 +51,12 @@ class Waits:
         """Oldest first."""
 
     def before(self, action: Action) -> list[Action]:
-        """Returns the waits to place before ``action``, the next action of the program."""
-        kind, chunk, *_ = action
+        """Returns the waits to place before ``action``, the next one of the program of a kind in :data:`WAITING`."""
+        kind, chunk, _, _ = action
         waits: list[Action] = []
         if kind in COMPUTE:
-            waits.extend(self._wait_for(Kind.WAIT_GATHER, Action(Kind.GATHER, chunk)))
+            if self._under_way:
+                waits.extend(self._wait_for(Kind.WAIT_GATHER, Action(Kind.GATHER, chunk)))
             if self._goes_on_early:
                 waits.extend(self._go_on(self._covered))
         if kind is Kind.BACKWARD and chunk not in self._accumulating:

@@ -71,7 +71,7 @@ def test_nothing_computes_on_what_is_under_way_and_no_wait_is_longer_than_it_mus
             for kind in (Kind.GATHER, Kind.REFRESH)
         }
         started = dict(behind)
-        brought_by = spec.update_of(actions[0].chunk).brought_by
+        brought_by = spec.chunk_updates[actions[0].chunk].brought_by
         if spec.forward_only and brought_by is not None and not spec.defers_gathers:
             started[brought_by] = {action.chunk for action in actions if action.chunk >= 0}
         held = Held(started[Kind.GATHER], started[Kind.REFRESH])
