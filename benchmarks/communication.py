@@ -14,8 +14,8 @@ from benchmarks.contenders.formula import LAYOUTS, program_of
 from benchmarks.counting import Counted, Step, count
 from benchmarks.model import ModelSize
 from benchmarks.record import OURS, REPETITIONS, Record, begin
-from ds_lgamp.cost.state import ElementBytes
 from ds_lgamp.cost.traffic import collective_bytes, predict_traffic
+from ds_lgamp.cost.units import ElementBytes, Sharding
 
 NAME = "communication"
 SIZE = ModelSize()
@@ -87,7 +87,7 @@ def predicted(
     return Moved(
         traffic.gathers,
         traffic.reduces,
-        sum(collective_bytes(actions, unit, zero_stage, layout.data_ranks, element) for unit in units),
+        sum(collective_bytes(actions, unit, Sharding(zero_stage, layout.data_ranks), element) for unit in units),
         traffic.sends,
         traffic.sends * element.weights * size.samples * size.sequence * size.width,
     )

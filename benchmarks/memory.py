@@ -18,7 +18,7 @@ from benchmarks.model import Block, ModelSize, loss_function, micro_batch
 from benchmarks.record import REPETITIONS, Record, begin
 from ds_lgamp.cost.activations import ActivationBytes, ChunkBytes
 from ds_lgamp.cost.memory import Memory, rank_memory
-from ds_lgamp.cost.state import ElementBytes
+from ds_lgamp.cost.units import ElementBytes, Sharding
 from ds_lgamp.runtime.measure import chunk_bytes
 from ds_lgamp.runtime.recompute import default_sources, read_states
 
@@ -69,7 +69,7 @@ def predicted(
     actions, units = program_of(layout, rank, micro_batches, zero_stage, resident_chunks, micro_batch_group, recompute)
     activations = activation_bytes(layout.size, recompute)
     # The benchmark runs on gloo, where an all-to-all replaces the reduce-scatter.
-    return rank_memory(actions, units, zero_stage, layout.data_ranks, ADAMW, True, activations)
+    return rank_memory(actions, units, Sharding(zero_stage, layout.data_ranks, all_to_all=True), ADAMW, activations)
 
 
 @cache

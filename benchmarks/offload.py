@@ -13,8 +13,8 @@ from benchmarks.contenders.offload import ALL_ON_HOST, OPTIMIZER_ON_HOST, OUTER,
 from benchmarks.counting import WARM_UP, check_losses
 from benchmarks.model import ModelSize, block_elements, reference_losses
 from benchmarks.record import OURS, Record, begin
-from ds_lgamp.cost.state import ElementBytes
 from ds_lgamp.cost.traffic import bus_bytes
+from ds_lgamp.cost.units import ElementBytes, Sharding
 from ds_lgamp.schedule.offload import Offload
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.spec import ProgramSpec
@@ -65,7 +65,7 @@ def predicted(layout: Layout, micro_batches: int, offload: Offload, group: int |
         offload=offload,
     )
     (program,) = build_program(spec)
-    return Moved(*bus_bytes(program, units, offload, 3, layout.data_ranks, ElementBytes()))
+    return Moved(*bus_bytes(program, units, offload, Sharding(3, layout.data_ranks), ElementBytes()))
 
 
 def compare(record: Record) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from benchmarks.contenders import Layout
 from benchmarks.model import Block
-from ds_lgamp.cost.state import UnitSize, aligned
+from ds_lgamp.cost.units import UnitSize, aligned
 from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.orders import chunks_of
 from ds_lgamp.schedule.placement import place_chunks

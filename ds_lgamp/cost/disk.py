@@ -23,10 +23,9 @@ from typing import NamedTuple
 
 from ds_lgamp.cost.activations import ActivationBytes
 from ds_lgamp.cost.offload import HostMemory, on_host
-from ds_lgamp.cost.state import ElementBytes, UnitSize
 from ds_lgamp.cost.traffic import bus_bytes
+from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize
 from ds_lgamp.schedule.actions import Action, Kind
-from ds_lgamp.schedule.hierarchy import Hierarchy
 from ds_lgamp.schedule.offload import DISK_BLOCK, PIECE, PIECES, UPDATE_BUFFERS, Offload
 
 
@@ -78,8 +77,7 @@ def disk_use(
     units: Sequence[UnitSize],
     offload: Offload | None,
     on_disk: OnDisk,
-    zero_stage: int,
-    data_ranks: int,
+    sharding: Sharding,
     size: ElementBytes,
     activations: ActivationBytes | None = None,
 ) -> DiskUse:
@@ -87,11 +85,11 @@ def disk_use(
     state is left out, and so are inputs of chunks if ``activations`` are unknown."""
     held, read, written, largest = *_inputs(actions, on_disk, activations), 0
     for unit in on_host(units, offload) if offload is not None else ():
-        part = unit.part(zero_stage, data_ranks)
+        part = unit.part(sharding)
         homes = _homes(unit, on_disk, part, size)
         held += sum(homes)
         if on_disk.parameters and offload is not None:
-            loads = bus_bytes(actions, [unit], offload, zero_stage, data_ranks, size).loaded // (size.weights * part)
+            loads = bus_bytes(actions, [unit], offload, sharding, size).loaded // (size.weights * part)
             read += loads * homes.weights
         if not unit.frozen:
             read += homes.gradient + homes.master + homes.states + homes.weights * (size.weights == size.master)
@@ -166,10 +164,8 @@ class LiveUse(NamedTuple):
 
 def live_use(
     units: Sequence[UnitSize],
-    zero_stage: int,
-    data_ranks: int,
+    sharding: Sharding,
     size: ElementBytes,
-    hierarchy: Hierarchy | None,
     updates: str,
 ) -> LiveUse:
     """Returns what live states take, without buffers and random states."""
@@ -177,8 +173,8 @@ def live_use(
         return LiveUse(None, None)
     written = frozen = 0
     for unit in units:
-        copies = data_ranks // unit.parts(zero_stage, data_ranks, hierarchy)
-        own = unit.part(zero_stage, data_ranks, hierarchy) // copies
+        copies = sharding.data_ranks // unit.parts(sharding)
+        own = unit.part(sharding) // copies
         if unit.frozen:
             frozen += size.weights * own
         else:

@@ -5,7 +5,7 @@ of one tied module. Symbols:
 
 - W: data-parallel ranks.
 - S: equal parts of a unit's storage. S is W at stages 1, 2 and 3, and 1 at stage 0.
-- m: elements of one part, as ``state.py`` counts them.
+- m: elements of one part, as ``units.py`` counts them.
 - T: pipeline ranks that hold a copy of a tied unit.
 - w: bytes per element of a weight.
 - g: bytes per element of a gradient that accumulates.
@@ -110,9 +110,9 @@ from ds_lgamp.cost.offload import (
     on_host,
     stays,
 )
-from ds_lgamp.cost.state import ElementBytes, Ledger, StateWalk, Step, UnitSize
+from ds_lgamp.cost.state import Ledger, StateWalk, Step
+from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize
 from ds_lgamp.schedule.actions import Action, Kind
-from ds_lgamp.schedule.hierarchy import Hierarchy
 from ds_lgamp.schedule.offload import Offload
 from ds_lgamp.schedule.simulate import peak_live_activations
 
@@ -152,13 +152,9 @@ class Memory:
 def rank_memory(
     actions: Sequence[Action],
     units: Sequence[UnitSize],
-    zero_stage: int,
-    data_ranks: int,
-    element_bytes: ElementBytes,
-    all_to_all: bool = False,
+    sharding: Sharding,
+    size: ElementBytes,
     activation_bytes: ActivationBytes | None = None,
-    in_rank_order: bool = False,
-    hierarchy: Hierarchy | None = None,
     step: int | None = None,
     offload: Offload | None = None,
 ) -> Memory:
@@ -166,29 +162,25 @@ def rank_memory(
 
     Args:
         units: the units of the rank.
-        all_to_all: whether an all-to-all replaces the reduce-scatter, as on gloo.
         activation_bytes: None if shapes are unknown; the peak then excludes activations.
-        in_rank_order: whether gradients add up in rank order at stage 0 and between nodes too; requires ``all_to_all``.
-        hierarchy: hierarchical shards, as in the program.
-        step: temporary memory of an optimizer that steps on all units together, in place of ``element_bytes.update``.
+        step: temporary memory of an optimizer that steps on all units together, in place of ``size.update``.
         offload: as in the program.
     """
-    size, ledger = element_bytes, Ledger()
+    ledger = Ledger()
     walks: list[StateWalk | ActivationWalk] = []
-    of_sums = all_to_all, in_rank_order
     if offload is None:
-        weights, master, optimizer = held_between_steps(units, zero_stage, data_ranks, size, hierarchy)
+        weights, master, optimizer = held_between_steps(units, sharding, size)
         update_unknown, host = size.update is None and step is None, None
-        walks.append(StateWalk(actions, units, zero_stage, data_ranks, size, *of_sums, hierarchy, ledger, step))
+        walks.append(StateWalk(actions, units, sharding, size, ledger, step))
     else:
         staying = [unit for unit in units if stays(unit, offload)]
         leaving = on_host(units, offload)
-        weights, master, optimizer = held_between_steps(staying, zero_stage, data_ranks, size, None)
-        weights += device_weights(leaving, offload, zero_stage, data_ranks, size)
+        weights, master, optimizer = held_between_steps(staying, sharding, size)
+        weights += device_weights(leaving, offload, sharding, size)
         update_unknown = size.update is None and step is None and bool(staying)
-        host = host_memory(leaving, offload, zero_stage, data_ranks, size, step)
-        walks.append(OffloadedStateWalk(offload, actions, leaving, zero_stage, data_ranks, size, *of_sums, ledger))
-        walks.append(StayingStateWalk(actions, staying, zero_stage, data_ranks, size, *of_sums, None, ledger, step))
+        host = host_memory(leaving, offload, sharding, size, step)
+        walks.append(OffloadedStateWalk(offload, actions, leaving, sharding, size, ledger))
+        walks.append(StayingStateWalk(actions, staying, sharding, size, ledger, step))
     activations = None if activation_bytes is None else ActivationWalk(actions, activation_bytes, ledger)
     if activations is not None:
         walks.append(activations)
@@ -218,13 +210,13 @@ def rank_memory(
 
 
 def held_between_steps(
-    units: Sequence[UnitSize], zero_stage: int, data_ranks: int, size: ElementBytes, hierarchy: Hierarchy | None
+    units: Sequence[UnitSize], sharding: Sharding, size: ElementBytes
 ) -> tuple[int, int, int | None]:
     """Returns the bytes of weights, master weights and optimizer state that a device holds between steps."""
     weights = master = trainable = 0
     for unit in units:
-        part = unit.part(zero_stage, data_ranks, hierarchy)
-        weights += size.weights * unit.kept(zero_stage, data_ranks, hierarchy)
+        part = unit.part(sharding)
+        weights += size.weights * unit.kept(sharding)
         master += size.master * part if size.weights < size.master and not unit.frozen else 0
         trainable += min(part, unit.trainable)
     return weights, master, None if size.optimizer is None else size.optimizer * trainable

@@ -15,7 +15,8 @@ brings the results.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ds_lgamp.cost.state import Ledger, aligned, part_size
+from ds_lgamp.cost.state import Ledger
+from ds_lgamp.cost.units import aligned, part_size
 
 
 class Matrix(NamedTuple):

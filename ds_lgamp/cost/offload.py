@@ -4,7 +4,8 @@ formula."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ds_lgamp.cost.state import ElementBytes, HeldUnit, Ledger, StateWalk, UnitSize
+from ds_lgamp.cost.state import HeldUnit, Ledger, StateWalk
+from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize
 from ds_lgamp.schedule.actions import Action, Kind
 from ds_lgamp.schedule.offload import Offload
 
@@ -53,15 +54,12 @@ class OffloadedStateWalk(StateWalk):
         offload: Offload,
         actions: Sequence[Action],
         units: Sequence[UnitSize],
-        zero_stage: int,
-        data_ranks: int,
+        sharding: Sharding,
         size: ElementBytes,
-        all_to_all: bool,
-        in_rank_order: bool,
         ledger: Ledger,
     ) -> None:
         self.offload = offload
-        super().__init__(actions, units, zero_stage, data_ranks, size, all_to_all, in_rank_order, None, ledger)
+        super().__init__(actions, units, sharding, size, ledger)
 
     def take_gradients(self) -> None:
         """A rank holds no gradient all the time."""
@@ -145,18 +143,15 @@ class OffloadedStateWalk(StateWalk):
             self.drop_gradient(unit)
 
 
-def device_weights(
-    units: Sequence[UnitSize], offload: Offload, zero_stage: int, data_ranks: int, size: ElementBytes
-) -> int:
+def device_weights(units: Sequence[UnitSize], offload: Offload, sharding: Sharding, size: ElementBytes) -> int:
     """Returns the bytes of weights that stay on the device between steps."""
-    return 0 if offload.parameters else size.weights * sum(unit.kept(zero_stage, data_ranks) for unit in units)
+    return 0 if offload.parameters else size.weights * sum(unit.kept(sharding) for unit in units)
 
 
 def host_memory(
     units: Sequence[UnitSize],
     offload: Offload,
-    zero_stage: int,
-    data_ranks: int,
+    sharding: Sharding,
     size: ElementBytes,
     step: int | None = None,
 ) -> HostMemory:
@@ -168,7 +163,7 @@ def host_memory(
     weights = master = gradients = owned = 0
     at_once = []
     for unit in units:
-        part = unit.part(zero_stage, data_ranks)
+        part = unit.part(sharding)
         if unit.frozen:
             weights += size.weights * part if offload.parameters else 0
             continue

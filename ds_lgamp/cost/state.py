@@ -3,43 +3,11 @@ has the formula.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize
 from ds_lgamp.schedule.actions import PARTITION, Action, Kind
-from ds_lgamp.schedule.hierarchy import Hierarchy
-
-ALIGNMENT = 32
-"""Every parameter begins at a multiple of so many elements, and every rank's part of a unit's storage ends at one. The
-gaps hold zeros. An element then has the same place in the vectors a kernel works with, wherever parts are cut. This
-keeps rounding the same: a CPU with 512-bit vectors takes two vectors of 16 fp32 at once and the remaining elements one
-by one, which may round differently.
-
-A matrix also begins at a multiple of 64 bytes, which MKL asks for where results must be reproducible (Intel, "Getting
-Started with Conditional Numerical Reproducibility"). GPU kernels load 16 bytes at once."""
-
-
-def aligned(elements: int) -> int:
-    """Rounds ``elements`` up to a multiple of the alignment."""
-    return -(-elements // ALIGNMENT) * ALIGNMENT
-
-
-def offsets(sizes: Iterable[int]) -> list[int]:
-    """Returns where each parameter begins, and where the padding of the last one ends, in elements.
-
-    Args:
-        sizes: elements of each parameter, in storage order.
-    """
-    starts = [0]
-    for size in sizes:
-        starts.append(starts[-1] + aligned(size))
-    return starts
-
-
-def part_size(end: int, ranks: int) -> int:
-    """Returns the elements of one part if ``ranks`` equal parts hold a storage of ``end`` elements."""
-    return aligned(-(-end // ranks))
-
 
 Step = Callable[[Action], None]
 """Takes and frees what an action takes and frees."""
@@ -85,68 +53,6 @@ class Ledger:
         self.free(kind, amount)
 
 
-_MASTER_BYTES = 4
-
-
-@dataclass(frozen=True)
-class UnitSize:
-    """The size of a unit: the trainable or the frozen parameters of one chunk, or of one tied module on one rank."""
-
-    parameters: int
-    """Elements that its parameters take in its storage, each rounded up by :func:`aligned`."""
-    trainable: int
-    """How many of these elements the optimizer owns."""
-    chunks: tuple[int, ...]
-    """The chunks of the rank that use the unit; one unless the module is tied."""
-    tied: bool = False
-    copies: int = 1
-    """How many pipeline ranks hold the tied module and sum their gradients."""
-    frozen: bool = False
-    """Whether no parameter has a gradient."""
-
-    def parts(self, zero_stage: int, data_ranks: int, hierarchy: Hierarchy | None = None) -> int:
-        """Returns how many equal parts the unit is cut into."""
-        if hierarchy is not None and (hierarchy.replicated or self.frozen):
-            return hierarchy.node_ranks
-        return data_ranks if zero_stage > 0 else 1
-
-    def part(self, zero_stage: int, data_ranks: int, hierarchy: Hierarchy | None = None) -> int:
-        """Returns the elements of one part, including padding."""
-        return part_size(self.parameters, data_ranks) * (data_ranks // self.parts(zero_stage, data_ranks, hierarchy))
-
-    def kept(self, zero_stage: int, data_ranks: int, hierarchy: Hierarchy | None = None) -> int:
-        """Returns the elements whose weights a rank keeps between steps."""
-        sharers = data_ranks if hierarchy is None else hierarchy.node_ranks
-        return part_size(self.parameters, data_ranks) * data_ranks // (sharers if zero_stage == 3 else 1)
-
-
-@dataclass(frozen=True)
-class ElementBytes:
-    """Bytes per element."""
-
-    weights: int = 4
-    gradients: int = 4
-    """Gradients while they accumulate."""
-    optimizer: int | None = 0
-    """Optimizer state, without master weights; None if unknown."""
-    update: int | None = 0
-    """Temporary memory of the optimizer, per element it updates at once; None if unknown."""
-    updates_together: bool = False
-    """Whether the optimizer updates all elements at once (torch's ``foreach``) or one unit after another."""
-    communication: int | None = None
-    """Gradients while they travel, if they travel in another type; None if they travel as they accumulate."""
-
-    @property
-    def master(self) -> int:
-        """Weights that the optimizer updates. Half-precision weights have a copy in fp32."""
-        return max(self.weights, _MASTER_BYTES)
-
-    @property
-    def travelling(self) -> int:
-        """Gradients while they are reduced."""
-        return self.gradients if self.communication is None else self.communication
-
-
 class StateWalk:
     """Takes and frees in a ledger what ``ZeroPartition`` takes and frees in memory."""
 
@@ -154,24 +60,21 @@ class StateWalk:
         self,
         actions: Sequence[Action],
         units: Sequence[UnitSize],
-        zero_stage: int,
-        data_ranks: int,
+        sharding: Sharding,
         size: ElementBytes,
-        all_to_all: bool,
-        in_rank_order: bool,
-        hierarchy: Hierarchy | None,
         ledger: Ledger,
         step: int | None = None,
     ) -> None:
-        self.units = [HeldUnit(unit, zero_stage, data_ranks, hierarchy) for unit in units]
+        hierarchy, data_ranks = sharding.hierarchy, sharding.data_ranks
+        self.units = [HeldUnit(unit, sharding) for unit in units]
         self.training = [unit for unit in self.units if not unit.size.frozen]
         self.using = {chunk: [unit for unit in self.units if chunk in unit.size.chunks] for chunk in _chunks(units)}
-        self.partitioned = zero_stage > 0 and data_ranks > 1
-        self.data_ranks, self.receives = data_ranks, self.partitioned or (in_rank_order and data_ranks > 1)
+        self.partitioned = sharding.partitioned
+        self.data_ranks, self.receives = data_ranks, self.partitioned or (sharding.in_rank_order and data_ranks > 1)
         # One data-parallel rank alone sends no gradients.
         self.size = size if data_ranks > 1 else replace(size, communication=None)
-        self.zero_stage, self.all_to_all, self.ledger = zero_stage, all_to_all, ledger
-        self.in_rank_order = in_rank_order
+        self.zero_stage, self.all_to_all, self.ledger = sharding.zero_stage, sharding.all_to_all, ledger
+        self.in_rank_order = sharding.in_rank_order
         self.nodes = 1 if hierarchy is None else hierarchy.nodes(data_ranks)
         self.reducing: dict[int, list[HeldUnit]] = {}
         """Units under reduction, by the chunk whose REDUCE launched it."""
@@ -371,11 +274,11 @@ class StateWalk:
 class HeldUnit:
     """A unit and its state at the current action of its rank."""
 
-    def __init__(self, size: UnitSize, zero_stage: int, data_ranks: int, hierarchy: Hierarchy | None) -> None:
+    def __init__(self, size: UnitSize, sharding: Sharding) -> None:
         self.size = size
-        self.part = size.part(zero_stage, data_ranks, hierarchy)
-        self.full = self.part * size.parts(zero_stage, data_ranks, hierarchy)
-        self.kept = self.full // (data_ranks if hierarchy is None else hierarchy.node_ranks)
+        self.part = size.part(sharding)
+        self.full = self.part * size.parts(sharding)
+        self.kept = self.full // sharding.sharers
         self.holders: set[int] = set()
         self.users_done = 0
         self.accumulating = False

@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 from ds_lgamp.cost.activations import ActivationBytes
 from ds_lgamp.cost.offload import on_host
-from ds_lgamp.cost.state import ElementBytes, UnitSize
+from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize
 from ds_lgamp.schedule.actions import PARTITION, RECEIVES, SENDS, Action, Kind
-from ds_lgamp.schedule.hierarchy import Hierarchy
 from ds_lgamp.schedule.offload import Offload
 from ds_lgamp.schedule.placement import Placement
 
@@ -90,10 +89,8 @@ def predict_traffic(
 def collective_bytes(
     actions: Sequence[Action],
     unit: UnitSize,
-    zero_stage: int,
-    data_ranks: int,
+    sharding: Sharding,
     size: ElementBytes,
-    hierarchy: Hierarchy | None = None,
 ) -> int:
     """Returns the bytes a rank sends for one unit in a step, counted as ``CollectiveCounter`` counts them.
 
@@ -107,34 +104,33 @@ def collective_bytes(
 
     With hierarchical shards over nodes of h ranks, h takes the place of W, and :func:`bytes_between_nodes` come on top.
     """
-    traffic = _traffic_of(actions, unit, zero_stage)
-    part = unit.part(zero_stage, data_ranks, hierarchy)
-    sharers = data_ranks if hierarchy is None else hierarchy.node_ranks
-    others = unit.kept(3, data_ranks, hierarchy) * (sharers - 1)
+    zero_stage, ranks = sharding.zero_stage, sharding.data_ranks
+    traffic, part = _traffic_of(actions, unit, zero_stage), unit.part(sharding)
+    others = unit.kept(sharding._replace(zero_stage=3)) * (sharding.sharers - 1)
     if zero_stage == 0:
-        reduce = 2 * size.travelling * part * (data_ranks - 1) // data_ranks
+        reduce = 2 * size.travelling * part * (ranks - 1) // ranks
     else:
         reduce = size.travelling * others
     return (
         (traffic.gathers + traffic.tied_gathers + traffic.frozen_gathers) * size.weights * others
         + (traffic.reduces + traffic.tied_reduces) * reduce
         + (unit.copies - 1) * size.master * part
-        + (0 if hierarchy is None else bytes_between_nodes(actions, unit, data_ranks, size, hierarchy))
+        + bytes_between_nodes(actions, unit, sharding, size)
     )
 
 
-def bytes_between_nodes(
-    actions: Sequence[Action], unit: UnitSize, data_ranks: int, size: ElementBytes, hierarchy: Hierarchy
-) -> int:
-    """Returns the bytes a rank sends to other nodes for one unit in a step, with hierarchical shards.
+def bytes_between_nodes(actions: Sequence[Action], unit: UnitSize, sharding: Sharding, size: ElementBytes) -> int:
+    """Returns the bytes a rank sends to other nodes for one unit in a step: 0 without hierarchical shards.
 
     With R nodes:
 
     - A refresh sends R-1 parts.
     - What combines the sums of nodes sends R-1 parts, or 2(R-1)/R of what a rank keeps if nodes are replicas.
     """
-    traffic, nodes = _traffic_of(actions, unit, 3), hierarchy.nodes(data_ranks)
-    part = unit.part(3, data_ranks, hierarchy)
+    hierarchy = sharding.hierarchy
+    if hierarchy is None:
+        return 0
+    traffic, part, nodes = _traffic_of(actions, unit, 3), unit.part(sharding), hierarchy.nodes(sharding.data_ranks)
     combine = 2 * part * (nodes - 1) // nodes if hierarchy.replicated else part * (nodes - 1)
     return traffic.refreshes * size.weights * part * (nodes - 1) + traffic.combines * size.travelling * combine
 
@@ -150,8 +146,7 @@ def bus_bytes(
     actions: Sequence[Action],
     units: Sequence[UnitSize],
     offload: Offload,
-    zero_stage: int,
-    data_ranks: int,
+    sharding: Sharding,
     size: ElementBytes,
 ) -> BusBytes:
     """Returns what a rank loads and stores in a step of its program ``actions``, with parts of m elements:
@@ -162,7 +157,7 @@ def bus_bytes(
     loaded = stored = 0
     trains = any(action.kind is Kind.STEP for action in actions)
     for unit in on_host(units, offload):
-        part = unit.part(zero_stage, data_ranks)
+        part = unit.part(sharding)
         updates = trains and not unit.frozen
         moved = _traffic_of(actions, unit, 3)
         gathers = moved.gathers + moved.tied_gathers + moved.frozen_gathers

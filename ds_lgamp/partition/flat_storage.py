@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
-from ds_lgamp.cost.state import offsets, part_size
+from ds_lgamp.cost.units import offsets, part_size
 from ds_lgamp.partition.collectives import start_all_gather
 from ds_lgamp.partition.guard import Guards, NotGatheredError
 from ds_lgamp.partition.host import LoadedPart
@@ -55,7 +55,7 @@ class ShardUpdate(Protocol):
 
 
 class FlatStorage:
-    """Holds the parameters of a unit in W equal parts; ``cost/state.py`` says where in it each parameter lies.
+    """Holds the parameters of a unit in W equal parts; ``cost/units.py`` says where in it each parameter lies.
 
     At stage 0, or with W = 1, the shard is the whole storage. At stages 1 and 2 it is this rank's part of the storage.
     At stage 3 it has memory of its own, and the storage is freed between uses: it is resized to nothing and refilled

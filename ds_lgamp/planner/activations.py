@@ -40,7 +40,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ds_lgamp.cost.activations import ChunkBytes
-from ds_lgamp.cost.state import ElementBytes
+from ds_lgamp.cost.units import ElementBytes
 from ds_lgamp.planner.model import Model
 
 _SINGLE = 4

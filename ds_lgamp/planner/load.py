@@ -13,7 +13,7 @@ from ds_lgamp.cost.traffic import bytes_between_nodes, collective_bytes, hop_byt
 from ds_lgamp.planner.cluster import Link
 from ds_lgamp.planner.configuration import Configuration
 from ds_lgamp.planner.islands import IslandCluster
-from ds_lgamp.planner.memory import as_executed, chunks_of, default_software, units_of
+from ds_lgamp.planner.memory import as_executed, chunks_of, default_software, sharding_of, units_of
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.models import Flags, model_of_flags
 from ds_lgamp.schedule.hierarchy import Hierarchy
@@ -40,13 +40,14 @@ def demand_of(model: Model, configuration: Configuration, splits_sequence: bool 
     ranks, hierarchy = range(executed.pipeline_ranks), executed.hierarchy
     activations = ActivationBytes(0, 0, chunks_of(model, executed, software, range(executed.chunks)))
     programs = [build_rank_program(executed.spec, rank) for rank in ranks]
-    units, size, data_ranks = [units_of(model, executed, rank) for rank in ranks], software.element, executed.data_ranks
+    units, size = [units_of(model, executed, rank) for rank in ranks], software.element
+    sharding = sharding_of(executed)
     return Demand(
         executed.pipeline_ranks,
-        data_ranks,
+        executed.data_ranks,
         executed.tensor_ranks,
         data_bytes=tuple(
-            sum(collective_bytes(program, unit, executed.zero_stage, data_ranks, size, hierarchy) for unit in own)
+            sum(collective_bytes(program, unit, sharding, size) for unit in own)
             for program, own in zip(programs, units)
         ),
         hop_bytes=tuple(hop_bytes(rank, executed.placement, executed.micro_batches, activations) for rank in ranks),
@@ -54,7 +55,7 @@ def demand_of(model: Model, configuration: Configuration, splits_sequence: bool 
         peer_bytes=()
         if hierarchy is None
         else tuple(
-            sum(bytes_between_nodes(program, unit, data_ranks, size, hierarchy) for unit in own)
+            sum(bytes_between_nodes(program, unit, sharding, size) for unit in own)
             for program, own in zip(programs, units)
         ),
     )

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ds_lgamp.cost.activations import ActivationBytes, ChunkBytes
 from ds_lgamp.cost.memory import Memory, held_between_steps, rank_memory
-from ds_lgamp.cost.state import UnitSize, aligned
+from ds_lgamp.cost.units import Sharding, UnitSize, aligned
 from ds_lgamp.planner.activations import Software, chunk_bytes, end_bytes, layer_bytes, share
 from ds_lgamp.planner.cluster import Cluster
 from ds_lgamp.planner.configuration import Configuration
@@ -86,6 +86,11 @@ def layers_of_chunk(model: Model, configuration: Configuration, chunk: int) -> i
     return size + (chunk < larger)
 
 
+def sharding_of(configuration: Configuration) -> Sharding:
+    """Returns how the data-parallel ranks share their state."""
+    return Sharding(configuration.zero_stage, configuration.data_ranks, configuration.hierarchy)
+
+
 def followed(
     model: Model, configuration: Configuration, rank: int, software: Software, receives_on_arrival: bool = False
 ) -> Memory:
@@ -95,12 +100,9 @@ def followed(
     return rank_memory(
         _program(spec, rank),
         units_of(model, configuration, rank),
-        configuration.zero_stage,
-        configuration.data_ranks,
+        sharding_of(configuration)._replace(all_to_all=software.all_to_all),
         software.element,
-        all_to_all=software.all_to_all,
-        activation_bytes=ActivationBytes(0, 0, chunks),
-        hierarchy=configuration.hierarchy,
+        ActivationBytes(0, 0, chunks),
         offload=spec.offload,
     )
 
@@ -195,10 +197,7 @@ def least(model: Model, configuration: Configuration) -> int:
     software, of = default_software(configuration), as_executed(model, configuration)
     if of.uses_host:
         return batch_bytes(model, of, software)
-    held = [
-        held_between_steps(units_of(model, of, rank), of.zero_stage, of.data_ranks, software.element, of.hierarchy)
-        for rank in _ranks(of)
-    ]
+    held = [held_between_steps(units_of(model, of, rank), sharding_of(of), software.element) for rank in _ranks(of)]
     return max(sum(each or 0 for each in kinds) for kinds in held) + batch_bytes(model, of, software)
 
 

@@ -5,7 +5,7 @@ import pytest
 from ds_lgamp.cost.activations import ActivationBytes, ChunkBytes
 from ds_lgamp.cost.disk import DiskUse, OnDisk, disk_use, host_beside_disk
 from ds_lgamp.cost.memory import rank_memory
-from ds_lgamp.cost.state import ElementBytes, UnitSize
+from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize
 from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.offload import DISK_BLOCK, PIECE, PIECES, Offload
 from ds_lgamp.schedule.program import build_rank_program
@@ -30,7 +30,7 @@ def program(offload=EVERYTHING, stores_inputs=False):
 
 
 def use(on_disk, size, units=UNITS, offload=EVERYTHING):
-    return disk_use(program(offload), units, offload, on_disk, 3, 2, size)
+    return disk_use(program(offload), units, offload, on_disk, Sharding(3, 2), size)
 
 
 @pytest.mark.parametrize(
@@ -71,17 +71,17 @@ def test_the_largest_unit_makes_the_buffers():
 def test_inputs_go_there_and_back():
     actions = program(None, stores_inputs=True)
     activations = ActivationBytes(0, 0, [ChunkBytes(DISK_BLOCK + 1, 0, 0)] * 3)
-    told = disk_use(actions, UNITS, None, OnDisk(inputs=True), 3, 2, BF16, activations)
+    told = disk_use(actions, UNITS, None, OnDisk(inputs=True), Sharding(3, 2), BF16, activations)
     moves = sum(action.kind is Kind.STORE_INPUT for action in actions)
     assert moves > 0 and told.written == told.read == moves * 2 * DISK_BLOCK
     assert 0 < told.held <= told.written and told.buffers == 2 * SIDE
-    assert disk_use(actions, UNITS, None, OnDisk(inputs=True), 3, 2, BF16) == DiskUse(0, 0, 0, 2 * SIDE)
+    assert disk_use(actions, UNITS, None, OnDisk(inputs=True), Sharding(3, 2), BF16) == DiskUse(0, 0, 0, 2 * SIDE)
 
 
 def test_a_single_chunk_stores_no_inputs():
     actions = build_rank_program(ProgramSpec((0,), "layered", 2, 2, 3, 2, stores_inputs=True), 0)
     activations = ActivationBytes(0, 0, [ChunkBytes(DISK_BLOCK, 0, 0)])
-    told = disk_use(actions, UNITS[:1], None, OnDisk(inputs=True), 3, 2, BF16, activations)
+    told = disk_use(actions, UNITS[:1], None, OnDisk(inputs=True), Sharding(3, 2), BF16, activations)
     assert told == DiskUse(0, 0, 0, 2 * SIDE)
 
 
@@ -98,5 +98,5 @@ def test_a_single_chunk_stores_no_inputs():
     ],
 )
 def test_the_host_keeps_the_rest_and_the_buffers(on_disk, size, left):
-    host = rank_memory(program(), UNITS, 3, 2, size, offload=EVERYTHING).host
+    host = rank_memory(program(), UNITS, Sharding(3, 2), size, offload=EVERYTHING).host
     assert host_beside_disk(host, on_disk, size, 1000).peak == 3 * PART * left + 1000

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from ds_lgamp.cost.muon import elements_by_rank, newton_schulz_work, spread
-from ds_lgamp.cost.state import part_size
+from ds_lgamp.cost.units import part_size
 
 works = some.lists(some.integers(0, 1000), max_size=40)
 ranks = some.integers(1, 9)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ds_lgamp.cost.activations import ActivationBytes, ActivationMemory, ChunkBytes
 from ds_lgamp.cost.memory import rank_memory
-from ds_lgamp.cost.state import ElementBytes, UnitSize
+from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize
 from ds_lgamp.schedule.program import build_program, build_rank_program
 from ds_lgamp.schedule.spec import ProgramSpec
 from tests.schedule.strategies import live_micro_batches, program_specs
@@ -37,7 +37,7 @@ def two_chunks(pipeline_ranks, rank, micro_batches, zero_stage=0, resident_chunk
 
 
 def memory_of(actions, size, units=(), element=FP32):
-    return rank_memory(actions, units, 0, 1, element, activation_bytes=size)
+    return rank_memory(actions, units, Sharding(0, 1), element, size)
 
 
 def test_recomputation_stores_inputs_but_of_a_chunk_that_turns_at_once():
@@ -164,7 +164,7 @@ def test_gradients_of_so_many_chunks_are_held(zero_stage):
     units = [UnitSize(64, 64, (chunk,)) for chunk in range(4)]
     for resident, group in ((1, 4), (2, 4), (9, 4), (1, 2)):
         spec = ProgramSpec((0, 0, 0, 0), "layered", 4, group, zero_stage, resident)
-        told = rank_memory(build_rank_program(spec, 0), units, zero_stage, 2, FP32)
+        told = rank_memory(build_rank_program(spec, 0), units, Sharding(zero_stage, 2), FP32)
         held = 4 if zero_stage == 1 and group == 2 else min(resident, 4)
         under_way = 4 if held == 4 else held
         assert told.gradient_buffers == 4 * (64 * held + 32 * under_way), (resident, group)
@@ -173,7 +173,7 @@ def test_gradients_of_so_many_chunks_are_held(zero_stage):
 @pytest.mark.parametrize(("all_to_all", "received"), [(False, 32), (True, 64 + 32)])
 def test_an_all_to_all_receives_a_whole_gradient_and_sums_it(all_to_all, received):
     units = [UnitSize(64, 64, (chunk,)) for chunk in (0, 1)]
-    told = rank_memory(two_chunks(1, 0, 2, 3, 1), units, 3, 2, FP32, all_to_all)
+    told = rank_memory(two_chunks(1, 0, 2, 3, 1), units, Sharding(3, 2, all_to_all=all_to_all), FP32)
     assert told.gradient_buffers == 4 * (64 + received)
 
 
@@ -181,13 +181,14 @@ def test_gradients_that_travel_in_another_type_are_freed_where_they_accumulated(
     """Both exist for a moment. After it, those that travel stay, and a part arrives and becomes fp32 at the end."""
     unit = UnitSize(64, 64, (0, 1))
     element = ElementBytes(weights=2, gradients=4, communication=2)
-    told = rank_memory(two_chunks(1, 0, 2, 3, 1), [unit], 3, 2, element)
+    told = rank_memory(two_chunks(1, 0, 2, 3, 1), [unit], Sharding(3, 2), element)
     assert told.gradient_buffers == (4 + 2) * 64
 
 
 def test_in_rank_order_an_all_reduce_receives_whole_gradients_until_the_step():
     units = [UnitSize(64, 64, (chunk,)) for chunk in (0, 1)]
-    told = rank_memory(two_chunks(1, 0, 2), units, 0, 2, FP32, all_to_all=True, in_rank_order=True)
+    sharding = Sharding(0, 2, all_to_all=True, in_rank_order=True)
+    told = rank_memory(two_chunks(1, 0, 2), units, sharding, FP32)
     assert (told.gradients, told.gradient_buffers) == (4 * 2 * 64, 4 * (2 * 64 + 32))
 
 
@@ -195,8 +196,8 @@ def test_parts_end_where_a_parameter_may_begin():
     """33 elements give parts of 32 elements each on two ranks and on one. At stage 0 a rank's part is the whole
     storage."""
     unit = UnitSize(33, 33, (0,))
-    assert [unit.part(3, ranks) for ranks in (1, 2, 3)] == [64, 32, 32]
-    assert [unit.part(0, ranks) for ranks in (1, 2, 3)] == [64, 64, 96]
+    assert [unit.part(Sharding(3, ranks)) for ranks in (1, 2, 3)] == [64, 32, 32]
+    assert [unit.part(Sharding(0, ranks)) for ranks in (1, 2, 3)] == [64, 64, 96]
 
 
 @pytest.mark.parametrize(

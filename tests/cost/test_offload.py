@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from ds_lgamp.cost.memory import rank_memory
 from ds_lgamp.cost.offload import HostMemory
-from ds_lgamp.cost.state import ElementBytes, UnitSize
 from ds_lgamp.cost.traffic import BusBytes, bus_bytes
+from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize
 from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.offload import Offload
 from ds_lgamp.schedule.program import build_program, build_rank_program
@@ -42,7 +42,7 @@ def units(chunks=3, elements=64):
 
 def memory_of(of, sizes, data_ranks, element):
     actions = build_rank_program(of, 0)
-    return rank_memory(actions, sizes, of.zero_stage, data_ranks, element, offload=of.offload)
+    return rank_memory(actions, sizes, Sharding(of.zero_stage, data_ranks), element, offload=of.offload)
 
 
 @pytest.mark.parametrize("updates", ["reduction", "next_step"])
@@ -112,7 +112,7 @@ def test_a_tied_unit_is_loaded_with_the_user_that_needs_it_and_stored_by_the_ste
     tied = UnitSize(64, 64, (0, 2), tied=True, copies=2)
     told = memory_of(spec(EVERYTHING), [tied], 2, BF16)
     assert told.loaded_weights == 2 * 32 and told.gradients == 4 * 32 and told.tied_copies == 2 * 4 * 32
-    moved = bus_bytes(build_program(spec(EVERYTHING))[0], [tied], EVERYTHING, 3, 2, BF16)
+    moved = bus_bytes(build_program(spec(EVERYTHING))[0], [tied], EVERYTHING, Sharding(3, 2), BF16)
     # Chunk 0 brings it and lets it go, chunk 2 does so too, and chunk 0 needs it again.
     assert moved == BusBytes(loaded=3 * 2 * 32, stored=4 * 32)
 
@@ -124,7 +124,7 @@ def test_bytes_over_the_bus_do_not_depend_on_micro_batches(chunks, resident, dat
     for micro_batches in (1, 4, 16):
         for offload in (STATE, EVERYTHING):
             of = spec(offload, chunks=chunks, micro_batches=micro_batches, resident=resident)
-            moved = bus_bytes(build_program(of)[0], units(chunks, 128), offload, 3, data_ranks, BF16)
+            moved = bus_bytes(build_program(of)[0], units(chunks, 128), offload, Sharding(3, data_ranks), BF16)
             loads = 2 * chunks - min(resident, chunks) if offload.parameters else chunks
             assert moved == BusBytes(2 * part * loads, 4 * part * chunks)
 
@@ -132,7 +132,7 @@ def test_bytes_over_the_bus_do_not_depend_on_micro_batches(chunks, resident, dat
 def test_groups_load_again_and_store_once():
     of = spec(EVERYTHING, chunks=4, micro_batches=4, group=2)
     (actions,) = build_program(of)
-    moved = bus_bytes(actions, units(4), EVERYTHING, 3, 2, BF16)
+    moved = bus_bytes(actions, units(4), EVERYTHING, Sharding(3, 2), BF16)
     loads = sum(action.kind is Kind.LOAD for action in actions)
     assert moved == BusBytes(2 * 32 * loads, 4 * 4 * 32) and loads == 2 * (2 * 4 - 4) + 2
 
@@ -140,4 +140,4 @@ def test_groups_load_again_and_store_once():
 def test_an_evaluation_moves_parameters_only():
     for offload, loaded in ((STATE, 0), (EVERYTHING, 3 * 2 * 32)):
         actions = build_rank_program(spec(offload).evaluation(), 0)
-        assert bus_bytes(actions, units(), offload, 3, 2, BF16) == BusBytes(loaded, 0)
+        assert bus_bytes(actions, units(), offload, Sharding(3, 2), BF16) == BusBytes(loaded, 0)

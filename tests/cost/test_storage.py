@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_lgamp.cost.state import ALIGNMENT, offsets, part_size
+from ds_lgamp.cost.units import ALIGNMENT, offsets, part_size
 
 
 def test_parameters_begin_at_multiples_of_32_elements():

@@ -6,8 +6,8 @@ from itertools import product
 import pytest
 import torch
 
-from ds_lgamp.cost.state import ElementBytes, UnitSize, aligned
 from ds_lgamp.cost.traffic import collective_bytes, predict_traffic
+from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize, aligned
 from ds_lgamp.runtime.batch import BatchState
 from ds_lgamp.runtime.measure import CollectiveCounter
 from ds_lgamp.schedule.actions import SENDS
@@ -111,7 +111,8 @@ def bytes_by_communication_type():
         predicted = 0
         for chunk, (unit,) in assembled.partition.chunk_units.items():
             parameters = sum(aligned(math.prod(shape)) for _, shape, _ in unit.storage.contents())
-            predicted += collective_bytes(actions, UnitSize(parameters, parameters, (chunk,)), stage, 2, size)
+            unit_size = UnitSize(parameters, parameters, (chunk,))
+            predicted += collective_bytes(actions, unit_size, Sharding(stage, 2), size)
         told[stage, dtype] = counter.bytes_sent, predicted
     return told
 

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from ds_lgamp.cost.state import ElementBytes
+from ds_lgamp.cost.units import ElementBytes
 from ds_lgamp.planner.activations import Software, chunk_bytes, end_bytes, layer_bytes
 from ds_lgamp.planner.model import Model
 from ds_lgamp.runtime.measure import chunk_bytes as measured_bytes

@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 
-from ds_lgamp.cost.state import ElementBytes
+from ds_lgamp.cost.units import ElementBytes
 from ds_lgamp.planner.activations import Software
 from ds_lgamp.planner.configuration import Configuration
 from ds_lgamp.planner.memory import memory

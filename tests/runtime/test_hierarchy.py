@@ -6,8 +6,8 @@ from itertools import product
 import pytest
 import torch
 
-from ds_lgamp.cost.state import ElementBytes, UnitSize
 from ds_lgamp.cost.traffic import bytes_between_nodes, collective_bytes, predict_traffic
+from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize
 from ds_lgamp.runtime.batch import BatchState
 from ds_lgamp.runtime.measure import CollectiveCounter
 from ds_lgamp.schedule.hierarchy import Hierarchy
@@ -69,13 +69,13 @@ def check_traffic(grid, spec, tied):
         expected = expected if group.size() > 1 else {}
         assert {kind: found.count(kind) for kind in found} == {kind: n for kind, n in expected.items() if n}, label
     units = [size_of(unit, partition) for unit in partition.units]
-    size, ranks = ElementBytes(), grid.data_ranks
-    between = sum(bytes_between_nodes(actions, unit, ranks, size, hierarchy) for unit in units)
+    size, sharding = ElementBytes(), Sharding(3, grid.data_ranks, hierarchy)
+    between = sum(bytes_between_nodes(actions, unit, sharding, size) for unit in units)
     assert sum(amount for _, amount in calls[nodes.peers]) == between, label
-    everything = sum(collective_bytes(actions, unit, 3, ranks, size, hierarchy) for unit in units)
+    everything = sum(collective_bytes(actions, unit, sharding, size) for unit in units)
     tie_sums = sum(amount for _, amount in calls["ties"])
     assert sum(amount for _, amount in calls[nodes.inside]) + tie_sums == everything - between, label
-    assert between == once_per_step(partition, ranks, hierarchy, counts.combines), label
+    assert between == once_per_step(partition, grid.data_ranks, hierarchy, counts.combines), label
 
 
 def once_per_step(partition, data_ranks, hierarchy, combines):

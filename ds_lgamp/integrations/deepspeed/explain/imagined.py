@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ds_lgamp.config import LgampConfig
-from ds_lgamp.cost.state import UnitSize, aligned
+from ds_lgamp.cost.units import UnitSize, aligned
 from ds_lgamp.integrations.deepspeed.engine.parameters import partition_parameters
 from ds_lgamp.integrations.deepspeed.explain.activations import faked
 from ds_lgamp.integrations.deepspeed.explain.facts import ChunkFacts, TiedFacts

@@ -9,7 +9,6 @@ from deepspeed.accelerator import get_accelerator
 from ds_lgamp.cost.activations import ActivationBytes
 from ds_lgamp.cost.disk import DiskUse, LiveUse, OnDisk, disk_use, host_beside_disk, live_use
 from ds_lgamp.cost.memory import Memory, rank_memory
-from ds_lgamp.cost.state import ElementBytes, UnitSize
 from ds_lgamp.cost.traffic import (
     Traffic,
     bus_bytes,
@@ -18,6 +17,7 @@ from ds_lgamp.cost.traffic import (
     hop_bytes,
     predict_traffic,
 )
+from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize
 from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype, parameter_dtype
 from ds_lgamp.integrations.deepspeed.explain.facts import RankFacts
 from ds_lgamp.integrations.deepspeed.explain.imagined import ImaginedRank, unit_sizes
@@ -41,6 +41,12 @@ class Step:
     update: Update
     on_disk: OnDisk
     leaves_live_states: bool
+
+    @property
+    def _sharding(self) -> Sharding:
+        all_to_all = self.in_rank_order or get_accelerator().communication_backend_name() == "gloo"
+        spec = self.spec
+        return Sharding(spec.zero_stage, self.data_ranks, spec.hierarchy, all_to_all, self.in_rank_order)
 
     def facts(self, rank: int, held: ImaginedRank, actions: Sequence[Action]) -> RankFacts:
         """Returns what a pipeline rank does in a step, its ``actions``, with what it holds."""
@@ -89,50 +95,27 @@ class Step:
         return Traffic(sends=traffic.sends, receives=traffic.receives) if self.data_ranks == 1 else traffic
 
     def _collective_bytes(self, actions: Sequence[Action], units: Sequence[UnitSize]) -> int:
-        stage, hierarchy = self.spec.zero_stage, self.spec.hierarchy
-        return sum(collective_bytes(actions, unit, stage, self.data_ranks, self.size, hierarchy) for unit in units)
+        return sum(collective_bytes(actions, unit, self._sharding, self.size) for unit in units)
 
     def _bytes_between_nodes(self, actions: Sequence[Action], units: Sequence[UnitSize]) -> int | None:
-        hierarchy = self.spec.hierarchy
-        if hierarchy is None:
+        if self.spec.hierarchy is None:
             return None
-        return sum(bytes_between_nodes(actions, unit, self.data_ranks, self.size, hierarchy) for unit in units)
+        return sum(bytes_between_nodes(actions, unit, self._sharding, self.size) for unit in units)
 
     def _bus_bytes(self, actions: Sequence[Action], units: Sequence[UnitSize]) -> tuple[int | None, int | None]:
         """Returns the bytes that are loaded and stored; None without offloading."""
         if self.spec.offload is None:
             return None, None
-        return bus_bytes(actions, units, self.spec.offload, self.spec.zero_stage, self.data_ranks, self.size)
+        return bus_bytes(actions, units, self.spec.offload, self._sharding, self.size)
 
     def _memory_and_disk(
         self, actions: Sequence[Action], units: Sequence[UnitSize], step: int | None
     ) -> tuple[Memory, DiskUse | None]:
-        spec = self.spec
-        memory = rank_memory(
-            actions,
-            units,
-            spec.zero_stage,
-            self.data_ranks,
-            self.size,
-            all_to_all=self.in_rank_order or get_accelerator().communication_backend_name() == "gloo",
-            activation_bytes=self.activations,
-            in_rank_order=self.in_rank_order,
-            hierarchy=spec.hierarchy,
-            step=step,
-            offload=spec.offload,
-        )
+        offload, sharding = self.spec.offload, self._sharding
+        memory = rank_memory(actions, units, sharding, self.size, self.activations, step, offload)
         if not any(self.on_disk):
             return memory, None
-        disk = disk_use(
-            actions,
-            units,
-            spec.offload,
-            self.on_disk,
-            spec.zero_stage,
-            self.data_ranks,
-            self.size,
-            self.activations,
-        )
+        disk = disk_use(actions, units, offload, self.on_disk, sharding, self.size, self.activations)
         if memory.host is not None:
             memory = replace(memory, host=host_beside_disk(memory.host, self.on_disk, self.size, disk.buffers))
         return memory, disk
@@ -140,8 +123,7 @@ class Step:
     def _live(self, units: Sequence[UnitSize]) -> LiveUse | None:
         if not self.leaves_live_states:
             return None
-        spec = self.spec
-        return live_use(units, spec.zero_stage, self.data_ranks, self.size, spec.hierarchy, spec.updates)
+        return live_use(units, self._sharding, self.size, self.spec.updates)
 
     def _hop_bytes(self, rank: int) -> int | None:
         if self.activations is None:

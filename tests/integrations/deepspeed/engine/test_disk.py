@@ -17,7 +17,7 @@ from ds_lgamp.config import ConfigError
 from ds_lgamp.cost.activations import ActivationBytes, ChunkBytes
 from ds_lgamp.cost.disk import DiskUse, OnDisk, disk_use, host_beside_disk, room
 from ds_lgamp.cost.memory import rank_memory
-from ds_lgamp.cost.state import ElementBytes
+from ds_lgamp.cost.units import ElementBytes, Sharding
 from ds_lgamp.integrations.deepspeed.explain.imagined import unit_sizes
 from ds_lgamp.optimizers import disk_updates
 from ds_lgamp.partition import bus
@@ -112,9 +112,9 @@ def compare(stage, kept, on_disk, block, precision):
     activations = ActivationBytes(INPUT, INPUT, [ChunkBytes(INPUT, 0, 0)] * 4)
     sizes = unit_sizes(optimizer.partition)
     actions, offload = engine.lgamp.program(engine.lgamp.own_spec), engine.program_spec.offload
-    given = offload, on_disk, stage, engine.dp_world_size, size
-    told = disk_use(actions, sizes, *given, activations)
-    host = rank_memory(actions, sizes, stage, engine.dp_world_size, size, offload=offload).host
+    sharding = Sharding(stage, engine.dp_world_size)
+    told = disk_use(actions, sizes, offload, on_disk, sharding, size, activations)
+    host = rank_memory(actions, sizes, sharding, size, offload=offload).host
     counted = DiskUse(disk.bytes_taken, *moved, told.buffers)
     return counted, told, in_memory, host_beside_disk(host, on_disk, size, told.buffers).peak
 

@@ -15,8 +15,8 @@ from deepspeed.runtime.config import DeepSpeedConfig
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.cost.memory import rank_memory
-from ds_lgamp.cost.state import ElementBytes, UnitSize, aligned
 from ds_lgamp.cost.traffic import collective_bytes, predict_traffic
+from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize, aligned
 from ds_lgamp.integrations.deepspeed.explain.explain import explain
 from ds_lgamp.integrations.deepspeed.hook.initialize import partition_method_of
 from ds_lgamp.integrations.shard_keys import for_deepspeed
@@ -89,8 +89,8 @@ def check_traffic(case, engine, counter):
     actions, ranks = build_program(engine.program_spec)[engine.stage_id], engine.dp_world_size
     expected, total = Counter(), 0
     for size in sizes_of(engine.optimizer.partition):
-        part = size.part(case.stage, ranks)
-        total += collective_bytes(actions, size, case.stage, ranks, ElementBytes())
+        part = size.part(Sharding(case.stage, ranks))
+        total += collective_bytes(actions, size, Sharding(case.stage, ranks), ElementBytes())
         if ranks > 1:
             own = [] if size.tied or size.frozen else size.chunks
             shared = [size.chunks] if size.tied and not size.frozen else []
@@ -111,8 +111,8 @@ def check_memory(case, engine):
     """Compares the memory held between steps."""
     partition, spec = engine.optimizer.partition, engine.program_spec
     actions, element_bytes = build_program(spec)[engine.stage_id], ElementBytes(optimizer=4)
-    place = case.stage, engine.dp_world_size, element_bytes
-    told = rank_memory(actions, sizes_of(partition), *place, True, hierarchy=spec.hierarchy)
+    sharding = Sharding(case.stage, engine.dp_world_size, spec.hierarchy, all_to_all=True)
+    told = rank_memory(actions, sizes_of(partition), sharding, element_bytes)
     partition.release_all()
     stored = [each for unit in partition.units for each in (unit.storage.flat, unit.storage.shard)]
     storages = {each.untyped_storage()._cdata: each.untyped_storage() for each in stored}
@@ -172,7 +172,8 @@ def explained(stage):
     assert facts.collective_bytes_sent == sum(sent for _, sent in moved)
     sizes = sizes_of(engine.optimizer.partition)
     spec = engine.program_spec
-    assert facts.memory == rank_memory(build_program(spec)[0], sizes, stage, 2, ElementBytes(optimizer=4), True)
+    sharding = Sharding(stage, 2, all_to_all=True)
+    assert facts.memory == rank_memory(build_program(spec)[0], sizes, sharding, ElementBytes(optimizer=4))
     return told.frozen_gathers
 
 

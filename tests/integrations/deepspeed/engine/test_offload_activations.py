@@ -14,6 +14,7 @@ from benchmarks.memory import ADAMW, activation_bytes
 from benchmarks.model import ModelSize
 from ds_lgamp.config import ConfigError, LgampConfig, read_block
 from ds_lgamp.cost.memory import rank_memory
+from ds_lgamp.cost.units import Sharding
 from ds_lgamp.partition import bus
 from ds_lgamp.partition.disk import Disk
 from ds_lgamp.runtime import stored_inputs
@@ -105,8 +106,9 @@ def measure_peaks():
     actions, units = program_of(layout, 0, MICRO_BATCHES, 2, 2)
     storing = ProgramSpec((0,) * SIZE.blocks, "layered", MICRO_BATCHES, MICRO_BATCHES, 2, 2, stores_inputs=True)
     programs = {"none": actions, "cpu": add_stored_inputs(storing, 0, [actions])[0]}
+    sharding = Sharding(2, 1, all_to_all=True)
     told = {
-        key: rank_memory(program, units, 2, 1, ADAMW, True, activation_bytes(SIZE)) for key, program in programs.items()
+        key: rank_memory(program, units, sharding, ADAMW, activation_bytes(SIZE)) for key, program in programs.items()
     }
     return peaks, told
 

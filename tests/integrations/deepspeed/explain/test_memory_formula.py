@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ds_lgamp.cost.memory import rank_memory
+from ds_lgamp.cost.units import Sharding
 from ds_lgamp.optimizers.updates import postpone, start_postponed
 from ds_lgamp.partition.policy import NodeGroups, ZeroPolicy
 from ds_lgamp.partition.zero_partition import ZeroPartition
@@ -94,16 +95,8 @@ def compare_memory(
     with measured as memory:
         gradients, buffers = follow(partition, actions, updates)
     element = element_of(dtype, gradient_dtype, communication_dtype)
-    told = rank_memory(
-        actions,
-        SIZES,
-        zero_stage,
-        data_group.size(),
-        element,
-        all_to_all=in_rank_order,
-        in_rank_order=in_rank_order,
-        hierarchy=hierarchy,
-    )
+    sharding = Sharding(zero_stage, data_group.size(), hierarchy, in_rank_order, in_rank_order)
+    told = rank_memory(actions, SIZES, sharding, element)
     label = (case, zero_stage, data_group.size(), dtype, gradient_dtype, communication_dtype, in_rank_order)
     held = {tensor.untyped_storage()._cdata: tensor for tensor in stored}
     assert told.weights == sum(tensor.untyped_storage().nbytes() for tensor in held.values()), label

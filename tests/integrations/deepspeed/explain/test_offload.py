@@ -7,8 +7,8 @@ import pytest
 
 from ds_lgamp.cost.disk import DiskUse, LiveUse
 from ds_lgamp.cost.memory import rank_memory
-from ds_lgamp.cost.state import ElementBytes, UnitSize
 from ds_lgamp.cost.traffic import bus_bytes, predict_traffic
+from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize
 from ds_lgamp.integrations.deepspeed.explain.facts import Explanation, RankFacts, json_text
 from ds_lgamp.integrations.deepspeed.explain.text import as_text
 from ds_lgamp.schedule.offload import Offload
@@ -24,7 +24,7 @@ def explained(offload, element=BF16):
     updates = "next_step" if offload else "step"
     spec = ProgramSpec((0,) * 4, "layered", 4, 4, 3, updates=updates, offload=offload)
     actions = build_rank_program(spec, 0)
-    loaded, stored = (None, None) if offload is None else bus_bytes(actions, UNITS, offload, 3, 2, element)
+    loaded, stored = (None, None) if offload is None else bus_bytes(actions, UNITS, offload, Sharding(3, 2), element)
     rank = RankFacts(
         pipeline_rank=0,
         chunks=[],
@@ -36,7 +36,7 @@ def explained(offload, element=BF16):
         update_collectives=0,
         update_bytes_sent=0,
         bytes_between_nodes=None,
-        memory=rank_memory(actions, UNITS, 3, 2, element, offload=offload),
+        memory=rank_memory(actions, UNITS, Sharding(3, 2), element, offload=offload),
         bus_bytes_loaded=loaded,
         bus_bytes_stored=stored,
     )

@@ -8,6 +8,7 @@ import torch
 
 from ds_lgamp.cost.memory import rank_memory
 from ds_lgamp.cost.traffic import bus_bytes
+from ds_lgamp.cost.units import Sharding
 from ds_lgamp.optimizers.updates import postpone, start_postponed
 from ds_lgamp.partition.bus import Bus
 from ds_lgamp.partition.host import Host, HostThread
@@ -100,12 +101,13 @@ def compare(case, updates, stage, offload, data_group, tie_group, dtype, gradien
         follow(partition, actions, updates, memory.look)
     partition.catch_up()
     element = element_of(dtype, gradient_dtype, communication_dtype)
-    told = rank_memory(actions, SIZES, stage, data_group.size(), element, offload=offload)
+    sharding = Sharding(stage, data_group.size())
+    told = rank_memory(actions, SIZES, sharding, element, offload=offload)
     label = (spec, data_group.size(), dtype, gradient_dtype, communication_dtype)
     assert told.peak == memory.peak, label
     assert told.host.peak == sum(home.nbytes for home in bus.homes), label
     moved = bus.bytes_loaded - before[0], bus.bytes_stored - before[1]
-    assert moved == bus_bytes(actions, SIZES, offload, stage, data_group.size(), element), label
+    assert moved == bus_bytes(actions, SIZES, offload, sharding, element), label
 
 
 def follow(partition, actions, updates, look=lambda: None):

@@ -1,0 +1,124 @@
+"""Sizes of units, of their elements, and of the parts that data-parallel ranks hold."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ds_lgamp.schedule.hierarchy import Hierarchy
+
+ALIGNMENT = 32
+"""Every parameter begins at a multiple of so many elements, and every rank's part of a unit's storage ends at one. The
+gaps hold zeros. An element then has the same place in the vectors a kernel works with, wherever parts are cut. This
+keeps rounding the same: a CPU with 512-bit vectors takes two vectors of 16 fp32 at once and the remaining elements one
+by one, which may round differently.
+
+A matrix also begins at a multiple of 64 bytes, which MKL asks for where results must be reproducible (Intel, "Getting
+Started with Conditional Numerical Reproducibility"). GPU kernels load 16 bytes at once."""
+
+
+def aligned(elements: int) -> int:
+    """Rounds ``elements`` up to a multiple of the alignment."""
+    return -(-elements // ALIGNMENT) * ALIGNMENT
+
+
+def offsets(sizes: Iterable[int]) -> list[int]:
+    """Returns where each parameter begins, and where the padding of the last one ends, in elements.
+
+    Args:
+        sizes: elements of each parameter, in storage order.
+    """
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + aligned(size))
+    return starts
+
+
+def part_size(end: int, ranks: int) -> int:
+    """Returns the elements of one part if ``ranks`` equal parts hold a storage of ``end`` elements."""
+    return aligned(-(-end // ranks))
+
+
+_MASTER_BYTES = 4
+
+
+class Sharding(NamedTuple):
+    """How the data-parallel ranks of a pipeline rank share its state, and how they sum gradients."""
+
+    zero_stage: int
+    data_ranks: int
+    hierarchy: Hierarchy | None = None
+    """Hierarchical shards, as in the program."""
+    all_to_all: bool = False
+    """Whether an all-to-all replaces the reduce-scatter, as on gloo."""
+    in_rank_order: bool = False
+    """Whether gradients add up in rank order at stage 0 and between nodes, too; requires ``all_to_all``."""
+
+    @property
+    def partitioned(self) -> bool:
+        """Whether ranks hold parts."""
+        return self.zero_stage > 0 and self.data_ranks > 1
+
+    @property
+    def sharers(self) -> int:
+        """How many ranks share the weights of a unit at stage 3."""
+        return self.data_ranks if self.hierarchy is None else self.hierarchy.node_ranks
+
+
+@dataclass(frozen=True)
+class UnitSize:
+    """The size of a unit: the trainable or the frozen parameters of one chunk, or of one tied module on one rank."""
+
+    parameters: int
+    """Elements that its parameters take in its storage, each rounded up by :func:`aligned`."""
+    trainable: int
+    """How many of these elements the optimizer owns."""
+    chunks: tuple[int, ...]
+    """The chunks of the rank that use the unit; one unless the module is tied."""
+    tied: bool = False
+    copies: int = 1
+    """How many pipeline ranks hold the tied module and sum their gradients."""
+    frozen: bool = False
+    """Whether no parameter has a gradient."""
+
+    def parts(self, sharding: Sharding) -> int:
+        """Returns how many equal parts the unit is cut into."""
+        hierarchy = sharding.hierarchy
+        if hierarchy is not None and (hierarchy.replicated or self.frozen):
+            return hierarchy.node_ranks
+        return sharding.data_ranks if sharding.zero_stage > 0 else 1
+
+    def part(self, sharding: Sharding) -> int:
+        """Returns the elements of one part, including padding."""
+        return part_size(self.parameters, sharding.data_ranks) * (sharding.data_ranks // self.parts(sharding))
+
+    def kept(self, sharding: Sharding) -> int:
+        """Returns the elements whose weights a rank keeps between steps."""
+        whole = part_size(self.parameters, sharding.data_ranks) * sharding.data_ranks
+        return whole // (sharding.sharers if sharding.zero_stage == 3 else 1)
+
+
+@dataclass(frozen=True)
+class ElementBytes:
+    """Bytes per element."""
+
+    weights: int = 4
+    gradients: int = 4
+    """Gradients while they accumulate."""
+    optimizer: int | None = 0
+    """Optimizer state, without master weights; None if unknown."""
+    update: int | None = 0
+    """Temporary memory of the optimizer, per element it updates at once; None if unknown."""
+    updates_together: bool = False
+    """Whether the optimizer updates all elements at once (torch's ``foreach``) or one unit after another."""
+    communication: int | None = None
+    """Gradients while they travel, if they travel in another type; None if they travel as they accumulate."""
+
+    @property
+    def master(self) -> int:
+        """Weights that the optimizer updates. Half-precision weights have a copy in fp32."""
+        return max(self.weights, _MASTER_BYTES)
+
+    @property
+    def travelling(self) -> int:
+        """Gradients while they are reduced."""
+        return self.gradients if self.communication is None else self.communication
