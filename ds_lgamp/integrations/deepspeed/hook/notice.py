@@ -94,7 +94,9 @@ def _initialize(stock: Callable[..., Any]) -> Callable[..., Any]:
         with initializing(), _block_of_environment(given):
             if asks_for_engine(_config_in(given)):
                 _seen.append(None)
-                import_module(_ENGINES).install()
+                engines = import_module(_ENGINES)
+                engines.compile_no_collective()
+                engines.install()
             return stock(*given.args, **given.kwargs)
 
     return initialize
