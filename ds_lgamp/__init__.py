@@ -8,8 +8,10 @@ from ds_lgamp.version import __version__ as __version__
 def install() -> None:
     """From now on ``deepspeed.initialize`` heeds the ``ds_lgamp`` block of the configuration.
 
-    If there are several ranks, an error that the script does not catch ends its rank at once, with the traceback, so
-    that the launcher ends the job. Once an engine with a block is built, a rank that dies ends the others.
+    An import of torch does the same, unless ``TORCH_DEVICE_BACKEND_AUTOLOAD`` is 0.
+
+    Once it got a block, and if there are several ranks, an error that the script does not catch ends its rank at once,
+    with the traceback, so that the launcher ends the job. A rank that dies ends the others.
 
     Raises ConfigError if the installed DeepSpeed lacks something that the integration builds on.
     """
@@ -23,8 +25,8 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undoes :func:`install`. Afterwards every attribute of deepspeed is stock's, and errors end the script as
-    before."""
+    """Undoes :func:`install`. Afterwards every attribute of deepspeed is stock's, errors end the script as before, and
+    a block is ignored."""
     from ds_lgamp.integrations.deepspeed.hook.initialize import uninstall
 
     uninstall()

@@ -27,7 +27,7 @@ def prepare_rank() -> None:
     loader = deepspeed.runtime.dataloader.DeepSpeedDataLoader
     construct = loader.__init__
     loader.__init__ = lambda self, *given, **named: construct(self, *given, **{**named, "num_local_io_workers": 0})
-    if not hasattr(deepspeed.initialize, "__wrapped__"):
+    if not hasattr(deepspeed.initialize, "checks_engines"):
         deepspeed.initialize = _checking(deepspeed.initialize)
     deepspeed.utils.logging.logger.setLevel("ERROR")
     with quiet():
@@ -45,6 +45,7 @@ def _checking(stock: Callable[..., Any]) -> Callable[..., Any]:
             assert is_ours(made[0]) == wanted, f"{type(made[0]).__name__} is the engine for {config}"
         return made
 
+    initialize.checks_engines = True  # type: ignore[attr-defined]
     return initialize
 
 

@@ -12,7 +12,7 @@ import pytest
 from testing import ROOT
 
 FLOORS = (
-    ("version",),
+    ("autoload", "version"),
     ("schedule",),
     ("config", "cost", "view"),
     ("planner",),

@@ -4,12 +4,14 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
+import os
 import platform
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TextIO
 
+from ds_lgamp.autoload import waits
 from ds_lgamp.version import __version__
 
 _DISTRIBUTIONS = {
@@ -35,6 +37,8 @@ class Environment:
     """The backend that DeepSpeed chooses for the accelerator."""
     backends: dict[str, bool] = field(default_factory=dict)
     """Whether torch was built with each backend."""
+    hook: str = "unknown"
+    """Whether a process needs nothing but a block, or why not."""
     devices: list[str] = field(default_factory=list)
     """GPUs with their memory."""
     seams: dict[str, bool] = field(default_factory=dict)
@@ -119,6 +123,7 @@ def _look_at_torch(found: Environment) -> None:
         "gloo": available and dist.is_gloo_available(),
         "nccl": available and dist.is_nccl_available(),
     }
+    found.hook = _hook()
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
         found.devices.append(f"{device.name}, {device.total_memory / 1e9:.0f} GB")
@@ -126,6 +131,14 @@ def _look_at_torch(found: Environment) -> None:
         found.problem = f"torch {torch.__version__} is too old; install torch 2.6 or newer"
     elif not any(found.backends.values()):
         found.problem = "torch has neither gloo nor nccl; install a build of torch with torch.distributed"
+
+
+def _hook() -> str:
+    if waits():
+        return "yes, in every process that imports torch"
+    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
+        return "no, because TORCH_DEVICE_BACKEND_AUTOLOAD is 0; unset it, or start scripts by ds_lgamp run"
+    return "no, because the entry point of this package is missing; install ds_lgamp again"
 
 
 def _look_at_deepspeed(found: Environment) -> None:
@@ -181,6 +194,7 @@ def _as_text(found: Environment) -> str:
     if found.backends:
         backends = ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in found.backends.items())
         rows.append(("accelerator", f"{found.accelerator} ({found.communication_backend}; torch has {backends})"))
+        rows.append(("a block is enough", found.hook))
         rows.append(("GPUs", "; ".join(found.devices) or "none"))
     if found.seams:
         missing = [seam for seam, there in found.seams.items() if not there]

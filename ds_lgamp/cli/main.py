@@ -1,6 +1,7 @@
 """The command line: ``ds_lgamp schedule``, ``plan``, ``view``, ``run``, ``checkpoint``, ``cluster`` and ``env``."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -53,6 +54,11 @@ def command_line() -> argparse.ArgumentParser:
 def _add_run_command(commands) -> None:
     command = commands.add_parser(
         "run", help="run an unedited DeepSpeed or Megatron-LM script with its ds_lgamp block", **with_examples("run")
+    )
+    command.add_argument(
+        "--block",
+        metavar="BLOCK",
+        help="the block, as JSON or the file that holds it, for scripts that make their configuration themselves",
     )
     command.add_argument("--measure", metavar="FILE", help="write losses, times, traffic and peak memory as JSON")
     command.add_argument("--trace", metavar="DIR", help="record what ranks do in some steps: docs/tracing.md")
@@ -184,8 +190,11 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
             parser.error(f"--explain trains nothing that --{option} could see; remove one of them")
     if options.explained is not None and (options.cluster is None or options.explain):
         parser.error("--explained belongs to --cluster, without --explain")
+    from ds_lgamp.integrations.deepspeed.hook.notice import VARIABLE
     from ds_lgamp.integrations.megatron.loop import run_script as megatron
 
+    if options.block is not None:
+        os.environ[VARIABLE] = options.block
     try:
         config, arguments = megatron.split_option(options.arguments)
     except ConfigError as error:
@@ -226,6 +235,8 @@ def _run_megatron(
 
     if options.explain or options.measure is not None:
         parser.error(f"--explain and --measure are for DeepSpeed's engine, not for a run with {megatron.OPTION}")
+    if options.block is not None:
+        parser.error(f"--block is for DeepSpeed's engine; write the block into the file of {megatron.OPTION}")
     if options.explained is not None:
         parser.error("--explained is for DeepSpeed's engine; flags of Megatron-LM say what its step sends")
     if options.cluster is not None:

@@ -15,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import ds_lgamp
 from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.deepspeed.hook.initialize import watch_the_process
 from ds_lgamp.watch import last_words
 from ds_lgamp.watch.this_rank import this_rank
 
@@ -65,6 +66,7 @@ if way is not None:
     if way == "own hook":
         sys.excepthook = own_hook
     ds_lgamp.install()
+    watch_the_process()
     installed_hook = sys.excepthook
     if way != "before init":
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1 if way == "alone" else 2)

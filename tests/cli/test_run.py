@@ -19,3 +19,10 @@ def test_megatron_lms_loop_takes_no_options_for_deepspeeds_engine(capsys, option
         main(["run", *options, "pretrain_gpt.py", "--ds-lgamp-config", "config.json"])
     assert status.value.code == 2
     assert "are for DeepSpeed's engine, not for a run with --ds-lgamp-config" in capsys.readouterr().err
+
+
+def test_megatron_lms_loop_takes_its_block_from_a_file(capsys):
+    with pytest.raises(SystemExit) as status:
+        main(["run", "--block", "{}", "pretrain_gpt.py", "--ds-lgamp-config", "config.json"])
+    assert status.value.code == 2
+    assert "--block is for DeepSpeed's engine; write the block into the file" in capsys.readouterr().err

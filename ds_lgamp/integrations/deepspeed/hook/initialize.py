@@ -32,7 +32,14 @@ from ds_lgamp.integrations.deepspeed.checkpoint.fp32_weights import serve_zero_t
 from ds_lgamp.integrations.deepspeed.config.check_keys import check_batch_sizes, check_keys
 from ds_lgamp.integrations.deepspeed.config.run_checks import refuse_differing_ranks, sentence_of
 from ds_lgamp.integrations.deepspeed.engine.pipeline_engine import LgampEngine
-from ds_lgamp.integrations.deepspeed.model.construction import gather_partitioned, is_deferred, whole_construction
+from ds_lgamp.integrations.deepspeed.hook.notice import (
+    METHOD,
+    initializing,
+    notice_blocks,
+    notice_nothing,
+    with_environment,
+)
+from ds_lgamp.integrations.deepspeed.model.construction import gather_partitioned, is_deferred
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import share_given_layers
 from ds_lgamp.integrations.deepspeed.plain.build import build_engine, check_sequence_key, feeding_ranks, only_evaluates
 from ds_lgamp.integrations.hosts import replace_attribute, resolve, standing_in
@@ -45,13 +52,14 @@ _LOOKS_EVERY = 5.0
 """Seconds between two looks at a lock."""
 _registry = resolve("deepspeed.runtime.engine_registry")
 """The registry of a patched DeepSpeed, whose PipelineModule also remembers its ``partition_method``; else None."""
-_METHOD = "_ds_lgamp_partition_method" if _registry is None else "partition_method"
-_stock_partition_layers = PipelineModule._partition_layers
+_METHOD = METHOD if _registry is None else "partition_method"
 _PLAIN_ENGINES = ("DeepSpeedEngine", "DeepSpeedHybridEngine", "DualPipeVEngine")
 """The engines that ``deepspeed.initialize`` builds for modules other than PipelineModule."""
 _stock_destroy = dist.destroy_process_group
 _installed: list[type] = []
 """``deepspeed.PipelineEngine`` as :func:`install` left it; empty while nothing is installed."""
+_watched: list[None] = []
+"""One entry from the first enabled block on."""
 _undo = ExitStack()
 
 
@@ -68,6 +76,7 @@ def checked_config(stock: type, config: Any, mpu: Any = None, **options: Any) ->
         raise
     if settings is None:
         return stock(config, mpu, **options)
+    watch_the_process()
     refuse_differing_ranks(config)
     if deepspeed.PipelineEngine not in _installed:
         raise ConfigError(
@@ -148,7 +157,8 @@ def plain_engine(stock: Callable[..., Any], *positional: Any, **arguments: Any) 
         return stock(*positional, **arguments)
     if only_evaluates(arguments):
         log_dist("No optimizer and no parameters to train: stock DeepSpeed, without a pipeline, evaluates", ranks=[0])
-        return stock(*positional, **arguments)
+        with initializing():
+            return stock(*positional, **arguments)
     arguments["config"] = _with_cluster(arguments["config"], replicas=False)
     settings = read_block(arguments["config"]) or settings
     get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", 0)))
@@ -172,6 +182,7 @@ def registered(pipeline: Callable[..., Any], plain: Callable[..., Any] = plain_e
     other modules. Both may return None to leave the engine to DeepSpeed."""
 
     def engine_of(*, model: Any, config: dict[str, Any], mpu: Any, mesh_device: Any, **arguments: Any) -> Any:
+        config = with_environment(config)
         build = plain if not isinstance(model, PipelineModule) or isinstance(model, DualPipeVModule) else pipeline
         made = None if read_block(config) is None else checked_config(DeepSpeedConfig, config, mpu)
         return build(_no_engine, model=model, config=config, mpu=mpu, config_class=made, **arguments)
@@ -181,12 +192,6 @@ def registered(pipeline: Callable[..., Any], plain: Callable[..., Any] = plain_e
 
 def _no_engine(*positional: Any, **arguments: Any) -> None:
     """Leaves the engine to DeepSpeed."""
-
-
-def _partition_layers(self: PipelineModule, method: str = "uniform") -> None:
-    """Remembers ``partition_method``, which stock DeepSpeed uses and forgets."""
-    setattr(self, _METHOD, method)
-    _stock_partition_layers(self, method)
 
 
 @wraps(_stock_destroy)
@@ -206,9 +211,6 @@ def _destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
 def install(pipeline: Callable[..., Any] = pipeline_engine, plain: Callable[..., Any] = plain_engine) -> None:
     """From now on ``deepspeed.initialize`` heeds the ``ds_lgamp`` block. Without a block it stays stock DeepSpeed.
 
-    A rank that fails leaves at once, so that the launcher ends the job. A rank that dies ends the others. A rank that
-    waits for a compilation that no process does names the file to remove.
-
     Args:
         pipeline: builds the engine of a PipelineModule, from stock's class and its arguments.
         plain: builds that of any other module.
@@ -220,20 +222,31 @@ def install(pipeline: Callable[..., Any] = pipeline_engine, plain: Callable[...,
         _registry.register_engine_factory(factory)
         _undo.callback(_registry.unregister_engine_factory, factory)
     else:
+        notice_blocks()
         _replace_engines(pipeline, plain)
     _installed.append(deepspeed.PipelineEngine)
     _undo.callback(_installed.clear)
+    serve_zero_to_fp32(_undo)
+
+
+def watch_the_process() -> None:
+    """From the first enabled block on, a rank that fails leaves at once, so that the launcher ends the job. A rank that
+    dies ends the others. A rank that waits for a compilation that no process does names the file to remove."""
+    if _watched:
+        return
+    _watched.append(None)
+    _undo.callback(_watched.clear)
     for module in (dist, dist.distributed_c10d):
         replace_attribute(module, _stock_destroy.__name__, _destroy_process_group, _undo)
     end_well(_undo)
     _undo.callback(this_rank.leave)
     name_forgotten_locks(_undo)
-    serve_zero_to_fp32(_undo)
 
 
 def uninstall() -> None:
     """Undoes :func:`install`. Engines that were built in between go on working."""
     _undo.close()
+    notice_nothing()
 
 
 def _replace_engines(pipeline: Callable[..., Any], plain: Callable[..., Any]) -> None:
@@ -241,8 +254,6 @@ def _replace_engines(pipeline: Callable[..., Any], plain: Callable[..., Any]) ->
     instantiations |= dict.fromkeys(_PLAIN_ENGINES, plain)
     for name, instantiate in instantiations.items():
         replace_attribute(deepspeed, name, standing_in(getattr(deepspeed, name), instantiate), _undo)
-    replace_attribute(PipelineModule, _stock_partition_layers.__name__, _partition_layers, _undo)
-    replace_attribute(PipelineModule, "__init__", whole_construction(PipelineModule.__init__), _undo)
 
 
 def compile_no_collective() -> None:

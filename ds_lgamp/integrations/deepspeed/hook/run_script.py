@@ -44,9 +44,13 @@ def run_script(
             plain_engine,
             with_keys,
         )
+        from ds_lgamp.integrations.deepspeed.hook.notice import notice_blocks
 
         compile_no_collective()
-        install(*(with_keys(build, keys) if keys else build for build in (pipeline_engine, plain_engine)))
+        if keys:
+            install(with_keys(pipeline_engine, keys), with_keys(plain_engine, keys))
+        else:
+            notice_blocks()
         measurement = TrainingMeasurement()
         if measure is not None:
             measurement.install()

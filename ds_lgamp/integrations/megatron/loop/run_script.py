@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ds_lgamp.autoload import wait_for_no_host
 from ds_lgamp.config import BLOCK, ConfigError, read_block
 from ds_lgamp.integrations.cluster_file import with_speeds
 from ds_lgamp.integrations.megatron.loop.flags import CHUNK_FLAGS, LAYOUT, RANK_FLAGS, option_of
@@ -43,27 +44,38 @@ def run_script(script: str, arguments: Sequence[str], path: str, keys: dict[str,
     Args:
         keys: what takes the place of keys of the block.
     """
+    wait_for_no_host()
     with failures_end_the_process():
-        config = _with_cluster(read_config(path), arguments)
-        if isinstance(config[BLOCK], dict):
-            config[BLOCK] |= keys
-        settings = read_block(config)
         find_modules_beside(script)
-        if settings is None:
-            if keys and os.environ.get("RANK", "0") == "0":
-                say_without_effect(keys)
-        else:
-            # These imports come late, because megatron.core may lie beside the script.
-            from ds_lgamp.integrations.megatron.loop.megatron_seams import check_seams, check_training_seams
-
-            check_seams()
-            check_training_seams()
-            from ds_lgamp.integrations.megatron.loop.arguments import check_file
-            from ds_lgamp.integrations.megatron.loop.install import install_training
-
-            install_training(check_file(config, settings))
+        if not install_block(path, arguments, keys) and keys and os.environ.get("RANK", "0") == "0":
+            say_without_effect(keys)
         run_as_main(script, arguments)
     leave()
+
+
+def install_block(path: str, arguments: Sequence[str], keys: dict[str, Any]) -> bool:
+    """Lets Megatron-LM's training loop follow the block of the file at ``path``. Returns whether it is enabled.
+
+    Args:
+        arguments: the command line of the script.
+        keys: what takes the place of keys of the block.
+    """
+    config = _with_cluster(read_config(path), arguments)
+    if isinstance(config[BLOCK], dict):
+        config[BLOCK] |= keys
+    settings = read_block(config)
+    if settings is None:
+        return False
+    # These imports come late, because megatron.core may lie beside the script.
+    from ds_lgamp.integrations.megatron.loop.megatron_seams import check_seams, check_training_seams
+
+    check_seams()
+    check_training_seams()
+    from ds_lgamp.integrations.megatron.loop.arguments import check_file
+    from ds_lgamp.integrations.megatron.loop.install import install_training
+
+    install_training(check_file(config, settings))
+    return True
 
 
 def _with_cluster(config: dict[str, Any], arguments: Sequence[str]) -> dict[str, Any]:

@@ -170,10 +170,10 @@ def test_a_faulty_block_is_refused_in_a_sentence_before_anything_starts(folder):
     assert "ConfigError" not in completed.stderr, "the error has a traceback"
 
 
-@pytest.mark.parametrize("how", slow_except([], ["run", "installed"], slow=["run"]))
+@pytest.mark.parametrize("how", slow_except([], ["run", "block"], slow=["run"]))
 def test_a_script_may_end_while_gloo_lets_go_of_its_tensors(how):
     """Without ds_lgamp, the processes of such a script abort."""
-    before, after = {"run": (["-m", "ds_lgamp", "run"], []), "installed": ([], ["--install"])}[how]
+    before, after = {"run": (["-m", "ds_lgamp", "run"], []), "block": ([], ["--watch"])}[how]
     completed = start([*torchrun(*before), str(SCRIPTS / "ends_at_once.py"), *after])
     assert completed.returncode == 0, completed.stderr
     assert completed.stdout.count("ENDS") == 4

@@ -1,0 +1,266 @@
+"""Notices a block: what every process that imports DeepSpeed gets, with a block or without.
+
+Three functions of DeepSpeed look for a block and then call stock's. Nothing else of DeepSpeed is replaced, and nothing
+more is imported, until ``deepspeed.initialize`` is called with an enabled block.
+"""
+
+import atexit
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from importlib import import_module
+from inspect import BoundArguments, signature
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ds_lgamp.integrations.hosts import replace_attribute
+
+VARIABLE = "DS_LGAMP_BLOCK"
+"""The variable of the environment that holds a block as JSON, or names a file with one, for scripts that make their
+configuration themselves."""
+METHOD = "_ds_lgamp_partition_method"
+"""The attribute of a PipelineModule that remembers its ``partition_method``, which stock DeepSpeed uses and forgets."""
+_NAMES_IN_ARGS = ("deepspeed_config", "deepscale_config")
+"""What DeepSpeed calls the configuration in the parsed arguments of a script."""
+_ENGINES = "ds_lgamp.integrations.deepspeed.hook.initialize"
+"""The module that installs the engines. It imports this one, and much of DeepSpeed."""
+_undo = ExitStack()
+_seen: list[None] = []
+"""One entry once ``deepspeed.initialize`` was called with an enabled block."""
+_initializing: list[None] = []
+"""One entry for each engine that ``deepspeed.initialize`` builds now."""
+
+
+def imported(module: ModuleType) -> None:
+    """Replaces what looks for a block in ``module``, a module of DeepSpeed that was just imported."""
+    if hasattr(module, "PipelineModule"):
+        _replace(module.PipelineModule, "__init__", _constructor)
+    if hasattr(module, "DeepSpeedEngine"):
+        _replace(module.DeepSpeedEngine, "__init__", _constructor_of_engines)
+        # The package still runs its import, which defines this function last.
+        sys.modules["deepspeed"].__class__ = _Package
+
+
+def notice_blocks() -> None:
+    """Replaces what looks for a block in DeepSpeed, if its import did not do so."""
+    for name in ("deepspeed.runtime.engine", "deepspeed.runtime.pipe.module"):
+        imported(sys.modules[name])
+
+
+def notice_nothing() -> None:
+    """Puts back what :func:`imported` replaced."""
+    sys.modules["deepspeed"].__class__ = ModuleType
+    _undo.close()
+
+
+@contextmanager
+def initializing() -> Iterator[None]:
+    """Inside this context, engines may be stock's although the block is enabled."""
+    _initializing.append(None)
+    try:
+        yield
+    finally:
+        _initializing.pop()
+
+
+class _Package(ModuleType):
+    """The package deepspeed until somebody asks for ``initialize``, which is then replaced."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "initialize" and name in super().__getattribute__("__dict__"):
+            self.__class__ = ModuleType  # type: ignore[assignment]
+            _replace(self, name, _initialize)
+        return ModuleType.__getattribute__(self, name)
+
+
+def _replace(owner: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replaces a function by what ``around`` makes of it, once."""
+    stock = getattr(owner, name)
+    if not hasattr(stock, "_looks_for_a_block"):
+        replacement: Any = wraps(stock)(around(stock))
+        replacement._looks_for_a_block = True
+        replace_attribute(owner, name, replacement, _undo)
+
+
+def _initialize(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """``deepspeed.initialize``, which first installs the engines if a block is enabled."""
+
+    def initialize(*positional: Any, **arguments: Any) -> Any:
+        given = signature(stock).bind(*positional, **arguments)
+        with initializing(), _block_of_environment(given):
+            if asks_for_engine(_config_in(given)):
+                _seen.append(None)
+                engines = import_module(_ENGINES)
+                engines.compile_no_collective()
+                engines.install()
+            return stock(*given.args, **given.kwargs)
+
+    return initialize
+
+
+def _constructor_of_engines(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """The constructor of DeepSpeedEngine, which refuses a block that ``deepspeed.initialize`` never saw."""
+
+    def construct(self: Any, *positional: Any, **arguments: Any) -> None:
+        if not _initializing and not type(self).__module__.startswith("ds_lgamp."):
+            given = signature(stock).bind(self, *positional, **arguments).arguments
+            config = given.get("config")
+            if not isinstance(config, dict):
+                config = getattr(given.get("config_class"), "_param_dict", None)
+            _refuse_block(type(self).__name__, config)
+        stock(self, *positional, **arguments)
+
+    return construct
+
+
+def _refuse_block(engine: str, config: Any) -> None:
+    if asks_for_engine(config):
+        from ds_lgamp.config import BLOCK, ConfigError
+
+        raise ConfigError(
+            f"a {engine} made without deepspeed.initialize would ignore the {BLOCK} block; call "
+            f"deepspeed.initialize(model=..., config=...), or remove the block"
+        )
+
+
+def _constructor(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """The constructor of PipelineModule, which remembers ``partition_method``. It also takes layers that zero.Init has
+    partitioned, and layers that zero.Init would partition."""
+
+    def construct(self: Any, *positional: Any, **arguments: Any) -> None:
+        from ds_lgamp.integrations.deepspeed.model.construction import whole_construction
+
+        given = signature(stock).bind(self, *positional, **arguments)
+        given.apply_defaults()
+        whole_construction(stock)(self, *positional, **arguments)
+        setattr(self, METHOD, given.arguments["partition_method"])
+
+    return construct
+
+
+def asks_for_engine(config: Any) -> bool:
+    """Whether ``config`` has an enabled block, or one that is faulty. Raises ConfigError for a misspelt block."""
+    if not isinstance(config, dict):
+        return False
+    from ds_lgamp.config import BLOCK, ConfigError, read_block
+
+    try:
+        return read_block(config) is not None
+    except ConfigError:
+        if BLOCK in config:
+            return True
+        raise
+
+
+def _config_in(given: BoundArguments) -> Any:
+    """The configuration among the arguments of ``deepspeed.initialize``; None if stock cannot read it either."""
+    arguments, args = given.arguments, given.arguments.get("args")
+    named = [getattr(args, name, None) for name in _NAMES_IN_ARGS]
+    found = [arguments.get("config"), arguments.get("config_params"), *named]
+    config = next((each for each in found if each is not None), None)
+    if config is None or isinstance(config, dict):
+        return config
+    from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
+
+    try:
+        return load_ds_config(config)
+    except Exception:
+        return None
+
+
+@contextmanager
+def _block_of_environment(given: BoundArguments) -> Iterator[None]:
+    """Adds the block of the environment to the configuration among the arguments of ``deepspeed.initialize``."""
+    config = _config_in(given)
+    merged = with_environment(config) if isinstance(config, dict) else config
+    if merged is config:
+        yield
+        return
+    given.arguments |= {"config": merged, "config_params": None}
+    args = given.arguments.get("args")
+    named = {name: value for name, value in getattr(args, "__dict__", {}).items() if name in _NAMES_IN_ARGS}
+    # DeepSpeed refuses two configurations.
+    for name in named:
+        setattr(args, name, None)
+    try:
+        yield
+    finally:
+        for name, value in named.items():
+            setattr(args, name, value)
+
+
+def with_environment(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with the block of the environment, if there is one. Raises ConfigError if the configuration has
+    another one."""
+    block = environment_block()
+    if block is None:
+        return config
+    from ds_lgamp.config import BLOCK, ConfigError
+
+    if config.get(BLOCK, block) != block:
+        raise ConfigError(
+            f"the configuration has a {BLOCK} block and {VARIABLE} another one; remove one of them, or make them equal"
+        )
+    return {**config, BLOCK: block}
+
+
+def environment_block() -> dict[str, Any] | None:
+    """The block that the environment holds or names; None if there is none. Raises ConfigError if it cannot be
+    read."""
+    text = os.environ.get(VARIABLE, "").strip()
+    if not text:
+        return None
+    from ds_lgamp.config import BLOCK, ConfigError
+
+    try:
+        block = json.loads(text if text.startswith("{") else Path(text).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{VARIABLE} {text} cannot be read: {error}; write a block, or the file of one") from None
+    if isinstance(block, dict) and BLOCK in block:
+        block = block[BLOCK]
+    if not isinstance(block, dict):
+        raise ConfigError(f"{VARIABLE} {text} holds {type(block).__name__}; write a block such as {{}}")
+    return block
+
+
+def expect_an_engine() -> None:
+    """From now on, a process that trains and ends without an engine for the block of the environment says so and fails.
+
+    The script may use DeepSpeed without ``deepspeed.initialize``, or a library such as Accelerate without DeepSpeed.
+    """
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    trained = False
+
+    def stepped(*_: Any) -> None:
+        nonlocal trained
+        trained = True
+        hook.remove()
+
+    def end() -> None:
+        # An error of the script is the cause to show.
+        if trained and not _seen and not hasattr(sys, "last_value"):
+            _fail()
+
+    hook = register_optimizer_step_post_hook(stepped)
+    # Exit handlers that come later run earlier.
+    atexit.register(end)
+
+
+def _fail() -> None:
+    from ds_lgamp.watch.last_words import flush_files
+
+    sys.stdout.flush()
+    print(
+        f"ds_lgamp: an optimizer made steps, but nobody called deepspeed.initialize, which would take the block of "
+        f"{VARIABLE}; call it, or start the script so that its library uses DeepSpeed (accelerate launch "
+        f"--use_deepspeed), or unset {VARIABLE}",
+        file=sys.stderr,
+        flush=True,
+    )
+    flush_files()
+    os._exit(2)
