@@ -17,7 +17,7 @@ from ds_lgamp.optimizers.updates import HostUpdates, Options, Updates
 from ds_lgamp.partition.disk import Disk, aligned
 from ds_lgamp.partition.flat_storage import UnitParameter
 from ds_lgamp.partition.host import Host, HostThread, Job
-from ds_lgamp.partition.segments import Segment
+from ds_lgamp.partition.segments import Segment, is_elementwise
 from ds_lgamp.partition.unit import Unit
 from ds_lgamp.partition.zero_partition import ZeroPartition
 from ds_lgamp.schedule.offload import UPDATE_BUFFERS
@@ -185,7 +185,7 @@ class DiskUpdates(HostUpdates):
             # It makes its state in its constructor.
             self._twin.state[trial] = {"step": torch.zeros(()), "sum": torch.zeros(2)}
         self._twin.step()
-        return {key: value.dtype for key, value in self._twin.state[trial].items() if _is_elementwise(value, trial)}
+        return {key: value.dtype for key, value in self._twin.state[trial].items() if is_elementwise(value, trial)}
 
     def cut(self, unit: Unit, frozen: UnitParameter) -> None:
         """Raises ValueError for a unit of the host: its rooms and buffers are for whole segments."""
@@ -206,6 +206,7 @@ class DiskUpdates(HostUpdates):
         own = [value for shard in shards for value in self._states.get(shard, {}).values()]
         made = {id(value) for shard in shards for value in self.optimizer.state.get(shard, {}).values()}
         gradient = unit.stored_gradient
+        assert gradient is not None, "the host updates the unit"
         read = [gradient, unit.master.values, *(home for home in own if id(home) in made)]
         weights = [unit.storage.shard] if unit.master.is_copy else []
         on_disk = self._disk.holds
@@ -228,6 +229,7 @@ class DiskUpdates(HostUpdates):
         def near(tensor: torch.Tensor) -> torch.Tensor:
             return places.get(id(tensor), tensor)
 
+        assert unit.stored_gradient is not None, "the host updates the unit"
         gradient, values = near(unit.stored_gradient), near(unit.master.values)
         unit.scale_gradient(factor, gradient)
         copies = {segment.shard: _copy_of(segment, values, gradient) for segment in unit.master.segments}
@@ -259,7 +261,7 @@ class DiskUpdates(HostUpdates):
         """Returns the ``state`` after a step, with tensors on the disk in place of those in memory, and the former."""
         kept, homes = dict(state), []
         for key, value in state.items():
-            if self._holds_states and _is_elementwise(value, shard):
+            if self._holds_states and is_elementwise(value, shard):
                 kept[key] = home = self._home(shard, key, value)
                 homes.append(home)
                 place = near(home)
@@ -279,7 +281,7 @@ class DiskUpdates(HostUpdates):
         for segment in segments if self._holds_states else ():
             state = self.optimizer.state.get(segment.shard, {})
             for key, value in state.items():
-                if _is_elementwise(value, segment.shard):
+                if is_elementwise(value, segment.shard):
                     home = self._home(segment.shard, key, value)
                     if home is not value:
                         home.copy_(value)
@@ -306,7 +308,3 @@ def _copy_of(segment: Segment, values: torch.Tensor, gradient: torch.Tensor) -> 
     copy = Parameter(values[segment.start : segment.end])
     copy.grad = gradient[segment.start : segment.end]
     return copy
-
-
-def _is_elementwise(value: Any, shard: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == shard.shape

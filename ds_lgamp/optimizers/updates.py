@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch.optim import optimizer as of_torch
 
 from ds_lgamp.optimizers.tensors import TensorOptimizer
-from ds_lgamp.partition.collectives import followed
 from ds_lgamp.partition.flat_storage import UnitParameter
-from ds_lgamp.partition.host import HostThread, Job, Work, arriving
+from ds_lgamp.partition.host import ShardUpdate, Work, arriving
 from ds_lgamp.partition.segments import Segment
 from ds_lgamp.partition.unit import Unit
 from ds_lgamp.partition.zero_partition import ZeroPartition
@@ -26,14 +25,10 @@ Options = list[dict[str, Any]]
 
 def postpone(unit: Unit, update: Work, announce: Callable[[], None] = lambda: None) -> None:
     """Leaves the update of this rank's shard of ``unit`` to :func:`start_postponed`, or to whoever needs its values.
-    All data-parallel ranks do so together.
-
-    Args:
-        update: with offloading, the host's thread calls it. It changes nothing but the unit's tensors there.
-        announce: is called right before that thread gets the update.
-    """
+    All data-parallel ranks do so together. With offloading, the host's thread calls ``update``, right after
+    ``announce``."""
     host = unit.policy.host
-    unit.storage.expect(_LaterHere(update) if host is None else _LaterOnHost(update, announce, host.updates))
+    unit.storage.expect(ShardUpdate(update, None if host is None else host.updates, announce))
 
 
 def start_postponed(units: Iterable[Unit]) -> None:
@@ -43,41 +38,6 @@ def start_postponed(units: Iterable[Unit]) -> None:
             unit.storage.catch_up()
         elif unit.storage.pending is not None:
             unit.storage.pending.start()
-
-
-class _LaterHere:
-    """An update on the device, which runs when somebody waits for it."""
-
-    def __init__(self, update: Work) -> None:
-        self._update = update
-
-    def start(self) -> None:
-        """The device begins no update that nobody waits for."""
-
-    def wait(self) -> None:
-        # An evaluation may be in inference mode. State that was made in it could not be updated later.
-        with torch.inference_mode(False), torch.no_grad():
-            self._update()
-
-
-class _LaterOnHost:
-    """An update in the host's ``thread``."""
-
-    def __init__(self, update: Work, announce: Callable[[], None], thread: HostThread) -> None:
-        self._update: Work | None = update
-        self._announce, self._thread = announce, thread
-        self._job: Job | None = None
-
-    def start(self) -> None:
-        if self._update is not None:
-            update, self._update = self._update, None
-            self._announce()
-            self._job = self._thread.start(followed(update, "host update"))
-
-    def wait(self) -> None:
-        self.start()
-        if self._job is not None:
-            self._job.wait()
 
 
 class Updates:

@@ -199,12 +199,16 @@ class _Threads:
 def _serve(queue: "SimpleQueue[_Job | None]") -> None:
     while (job := queue.get()) is not None:
         move, over = job
+        failure = None
         try:
-            over.set_result(move())
+            move()
         except BaseException as error:
-            over.set_exception(error)
-        # The thread must not keep memory alive while it waits for the next piece.
-        del job, move, over
+            failure = error
+        # The thread must not keep memory and file alive: not while it waits for the next piece, and not once a waiter
+        # knows that this one is over.
+        del job, move
+        over.set_exception(failure) if failure is not None else over.set_result(None)
+        del over, failure
 
 
 def _mapped(descriptor: int, offset: int, size: int) -> "ctypes.Array[ctypes.c_ubyte]":

@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from ds_lgamp.cost.state import offsets, part_size
 from ds_lgamp.partition.collectives import start_all_gather
 from ds_lgamp.partition.guard import Guards, NotGatheredError
-from ds_lgamp.partition.host import LoadedPart
+from ds_lgamp.partition.host import LoadedPart, ShardUpdate
 from ds_lgamp.partition.memory import in_pool
 from ds_lgamp.partition.policy import ZeroPolicy
 
@@ -42,16 +42,6 @@ class UnitParameter(NamedTuple):
         optimizer does not own come last."""
         group = float("inf") if self.group is None else self.group
         return group, self.sliced_dimension is not None, self.partial_gradient
-
-
-class ShardUpdate(Protocol):
-    """An update of a shard that is still to come, or under way on the host."""
-
-    def start(self) -> None:
-        """Lets the host begin the update, unless it has. Only called with offloading."""
-
-    def wait(self) -> None:
-        """Ends the update. It needs no other rank. Raises what the update raised."""
 
 
 class FlatStorage:

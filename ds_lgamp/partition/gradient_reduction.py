@@ -35,7 +35,7 @@ class GradientReduction:
         self.accumulating = False
         """Whether backward passes add to the full gradient."""
         self.shard_gradient: torch.Tensor | None = None
-        """The sum of the reductions so far, of this rank's shard."""
+        """The sum of the reductions so far, of this rank's shard. Once it is stored, its home on the host."""
         self.is_final = False
         """Whether the optimizer steps with ``shard_gradient`` as it is."""
         self.frozen: list[UnitParameter] = []
@@ -51,7 +51,9 @@ class GradientReduction:
         self._communication_dtype = policy.communication_dtype or self._dtype
         # Sums of fp16 numbers leave its range soon.
         self._averages_first = self._communication_dtype == torch.float16 and self._ranks > 1
-        self._users = self._users_done = 0
+        self.users = 1
+        """How many chunks of this rank use the unit."""
+        self._users_done = 0
         self._gradient: torch.Tensor | None = None
         self._reducing: Finish | None = None
         self._node_sum: torch.Tensor | None = None
@@ -80,14 +82,10 @@ class GradientReduction:
         self._hooked[parameter].add_(parameter.grad)
         parameter.grad = None
 
-    def count_user(self) -> None:
-        """Counts a chunk of this rank that uses the unit."""
-        self._users += 1
-
     def user_done(self) -> bool:
         """Counts a chunk whose backward passes are over. Returns True if it was the last one that uses the unit."""
         self._users_done += 1
-        if self._users_done < self._users:
+        if self._users_done < self.users:
             return False
         self._users_done = 0
         return True
@@ -188,10 +186,6 @@ class GradientReduction:
             # In the dtype of the master weights it may be a copy.
             self._gradient = None
         return gradient
-
-    def move_to(self, home: torch.Tensor) -> None:
-        """Leaves the final gradient to ``home``, which has its values on the host."""
-        self.shard_gradient = home
 
     def drop_gradient(self) -> None:
         """Frees the shard's gradient after the step."""

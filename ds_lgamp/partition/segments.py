@@ -1,7 +1,7 @@
 """What the optimizer owns of a unit on this rank: the master weights, cut into segments."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,11 @@ class Segment(NamedTuple):
 
     def is_within(self, other: "Segment") -> bool:
         return other.start <= self.start < other.end
+
+
+def is_elementwise(value: Any, shard: torch.Tensor) -> bool:
+    """Whether a ``value`` of the optimizer's state has an element for each of ``shard``."""
+    return isinstance(value, torch.Tensor) and value.shape == shard.shape
 
 
 class MasterWeights:

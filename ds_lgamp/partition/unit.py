@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
+from ds_lgamp.partition.bus import Transfer
 from ds_lgamp.partition.collectives import start_all_reduce
 from ds_lgamp.partition.flat_storage import FlatStorage, UnitParameter
 from ds_lgamp.partition.gradient_reduction import GradientReduction
-from ds_lgamp.partition.host import StoredGradient
 from ds_lgamp.partition.policy import ZeroPolicy
 from ds_lgamp.partition.segments import MasterWeights, Segment
 
@@ -77,10 +77,12 @@ class Unit:
         self.storage = FlatStorage(sorted(parameters, key=lambda entry: entry.segment_key), policy)
         self.master = MasterWeights(self.storage, policy, self.trains, tie_group)
         self.reduction = GradientReduction(self.storage, policy, self.master.values.dtype, tie_group)
-        self._stored: StoredGradient | None = None
+        self.stored_gradient: torch.Tensor | None = None
+        """The home of the final gradient on the host; None if the device updates the unit."""
         if policy.host is not None and self.trains:
             master = self.master.values
-            self._stored = StoredGradient(policy.host, master.numel(), master.dtype)
+            self.stored_gradient = policy.host.empty(master.numel(), master.dtype, policy.host.on_disk.optimizer)
+        self._storing: Transfer | None = None
         self.observers: list[Observer] = []
 
     @torch.no_grad()
@@ -128,16 +130,16 @@ class Unit:
 
     def finish_gradient(self) -> None:
         """Hands every segment its part of the final gradient; with offloading, once it is on the host."""
-        if self._stored is not None:
+        if self.stored_gradient is None:
+            self.master.take_gradient(self._final_gradient())
+        else:
             self.start_store()
             self.finish_store()
-            return
-        self.master.take_gradient(self._final_gradient())
 
     def start_store(self) -> None:
         """Starts to copy the final gradient to the host."""
-        assert self._stored is not None, "the host updates the unit"
-        self._stored.start(self._final_gradient())
+        assert self.policy.host is not None and self.stored_gradient is not None, "the host updates the unit"
+        self._storing = self.policy.host.bus.store(self.stored_gradient, self._final_gradient())
 
     def _final_gradient(self) -> torch.Tensor:
         gradient = self.reduction.final_gradient()
@@ -148,27 +150,22 @@ class Unit:
 
     def finish_store(self) -> None:
         """Waits for the copy, frees the device's gradient and hands every segment its part on the host."""
-        assert self._stored is not None, "the host updates the unit"
-        home = self._stored.finish()
-        self.reduction.move_to(home)
-        self.master.take_gradient(home)
-
-    @property
-    def stored_gradient(self) -> torch.Tensor:
-        """The home of the gradient."""
-        assert self._stored is not None, "the host updates the unit"
-        return self._stored.values
+        assert self._storing is not None and self.stored_gradient is not None, "a store is under way"
+        self._storing.wait()
+        self.reduction.shard_gradient = self.stored_gradient
+        self.master.take_gradient(self.stored_gradient)
 
     def settle_store(self) -> None:
-        """Blocks the host until it may read the gradient."""
-        if self._stored is not None:
-            self._stored.settle()
+        """Blocks the host until the copy is over, if there was one, so that the host may read the gradient."""
+        if self._storing is not None:
+            self._storing.done()
+            self._storing = None
 
     def scale_gradient(self, factor: float | torch.Tensor, gradient: torch.Tensor | None = None) -> None:
         """Multiplies the final gradient, or a ``gradient`` that was read from the disk, by ``factor``."""
         gradient = self.reduction.shard_gradient if gradient is None else gradient
         assert gradient is not None, "the gradient is final"
-        if self._stored is not None:
+        if self.stored_gradient is not None:
             self.settle_store()
             # A number, so that a factor of 1 costs no pass over the gradient.
             factor = float(factor)

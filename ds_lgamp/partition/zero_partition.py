@@ -1,5 +1,6 @@
 """All units of a pipeline rank, driven by the actions of its program."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
@@ -36,16 +37,16 @@ class ZeroPartition:
 
     def __init__(self, units: Mapping[int, Sequence[Unit]], device: torch.device) -> None:
         self.chunk_units = units
-        self.units = list(dict.fromkeys(unit for members in units.values() for unit in members))
-        for members in units.values():
-            for unit in members:
-                unit.reduction.count_user()
+        users = Counter(unit for members in units.values() for unit in members)
+        self.units = list(users)
+        for unit, count in users.items():
+            unit.reduction.users = count
         self.device = device
         self.host = next((unit.policy.host for unit in self.units if unit.policy.host is not None), None)
         """What the host does for the units; None if everything stays on the device."""
         self.frees_weights = any(unit.storage.frees_weights for unit in self.units)
         """Whether full parameters exist only between gather and release."""
-        self._shared = {unit for unit in self.units if unit.tie_group is not None or self._users(unit) > 1}
+        self._shared = {unit for unit in self.units if unit.tie_group is not None or users[unit] > 1}
         """Units that several chunks use, here or on other pipeline ranks."""
         self._finished: set[Unit] = set()
         """Units whose gradients are finished ahead of the others'."""
@@ -57,9 +58,6 @@ class ZeroPartition:
         """The same units, once the reduction inside their nodes is over."""
         self._storing: dict[int, list[Unit]] = {}
         """Units whose gradients are under way to the host, by the chunk whose STORE launched it."""
-
-    def _users(self, unit: Unit) -> int:
-        return sum(unit in members for members in self.chunk_units.values())
 
     def gather(self, chunk: int) -> None:
         """Launches the gathers that ``chunk`` needs. A unit that is complete and current moves nothing, as at stages 1

@@ -118,8 +118,7 @@ def test_a_slice_is_set_and_nothing_beside_it(data_group):
 
 def test_a_unit_is_reduced_when_its_last_user_is_done(data_group):
     unit, _ = unit_of(data_group, 2)
-    unit.reduction.count_user()
-    unit.reduction.count_user()
+    unit.reduction.users = 2
     assert [unit.reduction.user_done() for _ in range(4)] == [False, True, False, True]
 
 
