@@ -62,14 +62,13 @@ class GradientNorm(Observer):
             beside: as for :func:`global_norm`.
         """
         partition = self._partition
-        if self._reproducible or not (self._early or partition.host):
-            norm = exact_norm if self._reproducible else global_norm
-            return norm(partition.counted_gradients(), self._group, partition.device, beside)
+        if self._reproducible:
+            return exact_norm(partition.counted_gradients(), self._group, partition.device, beside)
         rows: list[torch.Tensor] = []
         for unit in partition.units:
             early = self._early.pop(unit, None)
             rows.extend(self._rows(unit, may_have_changed) if early is None else early)
-        return norm_of_rows(rows, self._group, partition.device, beside)
+        return _norm_of_rows(rows, self._group, partition.device, beside)
 
     def _rows(self, unit: Unit, may_have_changed: bool) -> list[torch.Tensor]:
         stored = self._stored.pop(unit, None)
@@ -97,10 +96,10 @@ def global_norm(
         device: where the norm is computed.
         beside: a whole number [] in fp64 that is summed over all ranks, in place, by the same message.
     """
-    return norm_of_rows([norm for gradient in gradients for norm in row_norms(gradient)], group, device, beside)
+    return _norm_of_rows([norm for gradient in gradients for norm in row_norms(gradient)], group, device, beside)
 
 
-def norm_of_rows(
+def _norm_of_rows(
     norms: list[torch.Tensor],
     group: dist.ProcessGroup | None,
     device: torch.device,

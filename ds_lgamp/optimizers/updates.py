@@ -2,10 +2,11 @@
 host's thread beside the program."""
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -224,15 +225,26 @@ class HostUpdates(Updates):
         with self._named(unit):
             unit.scale_gradient(factor)
             unit.before_change()
-            self._twin.state = self.optimizer.state
-            self._twin.param_groups = [
-                {**group, "params": self.shards_of(unit, index)} for index, group in enumerate(options)
-            ]
-            self._twin.step()
+            self._step_twin(unit, options, self.optimizer.state)
             unit.round_weights()
             unit.drop_gradient()
             unit.after_update()
         return None
+
+    def _step_twin(
+        self,
+        unit: Unit,
+        options: Options,
+        state: dict,
+        copies: Mapping[torch.Tensor, torch.Tensor] = MappingProxyType({}),
+    ) -> None:
+        """Steps the twin on the shards of ``unit``, or on their ``copies``, whose ``state`` it has then."""
+        self._twin.state = state
+        self._twin.param_groups = [
+            {**group, "params": [copies.get(shard, shard) for shard in self.shards_of(unit, index)]}
+            for index, group in enumerate(options)
+        ]
+        self._twin.step()
 
     @contextmanager
     def _named(self, unit: Unit) -> Iterator[None]:

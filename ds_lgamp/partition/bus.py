@@ -8,6 +8,7 @@ A tensor on the disk travels in pieces, through a few buffers of the host. The d
 crosses the bus, so the memory that this takes does not grow with the tensors.
 """
 
+import itertools
 import time
 import weakref
 from collections import deque
@@ -150,7 +151,8 @@ class Bus:
             _copy_here(bytes_per_second) if stream is None else _copy_beside(module, stream) for stream in streams
         ]
         if disk is not None:
-            copies = through_buffers(disk, device.type != "cpu", *copies)
+            load, store = (InPieces(disk, device.type != "cpu", copy) for copy in copies)
+            copies = [load.load, store.store]
         self._loads, self._stores = (_Lane(device, *pair) for pair in zip(copies, streams))
 
     def load(self, target: torch.Tensor, source: torch.Tensor, after: Callable[[], None] | None = None) -> Transfer:
@@ -240,88 +242,68 @@ def _require_alike(target: torch.Tensor, source: torch.Tensor) -> None:
         )
 
 
-def buffer_bytes() -> int:
-    """Returns the memory of the host that one direction takes."""
-    return disks.PIECES * disks.PIECE
-
-
-def through_buffers(disk: Disk, pinned: bool, load: Copy, store: Copy) -> list[Copy]:
-    """Returns ``load`` and ``store`` for tensors that may lie on ``disk``. Each is called in one thread."""
-    return [_Reading(disk, pinned, load), _Writing(disk, pinned, store)]
-
-
-class _Buffers:
-    """Memory for the pieces of one direction. It is taken with the first tensor on the disk.
+class InPieces:
+    """Copies tensors that may lie on a disk, through a few buffers of the host. They are taken with the first tensor on
+    the disk.
 
     Args:
-        copy: what carries pieces in memory over the bus.
+        copy: carries what lies in memory over the bus.
     """
 
     def __init__(self, disk: Disk, pinned: bool, copy: Copy) -> None:
         self.disk, self.copy, self._pinned = disk, copy, pinned
-        self._free: deque[torch.Tensor] = deque()
         self._memory: torch.Tensor | None = None
 
-    def pieces(self, tensor: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-        """Returns where each piece of ``tensor`` begins, in bytes, and its part of the tensor."""
-        flat = tensor.detach().view(-1).view(torch.uint8)
-        return [(start, flat[start : start + disks.PIECE]) for start in range(0, flat.numel(), disks.PIECE)]
-
-    def free(self) -> "deque[torch.Tensor]":
-        """Returns the buffers, in a tensor's first use of them."""
-        if self._memory is None:
-            self._memory = aligned(buffer_bytes(), self._pinned)
-        return deque(self._memory.view(disks.PIECES, -1))
-
-
-class _Reading(_Buffers):
-    def __call__(self, target: torch.Tensor, source: torch.Tensor, now: Any) -> Any:
+    def load(self, target: torch.Tensor, source: torch.Tensor, now: Any) -> Any:
         if not self.disk.holds(source):
             return self.copy(target, source, now)
-        free, waiting = self.free(), deque(self.pieces(target))
         reading: deque[tuple[Moving, torch.Tensor, torch.Tensor]] = deque()
-        over = None
+        pieces = self._pieces(target)
         try:
-            while waiting or reading:
-                while waiting and free:
-                    start, piece = waiting.popleft()
-                    buffer = free.popleft()
-                    moving = self.disk.read(source, buffer[: room(piece.numel())], start)
-                    reading.append((moving, buffer, piece))
-                moving, buffer, piece = reading.popleft()
+            while pieces or reading:
+                while pieces and len(reading) < disks.PIECES:
+                    start, piece, buffer = pieces.popleft()
+                    reading.append((self.disk.read(source, buffer, start), piece, buffer))
+                moving, piece, buffer = reading.popleft()
                 moving.wait()
-                over = self.copy(piece, buffer[: piece.numel()], now)
-                if over is not None:
-                    # The next read overwrites the buffer.
-                    over.synchronize()
-                free.append(buffer)
+                self._cross(piece, buffer[: piece.numel()], now)
         finally:
             for moving, _, _ in reading:
                 moving.settle()
-        return over
+        return None
 
-
-class _Writing(_Buffers):
-    def __call__(self, target: torch.Tensor, source: torch.Tensor, now: Any) -> Any:
+    def store(self, target: torch.Tensor, source: torch.Tensor, now: Any) -> Any:
         if not self.disk.holds(target):
             return self.copy(target, source, now)
-        free = self.free()
-        writing: deque[tuple[Moving, torch.Tensor]] = deque()
+        writing: deque[Moving] = deque()
         try:
-            for start, piece in self.pieces(source):
-                if not free:
-                    moving, buffer = writing.popleft()
-                    moving.wait()
-                    free.append(buffer)
-                buffer = free.popleft()
-                over = self.copy(buffer[: piece.numel()], piece, now)
-                if over is not None:
-                    over.synchronize()
-                writing.append((self.disk.write(target, buffer[: room(piece.numel())], start), buffer))
+            for start, piece, buffer in self._pieces(source):
+                if len(writing) == disks.PIECES:
+                    writing.popleft().wait()
+                self._cross(buffer[: piece.numel()], piece, now)
+                writing.append(self.disk.write(target, buffer, start))
             while writing:
-                writing.popleft()[0].wait()
+                writing.popleft().wait()
         finally:
-            for moving, _ in writing:
+            for moving in writing:
                 moving.settle()
-        # Nothing is left to wait for on the device.
         return None
+
+    def _pieces(self, tensor: torch.Tensor) -> "deque[tuple[int, torch.Tensor, torch.Tensor]]":
+        """Returns where each piece of ``tensor`` begins, in bytes, its part of the tensor, and its buffer. Pieces take
+        turns in the buffers, so a buffer is free when the oldest piece has left."""
+        if self._memory is None:
+            self._memory = aligned(disks.PIECES * disks.PIECE, self._pinned)
+        buffers = itertools.cycle(self._memory.view(disks.PIECES, -1))
+        parts = tensor.detach().view(-1).view(torch.uint8).split(disks.PIECE)
+        return deque(
+            (number * disks.PIECE, part, buffer[: room(part.numel())])
+            for number, (part, buffer) in enumerate(zip(parts, buffers))
+            if part.numel()
+        )
+
+    def _cross(self, target: torch.Tensor, source: torch.Tensor, now: Any) -> None:
+        """Copies over the bus, and blocks the thread until the buffer may be used again."""
+        over = self.copy(target, source, now)
+        if over is not None:
+            over.synchronize()

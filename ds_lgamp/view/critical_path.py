@@ -125,26 +125,17 @@ class _Lanes:
                 self.numbers[index] = len(self.by_name[each.name])
                 self.by_name[each.name].append(index)
 
-    @cached_property
-    def ends_of_computes(self) -> list[float]:
-        return [self.all[index].end for index in self.by_lane["compute"]]
-
-    @cached_property
-    def starts_of_waits(self) -> list[float]:
-        return [self.all[index].start for index in self.by_lane["wait"]]
-
     def before(self, time: float) -> int | None:
         """Returns the last compute that has ended at ``time``."""
-        count = bisect_right(self.ends_of_computes, time)
-        return self.by_lane["compute"][count - 1] if count else None
+        computes = self.by_lane["compute"]
+        count = bisect_right(computes, time, key=lambda index: self.all[index].end)
+        return computes[count - 1] if count else None
 
     def waits_between(self, start: float, end: float) -> Iterator[Interval]:
         """Yields the waits that begin from ``start`` on and end by ``end``."""
-        first, behind = bisect_left(self.starts_of_waits, start), bisect_left(self.starts_of_waits, end)
-        for position in range(first, behind):
-            wait = self.all[self.by_lane["wait"][position]]
-            if wait.end <= end:
-                yield wait
+        waits = self.by_lane["wait"]
+        first, last = (bisect_left(waits, time, key=lambda index: self.all[index].start) for time in (start, end))
+        yield from (self.all[index] for index in waits[first:last] if self.all[index].end <= end)
 
     def latest(self, name: str, before: float) -> int | None:
         """Returns the last interval of this name that has begun before a time."""
@@ -267,7 +258,10 @@ def action_of(name: str) -> Action | None:
         return None
 
 
-_USES = {Kind.RECV_FORWARD: Kind.FORWARD, Kind.RECV_BACKWARD: Kind.BACKWARD}
+def use_of(send: Action) -> Action:
+    """Returns the compute that uses the message of ``send`` on the other rank."""
+    kind = Kind.FORWARD if send.kind is Kind.SEND_FORWARD else Kind.BACKWARD
+    return receive_matching(send)._replace(kind=kind)
 
 
 def with_arrivals(spec: ProgramSpec, ranks: Sequence[RankRecording], steps: Sequence[Step]) -> list[Step]:
@@ -287,8 +281,7 @@ def with_arrivals(spec: ProgramSpec, ranks: Sequence[RankRecording], steps: Sequ
         send = action_of(each.name) if each.lane == "send" else None
         if send is None or send.kind not in SENDS:
             return each
-        receive = receive_matching(send)
-        use = Action(_USES[receive.kind], receive.chunk, receive.micro_batch)
+        use = use_of(send)
         start = begun.get((peers.at(spec.placement[use.chunk], rank), str(use)), each.end)
         return each._replace(end=min(each.end, max(each.start, start)))
 

@@ -98,34 +98,27 @@ def _panel(panel: Panel, names: _Numbers, words: _Numbers) -> dict[str, Any]:
 
 def _rank(rank: RankRecording, shown: Shown, index: int, names: _Numbers, words: _Numbers) -> dict[str, Any]:
     step, causes = shown.steps[index], shown.causes[index]
-    columns = list(zip(*step.intervals)) or [()] * 6
-    lanes, titles, starts, ends, kinds, moved = columns
-    times = _Times(shown)
+    lanes, titles, starts, ends, kinds, moved = zip(*step.intervals) if step.intervals else [()] * 6
     return {
         "label": f"rank {rank.rank}",
         "detail": _detail(rank, shown),
         "replica": rank.data_rank,
         "lane": [LANES.index(lane) for lane in lanes],
         "name": [names[title] for title in titles],
-        "start": times.of(starts),
-        "end": times.of(ends),
+        "start": _since(shown, starts),
+        "end": _since(shown, ends),
         "kind": [words[kind] for kind in kinds],
         "bytes": moved,
         "cause": [part for place in range(len(lanes)) for part in causes.get(place, (-1, -1))],
-        "memory": [times.of([when for when, _ in step.memory]), [alive for _, alive in step.memory]],
+        "memory": [_since(shown, [when for when, _ in step.memory]), [alive for _, alive in step.memory]],
     }
 
 
-class _Times:
-    """Times since the step began, rounded."""
-
-    def __init__(self, shown: Shown) -> None:
-        self.start = shown.start
-        length = shown.figures.seconds
-        self.places = DIGITS - floor(log10(length)) if length > 0 else DIGITS
-
-    def of(self, times: Sequence[float]) -> list[float]:
-        return [round(each - self.start, self.places) for each in times]
+def _since(shown: Shown, times: Sequence[float]) -> list[float]:
+    """Returns times since the step began, rounded."""
+    length = shown.figures.seconds
+    places = DIGITS - floor(log10(length)) if length > 0 else DIGITS
+    return [round(each - shown.start, places) for each in times]
 
 
 def _detail(rank: RankRecording, shown: Shown) -> str:
