@@ -38,9 +38,8 @@ class Contents(NamedTuple):
 
 
 class UpdateBuffers:
-    """Reads units in the order in which they were announced, as soon as a buffer is free, and writes them behind.
-
-    One thread announces, another one fetches and puts back one unit after the other, in the same order.
+    """Reads units as soon as a buffer is free, in the order in which one thread announces them. Another thread fetches
+    and puts back one unit after the other, in the same order.
 
     Args:
         disk: holds the units.
@@ -179,7 +178,7 @@ class DiskUpdates(HostUpdates):
         super().cut(unit, frozen)
 
     def announce(self, unit: Unit) -> None:
-        """Lets ``unit`` be read ahead of its update. Its gradient is final."""
+        """Lets ``unit`` be read before its update. Its gradient is final."""
         self._buffers.announce(unit, self._contents(unit))
 
     def _contents(self, unit: Unit) -> Contents:
@@ -214,8 +213,11 @@ class DiskUpdates(HostUpdates):
         assert unit.stored_gradient is not None, "the host updates the unit"
         gradient, values = near(unit.stored_gradient), near(unit.master.values)
         unit.scale_gradient(factor, gradient)
-        copies = {segment.shard: _copy_of(segment, values, gradient) for segment in unit.master.segments}
-        state, on_copies = self.optimizer.state, defaultdict(dict)
+        copies: dict[torch.Tensor, torch.Tensor] = {
+            segment.shard: _copy_of(segment, values, gradient) for segment in unit.master.segments
+        }
+        state = self.optimizer.state
+        on_copies: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
         for shard, copy in copies.items():
             if shard in state:
                 on_copies[copy] = {

@@ -42,7 +42,7 @@ def start_postponed(units: Iterable[Unit]) -> None:
 
 
 class Updates:
-    """Updates units on the device: all at once, or one after another; at once, or when a program asks for it.
+    """Updates units on the device, all at once or one after another, in the step or when a program asks for it.
 
     Args:
         optimizer: its groups hold the shards of ``partition`` from now on. It begins without state.
@@ -67,8 +67,8 @@ class Updates:
 
     @property
     def is_watched(self) -> bool:
-        """Whether user code runs with each step of the optimizer: hooks, or a function in place of its step. It expects
-        one step per batch, with all gradients."""
+        """Whether user code runs with each step of the optimizer: hooks, or a function in place of its step. Such code
+        expects one step per batch, with all gradients."""
         optimizer = self.optimizer
         hooks = (
             *optimizer._optimizer_step_pre_hooks,  # type: ignore[attr-defined]
@@ -88,11 +88,11 @@ class Updates:
         ]
 
     def with_gradients(self) -> list[Unit]:
-        """The units whose gradients are final. An update that the host has begun uses its gradient still."""
+        """The units whose gradients are final, except those of an update that is left to later or under way."""
         return [unit for unit in self._partition.units if unit.reduction.is_final and unit.storage.pending is None]
 
     def step(self, factor: Any, is_watched: bool) -> None:
-        """Updates what is not updated yet, or leaves that to later.
+        """Updates what no earlier update has updated, or leaves that to later.
 
         Args:
             factor: what multiplies the gradients.
@@ -117,7 +117,7 @@ class Updates:
                 self.update(staying)
 
     def step_early(self, units: Sequence[Unit], factor: Any) -> None:
-        """Updates ``units`` before the step. With offloading, the host's thread has that to do when this returns."""
+        """Updates ``units`` before the step. With offloading, it only hands the updates to the host's thread."""
         if self._partition.host is not None:
             self.step_later(units, factor)
             start_postponed(units)
@@ -150,16 +150,15 @@ class Updates:
             self._follow()
 
     def leave_out_frozen(self, units: Sequence[Unit]) -> None:
-        """Lets the next step leave those parameters of ``units`` alone, with their state, that the script has frozen.
-        The gradients are final."""
+        """Lets the next step leave alone what the script has frozen of ``units``, with its state. The gradients are
+        final."""
         for unit in units:
             if unit.reduction.frozen:
                 self.cut(unit, unit.reduction.frozen[0])
                 unit.master.leave_out(unit.reduction.frozen)
 
     def cut(self, unit: Unit, frozen: UnitParameter) -> None:
-        """Lets the optimizer hold each parameter of ``unit`` by itself, because ``frozen`` is or was frozen for a
-        time."""
+        """Lets the optimizer hold each parameter of ``unit`` by itself, because ``frozen`` is or was frozen."""
         cut(self.optimizer, self._partition, unit)
 
     def announce(self, unit: Unit) -> None:
@@ -213,8 +212,8 @@ class HostUpdateError(RuntimeError):
 class HostUpdates(Updates):
     """Updates for shards on the host.
 
-    :meth:`update_alone` runs in the host's thread. There it leaves the optimizer's groups alone, which schedulers and
-    scripts read and write meanwhile: it steps a twin, which has groups of its own and shares the state.
+    :meth:`update_alone` runs in the host's thread, while schedulers and scripts read and write the optimizer's groups.
+    So it steps a twin, which has groups of its own and shares the state.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, partition: ZeroPartition, when: str) -> None:
@@ -302,8 +301,8 @@ def _of_part(value: Any, whole: Segment, part: Segment) -> Any:
 
 
 def _initial_state(optimizer: torch.optim.Optimizer) -> defaultdict[torch.Tensor, Any]:
-    """Returns the state before the first step, for the current parameters of the groups. Adagrad makes its state in its
-    constructor. All other optimizers make it in their first step."""
+    """Returns the state before the first step, for the current parameters of the groups: none, except of Adagrad, which
+    makes its state in its constructor."""
     if type(optimizer) is not torch.optim.Adagrad:
         return defaultdict(dict)
     value = optimizer.defaults["initial_accumulator_value"]

@@ -1,11 +1,11 @@
-"""The bus between the memory of the host and that of the device: copies that run beside compute.
+"""The bus copies tensors between the memory of the host and that of the device, beside compute.
 
 Each direction has a thread and copies one tensor after the other. On an accelerator, the thread issues the copy on a
 stream of the direction, between pinned memory and the device. On a CPU, host and device are two pools of main memory,
 the thread copies itself, and the bus may be as slow as the caller wants.
 
-A tensor on the disk travels in pieces, through a few buffers of the host. The disk moves some of them while another one
-crosses the bus, so the memory that this takes does not grow with the tensors.
+A tensor on the disk travels in pieces, through a few buffers of the host, whatever its size. The disk moves some of the
+pieces while another one crosses the bus.
 """
 
 import itertools
@@ -28,7 +28,7 @@ from ds_lgamp.partition.disk import Disk, Moving, aligned
 from ds_lgamp.partition.memory import HostRoom
 
 Copy = Callable[[torch.Tensor, torch.Tensor, Any], Any]
-"""Copies to a target from a source, on the device behind an event. Returns the event of its end; None on a CPU."""
+"""Copies to a target from a source, on a device after an event. Returns the event of its end; None on a CPU."""
 
 
 class Transfer:
@@ -55,12 +55,9 @@ class Transfer:
         self._error: BaseException | None = None
 
     def wait(self) -> None:
-        """Makes the device's current stream wait for the end of the copy. The host waits only until the copy is issued,
-        on a CPU until it is over. Afterwards the stream may read the target and reuse the source. What the host does
-        with a stored gradient waits for :meth:`done`.
-
-        Raises what ``after`` or the copy raised.
-        """
+        """Makes the device's current stream wait for the end of the copy, and then it may read the target and reuse the
+        source. The host waits only until the copy is issued, on a CPU until it is over; before it uses a target of its
+        own, it calls :meth:`done`. Raises what ``after`` or the copy raised."""
         self._issued.wait()
         if self._error is not None:
             raise self._error
@@ -69,7 +66,7 @@ class Transfer:
         self.tensors = None
 
     def done(self) -> None:
-        """Blocks the host until the copy is over. Raises what ``after`` or the copy raised."""
+        """Blocks the host until the copy is over, and raises what :meth:`wait` raises."""
         self.wait()
         if self._over is not None:
             self._over.synchronize()
@@ -106,7 +103,7 @@ class Transfer:
 
 
 def event_now(device: torch.device) -> Any:
-    """Returns an event behind all work of the device's current stream; None on a CPU."""
+    """Returns an event after all work of the device's current stream; None on a CPU."""
     if device.type == "cpu":
         return None
     module = torch.get_device_module(device)
@@ -156,8 +153,8 @@ class Bus:
         self._loads, self._stores = (_Lane(device, *pair) for pair in zip(copies, streams))
 
     def load(self, target: torch.Tensor, source: torch.Tensor, after: Callable[[], None] | None = None) -> Transfer:
-        """Starts the copy of ``source`` on the host to ``target`` on the device, behind all loads so far and all work
-        of the device's current stream. The caller leaves both alone until it has waited.
+        """Starts the copy of ``source`` on the host to ``target`` on the device, after all loads so far and all work of
+        the device's current stream. The caller leaves both alone until it has waited.
 
         Args:
             target: on the device.
@@ -169,17 +166,15 @@ class Bus:
         """
         _require_alike(target, source)
         self.bytes_loaded += target.nbytes
-        return self._loads.start(
-            Transfer(target, source, after, event_now(self.device), launched("load", target.nbytes))
-        )
+        flight = launched("load", target.nbytes)
+        return self._loads.start(Transfer(target, source, after, event_now(self.device), flight))
 
     def store(self, target: torch.Tensor, source: torch.Tensor) -> Transfer:
         """Starts the copy of ``source`` on the device to ``target`` on the host, as :meth:`load` does the other way."""
         _require_alike(target, source)
         self.bytes_stored += target.nbytes
-        return self._stores.start(
-            Transfer(target, source, None, event_now(self.device), launched("store", target.nbytes))
-        )
+        flight = launched("store", target.nbytes)
+        return self._stores.start(Transfer(target, source, None, event_now(self.device), flight))
 
 
 class _Lane:

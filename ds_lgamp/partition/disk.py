@@ -3,7 +3,7 @@
 Code that needs few values, such as a checkpoint, reads and writes a tensor on the disk like any other: its memory is
 mapped to the file. What moves in every step is read and written with ``O_DIRECT`` where the file system can, in pieces
 by several threads, between the file and buffers. The kernel keeps both ways coherent as long as they follow one
-another: it writes changed pages ahead of a direct read, and drops pages of the cache ahead of a direct write.
+another: before a direct read it writes changed pages, and before a direct write it drops pages of the cache.
 
 The file loses its name as soon as it is open. Its space returns when the process ends, however it ends, and nothing is
 left that a later run could read. Only checkpoints outlive a run.

@@ -59,8 +59,7 @@ class FlatStorage:
     it. That is the kept part; with one data-parallel rank it is all of the storage, and a gather moves nothing. If the
     host holds the parameters, the device frees the loaded part when the gather of it is over.
 
-    ``guard.py`` guards the values of parameters that are not complete and current. Reading them waits for the gather in
-    flight.
+    Code that reads parameters that are not complete and current waits for the gather in flight (``guard.py``).
 
     Args:
         parameters: at least one; all of one dtype and on one device. They lie in the storage in this order.

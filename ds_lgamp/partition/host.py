@@ -1,8 +1,5 @@
-"""What the host does for units with offloading.
-
-It holds this rank's weights, which are loaded, and its gradient, which is stored; both may lie on a disk. A thread of
-the host updates units, one after another, beside the program.
-"""
+"""What the host does for units with offloading: it holds this rank's weights, which are loaded, and its gradient, which
+is stored, in memory or on a disk; and a thread updates one unit after another, beside the program."""
 
 import weakref
 from collections.abc import Callable
@@ -20,8 +17,8 @@ from ds_lgamp.partition.disk import Disk
 from ds_lgamp.partition.memory import in_pool
 
 Work = Callable[[], Callable[[], None] | None]
-"""What the thread calls. It may return what waiters call, such as the wait for a write to the disk: the thread goes on
-with the next job meanwhile."""
+"""What the thread calls. It may return what waiters call in turn, such as the wait for a write to the disk, so that the
+thread goes on with the next job."""
 
 
 class Job:
@@ -35,8 +32,8 @@ class Job:
         self._error: BaseException | None = None
 
     def wait(self) -> None:
-        """Blocks until the job is over. Raises what it, or an earlier job of the thread, raised. The thread itself does
-        not block: garbage collection can run there and destroy an engine, which waits for its jobs."""
+        """Blocks until the job is over. Raises what it, or an earlier job of the thread, raised. It does not block the
+        thread itself, where garbage collection may destroy an engine, which waits for its jobs."""
         if current_thread() is self._thread:
             return
         self._over.wait()
@@ -59,9 +56,8 @@ class Job:
 
 
 class HostThread:
-    """Runs jobs in their order. It begins with the first job, and ends with the object.
-
-    When a job has failed, all later ones fail with its error: they would work on half a step.
+    """Runs jobs in their order. It begins with the first job and ends with the object. After a failed job, all later
+    ones fail with its error, because they would work on half a step.
 
     Args:
         device: where the jobs' events and tensors are, beside the host.

@@ -1,5 +1,5 @@
-"""A unit: the parameters of one chunk, or of one tied module, which move together; and the part of each parameter that
-this rank holds."""
+"""A unit is the parameters of one chunk, or of one tied module, which move together; a part is what this rank holds of
+one of them."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -17,13 +17,14 @@ from ds_lgamp.partition.segments import MasterWeights, Segment
 
 
 class Observer:
-    """Follows what happens to the units in whose :attr:`Unit.observers` it is. By default it does nothing."""
+    """Follows what happens to the units that have it in :attr:`Unit.observers`. By default it does nothing."""
 
     def gradient_final(self, unit: "Unit", gradient: torch.Tensor) -> None:
-        """The ``gradient`` of this rank's shard of ``unit`` is final. With offloading the device has it still."""
+        """The ``gradient`` of this rank's shard of ``unit`` is final, and still on the device."""
 
     def before_change(self, unit: "Unit") -> None:
-        """Master weights or optimizer state of ``unit`` are about to change. It may block until nobody reads them."""
+        """Master weights or optimizer state of ``unit`` are about to change. The observer may block until nobody reads
+        them."""
 
     def after_update(self, unit: "Unit") -> None:
         """An update of ``unit`` is final: master weights, optimizer state and weights. Any thread that updates may call
@@ -32,13 +33,11 @@ class Observer:
 
 class Unit:
     """Joins what belongs to parameters that are gathered, released and reduced together: ``storage``, where they lie,
-    ``reduction``, which sums their gradient, and ``master``, which the optimizer updates.
+    ``reduction``, which sums their gradient, and ``master``, which the optimizer updates. With offloading, master
+    weights and the final gradient lie on the host.
 
-    A unit is frozen if none of its parameters requires a gradient. A frozen unit is gathered and released only, at
-    stage 3; it has no gradient and no master weights of its own.
-
-    With offloading, master weights and the final gradient lie on the host. Of a frozen unit the host holds the shard,
-    if it holds the parameters.
+    A unit is frozen if none of its parameters requires a gradient. Then it has no gradient and no master weights of its
+    own, and the host holds its shard only if it holds the parameters.
 
     Args:
         name: its name in errors and traces.
@@ -110,8 +109,8 @@ class Unit:
         self.storage.replace_slice(within, self.master.values[within])
 
     def adopt(self, within: slice = slice(None), keep_bits: bool = False) -> None:
-        """Takes the shard and the master weights, or a slice of them, from the full parameters. Where those are
-        released, it takes the master weights from the shard. With ``keep_bits``, master weights whose weight has not
+        """Takes the shard and the master weights, or a slice of them, from the full parameters; where these are
+        released, only the master weights, from the shard. With ``keep_bits``, master weights whose weight has not
         changed stay as they are."""
         self.storage.catch_up()
         self.before_change()
@@ -119,7 +118,7 @@ class Unit:
         self.master.adopt(within, keep_bits)
 
     def before_change(self) -> None:
-        """Tells the observers. Called before every change of master weights or optimizer state."""
+        """Tells the observers. The caller is about to change master weights or optimizer state."""
         for observer in self.observers:
             observer.before_change(self)
 
@@ -129,7 +128,7 @@ class Unit:
             observer.after_update(self)
 
     def finish_gradient(self) -> None:
-        """Hands every segment its part of the final gradient; with offloading, once it is on the host."""
+        """Gives every segment its part of the final gradient; with offloading, on the host."""
         if self.stored_gradient is None:
             self.master.take_gradient(self._final_gradient())
         else:
@@ -149,7 +148,7 @@ class Unit:
         return gradient
 
     def finish_store(self) -> None:
-        """Waits for the copy, frees the device's gradient and hands every segment its part on the host."""
+        """Waits for the copy, frees the device's gradient and gives every segment its part on the host."""
         assert self._storing is not None and self.stored_gradient is not None, "a store is under way"
         self._storing.wait()
         self.reduction.shard_gradient = self.stored_gradient
@@ -179,8 +178,8 @@ class Unit:
 
     @torch.no_grad()
     def round_weights(self) -> None:
-        """Rounds the master weights to the shard after the host updated them. The storage knows since it has postponed
-        the update that its full parameters are old."""
+        """Rounds the master weights to the shard after the host updated them. The storage has taken its full parameters
+        for old since the update was postponed."""
         if self.master.is_copy:
             self.storage.shard.copy_(self.master.values)
 
@@ -191,10 +190,8 @@ class Unit:
 
 
 class Part(NamedTuple):
-    """The part of a parameter that lies in this rank's shard; it may be empty.
-
-    Weights, master weights, gradient and optimizer state are laid out alike, so the part has the same place in each.
-    """
+    """The part of a parameter that lies in this rank's shard; it may be empty. It has the same place in weights, master
+    weights, gradient and optimizer state."""
 
     unit: Unit
     name: str
@@ -231,15 +228,12 @@ class Part(NamedTuple):
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """Returns a tensor of the parameter's shape, copied from the ``part`` [numel] of every shard. All data-parallel
-        ranks call it together.
-
-        It adds up tensors that are zero outside a rank's part: parts differ in length, and for most parameters all but
-        one are empty.
-        """
+        ranks call it together."""
         storage = self.unit.storage
         if not storage.partitioned:
             # With offloading, the part is on the host.
             return part.to(storage.flat.device, copy=True).view(self.shape)
+        # Parts differ in length, and most are empty, so it adds up tensors that are zero outside a rank's part.
         whole = part.new_zeros(self.shape.numel(), device=storage.flat.device)
         whole[self.in_parameter] = part
         return start_all_reduce(whole, self.unit.policy.shard_group)().view(self.shape)
@@ -260,7 +254,7 @@ class Part(NamedTuple):
     @torch.no_grad()
     def adopt_weights(self) -> None:
         """Takes this rank's part of the shard and of the master weights from the full parameter, which user code may
-        have changed after it was gathered. Master weights whose weight has not changed keep their bits."""
+        have changed. Master weights whose weight has not changed keep their bits."""
         self.unit.adopt(self.in_shard, keep_bits=True)
 
 
@@ -275,17 +269,17 @@ def parts_of(unit: Unit) -> Iterator[Part]:
         if first < last:
             in_shard = slice(first - shard_start, last - shard_start)
             in_parameter = slice(first - start, last - start)
-        whole = slice(start, end)
-        place = _place(unit.policy.tensor_group, entry.sliced_dimension, shape)
+        whole_shape, slice_offsets = _place(unit.policy.tensor_group, entry.sliced_dimension, shape)
         yield Part(
             unit,
             entry.name,
             entry.shown,
             entry.parameter,
             torch.Size(shape),
-            *place,
+            whole_shape,
+            slice_offsets,
             entry.group,
-            whole,
+            slice(start, end),
             in_shard,
             in_parameter,
         )

@@ -64,7 +64,7 @@ class Shown:
 
     @property
     def title(self) -> str:
-        """measured, step 3; or simulated."""
+        """Such as "measured, step 3", or "simulated"."""
         step = f", step {self.figures.step}" if self.recording.source == "measured" else ""
         return f"{self.recording.source}{step}"
 

@@ -9,7 +9,7 @@ from html import escape
 from importlib.resources import files
 from itertools import count
 from math import floor, log10
-from typing import Any, NamedTuple
+from typing import Any
 
 from ds_lgamp.view.critical_path import micro_batches_of
 from ds_lgamp.view.figures import COMPUTE, KINDS, Shown
@@ -21,11 +21,8 @@ DIGITS = 7
 """Of a time, as a share of the step: far more than a screen shows."""
 
 
-class Panel(NamedTuple):
-    """A step and the words above it."""
-
-    title: str
-    shown: Shown
+Panel = tuple[str, Shown]
+"""The words above a step, and the step."""
 
 
 def html_page(title: str, panels: Sequence[Panel], unit: str = "s", before: str = "") -> str:
@@ -54,15 +51,15 @@ def _embedded(model: dict[str, Any]) -> str:
 
 def _model(panels: Sequence[Panel], unit: str) -> dict[str, Any]:
     names, words = _Numbers(), _Numbers()
-    shown = [_panel(panel, names, words) for panel in panels]
-    micro_batches = max(micro_batches_of(step) for panel in panels for step in panel.shown.steps)
+    drawn = [_panel(title, shown, names, words) for title, shown in panels]
+    micro_batches = max(micro_batches_of(step) for _, shown in panels for step in shown.steps)
     return {
         "unit": unit,
         "lanes": LANES,
         "kinds": KINDS,
         "computeKinds": len(COMPUTE),
         "micro_batches": micro_batches,
-        "panels": shown,
+        "panels": drawn,
         "names": list(names),
         "words": list(words),
     }
@@ -79,12 +76,11 @@ class _Numbers(dict[str, int]):
         return self[word]
 
 
-def _panel(panel: Panel, names: _Numbers, words: _Numbers) -> dict[str, Any]:
-    shown = panel.shown
+def _panel(title: str, shown: Shown, names: _Numbers, words: _Numbers) -> dict[str, Any]:
     figures = shown.figures
     ranks = [_rank(rank, shown, index, names, words) for index, rank in enumerate(shown.recording.ranks)]
     return {
-        "title": panel.title,
+        "title": title,
         "seconds": figures.seconds,
         "bubble": figures.bubble,
         "by_rank": figures.by_rank,

@@ -61,10 +61,10 @@ def simulated_1f1b(shown: Shown) -> Recording:
 def costs_of(shown: Shown) -> Costs:
     """Returns mean durations of a recorded step, in seconds.
 
-    Computes, transfers and updates: by chunk, over micro-batches and those ranks that have as many micro-batches as the
-    program. Collectives: from the last launch of a rank that takes part, or the last end before, to the first end.
-    Messages: the fastest on each link for which an idle rank waited; the mean of the other links where none did. A
-    recording does not show waits for network cards, so messages and collectives do not share one.
+    Computes, transfers and updates are means by chunk, over micro-batches and the ranks that have as many micro-batches
+    as the program. Collectives last from the last launch of a rank that takes part, or the last end before, to the
+    first end. On each link, the fastest message counts for which an idle rank waited; where none did, the mean of the
+    other links. Messages and collectives share no network card, because a recording does not show waits for one.
     """
     spec = shown.recording.program_spec()
     means = _means(shown, spec)
@@ -119,12 +119,12 @@ def _means(shown: Shown, spec: ProgramSpec) -> dict[Action, float]:
 
 def _queued(intervals: Sequence[Interval]) -> Iterator[tuple[Action, float, Interval]]:
     """Yields the actions with the times when they really began: after the one before them in their lane."""
-    ahead: defaultdict[str, float] = defaultdict(float)
+    free: defaultdict[str, float] = defaultdict(float)
     for each in sorted(intervals, key=lambda each: each.start):
         action = action_of(each.name)
         if action is not None and each.lane not in ("wait", "send"):
-            yield action, min(max(each.start, ahead[each.lane]), each.end), each
-            ahead[each.lane] = max(each.end, ahead[each.lane])
+            yield action, min(max(each.start, free[each.lane]), each.end), each
+            free[each.lane] = max(each.end, free[each.lane])
 
 
 def _hops(shown: Shown, spec: ProgramSpec) -> Mapping[Link, float]:

@@ -1,7 +1,7 @@
 """Recordings for https://ui.perfetto.dev, in Perfetto's protocol-buffer format.
 
 A rank is a process, and each of its lanes a track. Arrows lead from a message to the compute that uses it. The numbers
-of fields are those of protos/perfetto/trace in Perfetto's sources; what is written here needs no more than a few.
+of fields are those of protos/perfetto/trace in Perfetto's sources.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Steps as text: Gantt charts of characters of simulated and of recorded ones, and a table of where the time went."""
+"""Simulated and recorded steps as text: a Gantt chart of characters, and a table of where the time went."""
 
 import string
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -30,13 +30,12 @@ _LEGEND_OF_OFFLOADING = (
 
 
 def text_gantt(spec: ProgramSpec, timeline: Timeline, width: int = 120) -> str:
-    """One line per pipeline rank, time from left to right, at most ``width`` columns of it.
+    """Returns a chart with one line per pipeline rank, time from left to right, at most ``width`` columns of it.
 
     A digit is a forward and numbers its chunk on the rank, modulo 10. A letter is a backward: A for 0, B for 1, and so
-    on. A u is the optimizer's update. A dot is idle time. If collectives take time, a second line per rank shows
-    gathers as digits and reductions as letters; a tilde is compute that waits for one of them. With hierarchical shards
-    these are inside nodes, and a third line shows those between nodes. With offloading, a line each shows loads as
-    digits, and stores and the host's updates as letters, unless they take no time.
+    on. A u is the optimizer's update, a dot is idle time, and a tilde is compute that waits for something on the lines
+    below. These show, as far as they take time: gathers as digits and reductions as letters, inside and between nodes
+    with hierarchical shards; with offloading, loads as digits, stores and the host's updates as letters.
     """
     spans = [span for rank in (*timeline.spans, *timeline.collectives) for span in rank]
     shortest = min((span.end - span.start for span in spans if span.end > span.start), default=0.0)

@@ -12,7 +12,7 @@ from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import simulate
 from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.view.figures import show
-from ds_lgamp.view.html import Panel, html_page
+from ds_lgamp.view.html import html_page
 from ds_lgamp.view.recording import Interval, in_order, of_simulation
 from testing.browser import browser, executable
 
@@ -32,7 +32,7 @@ def shown(ranks=4, chunks=2, micro_batches=8, with_memory=True):
 
 
 def page_of(*steps, title="a page"):
-    return html_page(title, [Panel(f"panel {number}", step) for number, step in enumerate(steps)])
+    return html_page(title, [(f"panel {number}", step) for number, step in enumerate(steps)])
 
 
 @pytest.fixture(scope="module")
@@ -257,7 +257,7 @@ def test_keys_walk_over_actions_and_tell_them(opened):
     window.evaluate("canvas.focus()")
     for key, name in {"ArrowRight": "F0.0", "ArrowDown": "F1.0", "ArrowUp": "F0.2", "ArrowLeft": "F0.1"}.items():
         window.key(key)
-        assert window.evaluate("document.getElementById('told').textContent").startswith(name), key
+        assert window.evaluate("document.getElementById('announcement').textContent").startswith(name), key
     window.key("Enter")
     assert window.evaluate("chooser.value") == "1"
     window.key("c")
