@@ -70,8 +70,6 @@ class FlatStorage:
         self.parameters = parameters
         self.partitioned = policy.partitioned
         """Whether this rank updates a part of the storage, not all of it."""
-        self.host = policy.host
-        """Holds the shard and updates it; None if the device does."""
         self.gathers = policy.partitioned or policy.host is not None
         """Whether full parameters follow the shards only when they are gathered."""
         frees_part = policy.host is not None and policy.host.parameters
@@ -121,8 +119,9 @@ class FlatStorage:
             self.shard_start = policy.shard_index * size
             self.shard = self.kept[self.shard_start - kept_start :][:size]
         self._loaded: LoadedPart | None = None
-        if self.host is not None:
-            self._loaded = LoadedPart(self.host, self.kept)
+        """This rank's part on the device, with its home on the host; None if the device holds the shard."""
+        if policy.host is not None:
+            self._loaded = LoadedPart(policy.host, self.kept)
             self.shard = self._loaded.home
             if self.partitioned:
                 self._loaded.free()
@@ -151,7 +150,7 @@ class FlatStorage:
         update, self.pending = self.pending, None
         if update is not None:
             update.wait()
-            if self.host is None and self.resident and not self.stale:
+            if self._loaded is None and self.resident and not self.stale:
                 self._guards.lift()
 
     def start_load(self) -> None:
@@ -266,7 +265,7 @@ class FlatStorage:
             return
         if not self.stale:
             self.attach_parameters()
-        if self.frees_weights or (self.host is not None and not self.stale):
+        if self.frees_weights or (self._loaded is not None and not self.stale):
             self.finish_refresh()
             self.settle_loads()
             self.shard[within].copy_(self.flat[self.shard_start : self.shard_start + self.shard.numel()][within])

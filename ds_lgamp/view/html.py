@@ -26,7 +26,7 @@ Panel = tuple[str, Shown]
 
 
 def html_page(title: str, panels: Sequence[Panel], unit: str = "s", before: str = "") -> str:
-    """The page with ``panels`` one above the other, on the same scale of time.
+    """Returns the page with ``panels`` one above the other, on the same scale of time.
 
     Args:
         unit: "s" if times are seconds; "" if they have no unit.
@@ -34,7 +34,9 @@ def html_page(title: str, panels: Sequence[Panel], unit: str = "s", before: str 
     """
     folder = files("ds_lgamp.view") / "page"
     values = {name: (folder / name).read_text(encoding="utf-8") for name in PARTS}
-    values |= {"title": escape(title), "before": before, "data": _embedded(_model(panels, unit))}
+    # No name in the JSON can close the script element around it.
+    data = json.dumps(_model(panels, unit), separators=(",", ":")).replace("<", "\\u003c")
+    values |= {"title": escape(title), "before": before, "data": data}
     # Split before filling in: what is filled in may look like a placeholder.
     pieces = (folder / "page.html").read_text(encoding="utf-8").split("{{")
     filled = [pieces[0]]
@@ -42,11 +44,6 @@ def html_page(title: str, panels: Sequence[Panel], unit: str = "s", before: str 
         name, _, rest = piece.partition("}}")
         filled.append(values[name] + rest)
     return "".join(filled)
-
-
-def _embedded(model: dict[str, Any]) -> str:
-    """Returns JSON for a script element, which no name in it can close."""
-    return json.dumps(model, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _model(panels: Sequence[Panel], unit: str) -> dict[str, Any]:

@@ -128,35 +128,30 @@ def _queued(intervals: Sequence[Interval]) -> Iterator[tuple[Action, float, Inte
 
 
 def _hops(shown: Shown, spec: ProgramSpec) -> Mapping[Link, float]:
-    fastest: dict[Link, float] = {}
-    for made, idle, each, link in _messages(shown, spec):
-        # A rank that is busy starts late on a message that has long arrived.
-        if idle <= made:
-            fastest[link] = min(fastest.get(link, float("inf")), each.start - made)
-    known = fmean(fastest.values()) if fastest else 0.0
-    return {link: max(fastest.get(link, known), 0.0) for link in links_of(spec)}
-
-
-def _messages(shown: Shown, spec: ProgramSpec) -> Iterator[tuple[float, float, Interval, Link]]:
-    """Yields, for each message: when it was made, since when its receiver was idle, what used it, and its link."""
     made: dict[tuple[int, Action], float] = {}
-    uses: list[tuple[int, Action, float, Interval]] = []
-    peers = Peers(spec, shown.recording.ranks)
+    uses: list[tuple[int, Action, float, float]] = []
     for rank, step in enumerate(shown.steps):
         idle = step.start
         for each in step.intervals:
             action = action_of(each.name)
             if each.lane == "compute" and action is not None and action.kind in COMPUTE:
                 made[rank, action] = each.end
-                uses.append((rank, action, idle, each))
+                uses.append((rank, action, idle, each.start))
                 idle = each.end
-    for rank, action, idle, each in uses:
+    peers, fastest = Peers(spec, shown.recording.ranks), dict.fromkeys(links_of(spec), float("inf"))
+    for rank, action, idle, start in uses:
         chunk = spec.source_chunk(action)
-        sender = None if chunk is None else peers.at(spec.placement[chunk], rank)
-        if chunk is not None and sender is not None and spec.receives_input(action):
-            source = sender, Action(action.kind, chunk, action.micro_batch)
-            if source in made:
-                yield made[source], idle, each, (spec.placement[chunk], spec.placement[action.chunk])
+        if chunk is None or not spec.receives_input(action):
+            continue
+        sender = peers.at(spec.placement[chunk], rank)
+        sent = None if sender is None else made.get((sender, Action(action.kind, chunk, action.micro_batch)))
+        # A rank that is busy starts late on a message that has long arrived.
+        if sent is not None and idle <= sent:
+            link = spec.placement[chunk], spec.placement[action.chunk]
+            fastest[link] = min(fastest[link], start - sent)
+    times = [time for time in fastest.values() if time < float("inf")]
+    known = fmean(times) if times else 0.0
+    return {link: max(time if time < float("inf") else known, 0.0) for link, time in fastest.items()}
 
 
 def _updates(shown: Shown, spec: ProgramSpec, by_chunk: list[float]) -> list[float]:

@@ -183,8 +183,8 @@ def test_master_weights_are_the_shard_of_the_host_or_its_fp32_copy(data_group):
 
 
 def test_a_frozen_unit_is_on_the_host_only_with_the_parameters(data_group):
-    assert unit_of(data_group, trains=False)[0].storage.host is not None
-    assert unit_of(data_group, parameters=False, trains=False)[0].storage.host is None
+    assert unit_of(data_group, trains=False)[0].policy.host is not None
+    assert unit_of(data_group, parameters=False, trains=False)[0].policy.host is None
 
 
 def test_a_waiter_waits_for_the_write_and_the_next_job_does_not():
