@@ -155,7 +155,8 @@ def test_parameters_are_old_while_the_host_updates_them(data_group):
     assert weight[0] == 1
 
 
-def test_a_stored_gradient_leaves_the_device(data_group):
+@pytest.mark.parametrize("stores", [True, False], ids=["with a STORE", "without one"])
+def test_a_stored_gradient_leaves_the_device(data_group, stores):
     unit, weight, host = unit_of(data_group, dtype=torch.bfloat16)
     unit.storage.hold(0)
     unit.storage.finish_gather()
@@ -164,8 +165,11 @@ def test_a_stored_gradient_leaves_the_device(data_group):
         weight.grad.add_(1)
         unit.reduction.start()
         unit.reduction.finish()
-    unit.start_store()
-    unit.finish_store()
+    if stores:
+        unit.start_store()
+        unit.finish_store()
+    else:
+        unit.finish_gradient()
     (segment,) = unit.master.segments
     assert segment.shard.grad.data_ptr() == unit.reduction.shard_gradient.data_ptr()
     assert segment.shard.grad.dtype == torch.float32 and unit.reduction._gradient is None
