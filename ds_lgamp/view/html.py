@@ -4,6 +4,8 @@ The files in page/ are its parts. They draw on a canvas, so that thousands of ac
 """
 
 import json
+import re
+from collections import defaultdict
 from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
@@ -20,7 +22,8 @@ PARTS = ("page.css", "d3.js", "model.js", "chart.js", "summary.js", "page.js")
 DIGITS = 7
 """Of a time, as a share of the step: far more than a screen shows."""
 
-
+Numbers = dict[str, int]
+"""Numbers of words, in the order in which these come: pages repeat few words many times."""
 Panel = tuple[str, Shown]
 """The words above a step, and the step."""
 
@@ -37,17 +40,13 @@ def html_page(title: str, panels: Sequence[Panel], unit: str = "s", before: str 
     # No name in the JSON can close the script element around it.
     data = json.dumps(_model(panels, unit), separators=(",", ":")).replace("<", "\\u003c")
     values |= {"title": escape(title), "before": before, "data": data}
-    # Split before filling in: what is filled in may look like a placeholder.
-    pieces = (folder / "page.html").read_text(encoding="utf-8").split("{{")
-    filled = [pieces[0]]
-    for piece in pieces[1:]:
-        name, _, rest = piece.partition("}}")
-        filled.append(values[name] + rest)
-    return "".join(filled)
+    template = (folder / "page.html").read_text(encoding="utf-8")
+    # In one pass, because what is filled in may look like a placeholder.
+    return re.sub(r"{{(.*?)}}", lambda place: values[place[1]], template)
 
 
 def _model(panels: Sequence[Panel], unit: str) -> dict[str, Any]:
-    names, words = _Numbers(), _Numbers()
+    names, words = defaultdict[str, int](count().__next__), defaultdict[str, int](count().__next__)
     drawn = [_panel(title, shown, names, words) for title, shown in panels]
     micro_batches = max(micro_batches_of(step) for _, shown in panels for step in shown.steps)
     return {
@@ -62,18 +61,7 @@ def _model(panels: Sequence[Panel], unit: str) -> dict[str, Any]:
     }
 
 
-class _Numbers(dict[str, int]):
-    """Numbers words in the order in which they come: pages repeat few words many times."""
-
-    def __init__(self) -> None:
-        self._next = count()
-
-    def __missing__(self, word: str) -> int:
-        self[word] = next(self._next)
-        return self[word]
-
-
-def _panel(title: str, shown: Shown, names: _Numbers, words: _Numbers) -> dict[str, Any]:
+def _panel(title: str, shown: Shown, names: Numbers, words: Numbers) -> dict[str, Any]:
     figures = shown.figures
     ranks = [_rank(rank, shown, index, names, words) for index, rank in enumerate(shown.recording.ranks)]
     return {
@@ -89,7 +77,7 @@ def _panel(title: str, shown: Shown, names: _Numbers, words: _Numbers) -> dict[s
     }
 
 
-def _rank(rank: RankRecording, shown: Shown, index: int, names: _Numbers, words: _Numbers) -> dict[str, Any]:
+def _rank(rank: RankRecording, shown: Shown, index: int, names: Numbers, words: Numbers) -> dict[str, Any]:
     step, causes = shown.steps[index], shown.causes[index]
     lanes, titles, starts, ends, kinds, moved = zip(*step.intervals) if step.intervals else [()] * 6
     return {

@@ -6,7 +6,7 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from ds_lgamp.schedule.actions import COMPUTE, Action, Kind
+from ds_lgamp.schedule.actions import COLLECTIVES, COMPUTE, Action, Kind
 from ds_lgamp.schedule.costs import Costs, Durations, Link, links_of, uniform_costs
 from ds_lgamp.schedule.offload import Offload
 from ds_lgamp.schedule.placement import place_chunks
@@ -16,8 +16,6 @@ from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.view.critical_path import Peers, action_of, micro_batches_of
 from ds_lgamp.view.figures import Shown
 from ds_lgamp.view.recording import Interval, Recording, of_simulation
-
-_COLLECTIVES = (Kind.GATHER, Kind.REDUCE, Kind.REFRESH, Kind.COMBINE)
 
 
 def simulated(shown: Shown) -> Recording:
@@ -103,7 +101,7 @@ def _means(shown: Shown, spec: ProgramSpec) -> dict[Action, float]:
         spent: defaultdict[Action, float] = defaultdict(float)
         number: defaultdict[str, int] = defaultdict(int)
         for action, start, each in _queued(step.intervals):
-            if action.kind in _COLLECTIVES:
+            if action.kind in COLLECTIVES:
                 together = *peers.group(rank, action.kind), number[each.name], action
                 collectives[together].append((start, each.end))
                 number[each.name] += 1

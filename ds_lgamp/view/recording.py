@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ds_lgamp.schedule.actions import BETWEEN_NODES, Kind, awaited_by, send_of
+from ds_lgamp.schedule.actions import BETWEEN_NODES, COLLECTIVES, TRANSFERS, Kind, awaited_by, send_of
 from ds_lgamp.schedule.card import Span, Wait
 from ds_lgamp.schedule.hierarchy import Hierarchy
 from ds_lgamp.schedule.offload import Offload
@@ -37,16 +37,7 @@ LANE_OF = {
     Kind.UPDATE: "host update",
 }
 """The lane of each kind of action that goes on beside compute. An UPDATE on the device is compute."""
-WAITS_FOR = {
-    Kind.GATHER: "gather",
-    Kind.REFRESH: "gather",
-    Kind.REDUCE: "reduce",
-    Kind.COMBINE: "reduce",
-    Kind.LOAD: "load",
-    Kind.LOAD_INPUT: "load",
-    Kind.STORE: "store",
-    Kind.STORE_INPUT: "store",
-}
+WAITS_FOR = {kind: LANE_OF[kind] for kind in COLLECTIVES | TRANSFERS} | {Kind.REFRESH: "gather", Kind.COMBINE: "reduce"}
 """The kind of wait for each kind of awaited action."""
 _COMPUTES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward"}
 _ABOUT = "recording.json"
