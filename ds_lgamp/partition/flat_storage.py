@@ -1,4 +1,4 @@
-"""Where the parameters of a unit lie: one flat storage, of which every data-parallel rank keeps a shard."""
+"""One flat storage holds the parameters of a unit. Every data-parallel rank keeps a shard of it."""
 
 from collections.abc import Hashable, Sequence
 from functools import partial
@@ -84,7 +84,7 @@ class FlatStorage:
         self.refreshing: dist.Work | None = None
         """The gather between peers in flight."""
         self.pending: ShardUpdate | None = None
-        """The update of this rank's shard that nobody has waited for."""
+        """An update of this rank's shard for which nobody has waited."""
         self._gather_group = policy.gather_group
         self._peers = policy.nodes.peers if policy.nodes is not None and not policy.nodes.replicated else None
         self._outdated = False
@@ -245,7 +245,7 @@ class FlatStorage:
         self._outdate()
 
     def settle_loads(self) -> None:
-        """Blocks the host until no load reads the shard. Called before somebody changes it there."""
+        """Blocks the host until no load reads the shard, so that the caller may change it there."""
         if self._loaded is not None:
             self._loaded.settle()
 
@@ -288,7 +288,7 @@ class FlatStorage:
         self.gathering = start_all_gather(self.flat, self.kept, self._gather_group)
 
     def _outdate(self) -> None:
-        """Notes that shards have changed, or will have when their updates are over."""
+        """Takes the full parameters for old: shards have changed, or will have when their updates are over."""
         if self._loaded is not None:
             self._loaded.outdate()
         if self.gathers and self.resident:

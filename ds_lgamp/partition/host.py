@@ -145,7 +145,7 @@ class Host(NamedTuple):
     on_disk: OnDisk = OnDisk()
     """What lies on the disk of the bus, instead of in memory."""
     on_device: tuple[int, ...] = ()
-    """Chunks of which it holds nothing; then it holds nothing of tied modules either."""
+    """Chunks of which the host holds nothing. If there are any, it holds nothing of tied modules either."""
 
     def empty(self, size: int, dtype: torch.dtype, on_disk: bool) -> torch.Tensor:
         """Returns memory that loads and stores copy, or room on the disk."""

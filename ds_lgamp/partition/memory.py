@@ -78,10 +78,10 @@ class HostRoom:
         self._free: list[torch.Tensor] = []
         """The free end of every block that has one."""
         self.bytes = 0
-        """Of all blocks."""
+        """The bytes of all blocks."""
 
     def empty(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns ``size`` elements. They stay taken, also when nobody uses them any longer."""
+        """Returns ``size`` elements. Their memory never returns to the room."""
         needed = size * dtype.itemsize
         suitable = [number for number, free in enumerate(self._free) if free.numel() >= needed]
         if suitable:

@@ -27,7 +27,7 @@ class TiedParameters(NamedTuple):
 
 
 class ZeroPartition:
-    """Maps chunks to the units they use and keeps track of what is gathered and what is being reduced.
+    """Maps chunks to the units they use, and keeps track of reductions and stores under way.
 
     Args:
         units: the units that every chunk of this rank uses: its own and those of tied modules. A chunk without
@@ -109,7 +109,7 @@ class ZeroPartition:
 
     @torch.no_grad()
     def adopt_parameters(self) -> None:
-        """Takes shards and master weights from the full parameters, which user code changed in the same way on all
+        """Takes shards and master weights from the full parameters. User code changed these in the same way on all
         data-parallel ranks, inside :meth:`full_parameters` or where they are not released."""
         for unit in self.units:
             unit.adopt()
