@@ -5,7 +5,7 @@ from html import escape
 from typing import Any
 
 from ds_lgamp.view.figures import show
-from ds_lgamp.view.html import Panel, html_page
+from ds_lgamp.view.html import html_page
 from ds_lgamp.view.measured_costs import simulated, simulated_1f1b
 from ds_lgamp.view.recording import Recording
 
@@ -25,9 +25,9 @@ def quickstart_page(summary: dict[str, Any], rows: Sequence[tuple[str, str, str]
     """
     step = show(recording)
     panels = [
-        Panel("1F1B, simulated", show(simulated_1f1b(step))),
-        Panel("ds_lgamp, simulated", show(simulated(step))),
-        Panel(f"ds_lgamp, {step.title}", step),
+        ("1F1B, simulated", show(simulated_1f1b(step))),
+        ("ds_lgamp, simulated", show(simulated(step))),
+        (f"ds_lgamp, {step.title}", step),
     ]
     return html_page("Quickstart: stock DeepSpeed and ds_lgamp", panels, before=_runs(summary, rows))
 

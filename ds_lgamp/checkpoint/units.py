@@ -9,7 +9,7 @@ from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.checkpoint.names import OPTIMIZER, PARAMETERS
 from ds_lgamp.checkpoint.shard import FlatShard
 from ds_lgamp.checkpoint.values import UnsupportedValue, decode, encode
-from ds_lgamp.partition.segments import Segment
+from ds_lgamp.partition.segments import Segment, is_elementwise
 from ds_lgamp.partition.unit import Part, Unit, parts_of
 from ds_lgamp.partition.zero_partition import ZeroPartition
 
@@ -92,7 +92,7 @@ def scalars_of(states: Iterable[tuple[Segment, Mapping[str, Any]]]) -> Scalars:
     found = Scalars({}, {})
     for segment, state in states:
         try:
-            own = {key: encode(value) for key, value in state.items() if not _is_elementwise(value, segment)}
+            own = {key: encode(value) for key, value in state.items() if not is_elementwise(value, segment.shard)}
         except UnsupportedValue as error:
             raise CheckpointError(f"the optimizer's state holds {error}") from None
         if segment.entry is None:
@@ -105,11 +105,7 @@ def scalars_of(states: Iterable[tuple[Segment, Mapping[str, Any]]]) -> Scalars:
 def elementwise(optimizer: torch.optim.Optimizer, segment: Segment) -> dict[str, torch.Tensor]:
     """Returns the optimizer state of ``segment`` with a value for every element."""
     state = optimizer.state.get(segment.shard, {})
-    return {key: value for key, value in state.items() if _is_elementwise(value, segment)}
-
-
-def _is_elementwise(value: Any, segment: Segment) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == segment.shard.shape
+    return {key: value for key, value in state.items() if is_elementwise(value, segment.shard)}
 
 
 class Loading:
@@ -153,7 +149,7 @@ class Loading:
         names = (f"{kind}/{r.part.name}" for r in ranges)
         dtype = next(self._tensors[name] for name in names if name in self._tensors)
         if self._host is not None and self._host.on_disk.optimizer:
-            values = self._host.optimizer_room(segment.end - segment.start, dtype).zero_()
+            values = self._host.empty(segment.end - segment.start, dtype, self._host.on_disk.optimizer).zero_()
         else:
             values = torch.zeros(segment.shard.shape, dtype=dtype, device="cpu")
         self._add(kind, iter(ranges), values, segment.start)

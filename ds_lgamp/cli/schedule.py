@@ -19,8 +19,8 @@ from ds_lgamp.schedule.simulate import Timeline, peak_live_activations, simulate
 from ds_lgamp.schedule.spec import UPDATES, ProgramSpec
 from ds_lgamp.schedule.validate import validate
 from ds_lgamp.version import __version__
-from ds_lgamp.view import html
 from ds_lgamp.view.figures import show
+from ds_lgamp.view.html import html_page
 from ds_lgamp.view.recording import RecordingError, of_simulation, refuse_measured, write_recording
 from ds_lgamp.view.report import text_gantt
 from ds_lgamp.view.svg import Panel, beside_1f1b, svg_gantt
@@ -154,8 +154,8 @@ def _schedule(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
 
 
 def _page(panels: Sequence[Panel]) -> str:
-    shown = [html.Panel(each.title, show(of_simulation(each.spec, each.timeline, __version__))) for each in panels]
-    return html.html_page("Simulated programs with the same work", shown, unit="")
+    shown = [(each.title, show(of_simulation(each.spec, each.timeline, __version__))) for each in panels]
+    return html_page("Simulated programs with the same work", shown, unit="")
 
 
 def _spec(options: argparse.Namespace) -> ProgramSpec:

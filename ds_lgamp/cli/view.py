@@ -39,7 +39,7 @@ def add_view_command(commands: Any) -> None:
 
 
 def _view(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    from ds_lgamp.view.html import Panel, html_page
+    from ds_lgamp.view.html import html_page
     from ds_lgamp.view.recording import RecordingError
     from ds_lgamp.view.report import report
 
@@ -49,7 +49,7 @@ def _view(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     except RecordingError as error:
         parser.error(str(error))
     if options.html is not None:
-        panels = [Panel(f"{name}: {each.title}", each) for name, each in shown]
+        panels = [(f"{name}: {each.title}", each) for name, each in shown]
         with at_work("drawing the page"):
             page = html_page(_title(shown[0][1]), panels)
         write_file(parser, "--html", options.html, page.encode())

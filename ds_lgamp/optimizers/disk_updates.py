@@ -6,7 +6,7 @@ A unit is updated in a buffer of the host, while another buffer is written and t
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from threading import Condition
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from ds_lgamp.optimizers.updates import HostUpdates, Options, Updates
 from ds_lgamp.partition.disk import Disk, aligned
 from ds_lgamp.partition.flat_storage import UnitParameter
 from ds_lgamp.partition.host import Host, HostThread, Job
-from ds_lgamp.partition.segments import Segment
+from ds_lgamp.partition.segments import Segment, is_elementwise
 from ds_lgamp.partition.unit import Unit
 from ds_lgamp.partition.zero_partition import ZeroPartition
 from ds_lgamp.schedule.offload import UPDATE_BUFFERS
@@ -38,9 +38,8 @@ class Contents(NamedTuple):
 
 
 class UpdateBuffers:
-    """Reads units in the order in which they were announced, as soon as a buffer is free, and writes them behind.
-
-    One thread announces, another one fetches and puts back one unit after the other, in the same order.
+    """Reads units as soon as a buffer is free, in the order in which one thread announces them. Another thread fetches
+    and puts back one unit after the other, in the same order.
 
     Args:
         disk: holds the units.
@@ -48,24 +47,21 @@ class UpdateBuffers:
     """
 
     def __init__(self, disk: Disk, size: int) -> None:
-        self._disk = disk
-        self._size = size
-        self._free: deque[_Buffer] = deque()
+        self._disk, self._size = disk, size
+        self._free: deque[_Buffer] | None = None
         self._announced: deque[tuple[Hashable, Contents]] = deque()
         self._ahead: dict[Hashable, _Buffer] = {}
         """Buffers by the unit that they are for."""
-        self._condition = Condition()
-        self._made = False
+        self._lock = Lock()
 
     def announce(self, unit: Hashable, contents: Contents) -> None:
         """Lets ``unit`` be read as soon as a buffer is free. Nobody else writes to it until it was put back."""
-        with self._condition:
-            if not self._made:
+        with self._lock:
+            if self._free is None:
                 # Taken with the first update, not while the model is built.
-                self._free.extend(_Buffer(self._disk, self._size) for _ in range(UPDATE_BUFFERS))
-                self._made = True
+                self._free = deque(_Buffer(self._size) for _ in range(UPDATE_BUFFERS))
             self._announced.append((unit, contents))
-            self._read_ahead()
+            self._read_ahead(self._free)
 
     def fetch(self, unit: Hashable) -> dict[int, torch.Tensor]:
         """Returns memory for each tensor of ``unit``, by the tensor's id. What was to be read is there.
@@ -73,59 +69,48 @@ class UpdateBuffers:
         Raises:
             OSError: the unit cannot be read, or what was in its buffer could not be written.
         """
-        with self._condition:
+        with self._lock:
             buffer = self._ahead[unit]
-        return buffer.contents()
+        assert buffer.under_way is not None, "the unit was announced"
+        buffer.under_way.wait()
+        return {key: memory[: home.nbytes].view(home.dtype) for key, (home, memory) in buffer.places.items()}
 
     def put(self, unit: Hashable, written: Sequence[torch.Tensor]) -> Callable[[], None]:
         """Begins to write tensors of ``unit`` back. Returns what waits for the end of that, and raises OSError if the
         disk fails."""
-        with self._condition:
+        with self._lock:
+            assert self._free is not None, "the unit was announced"
             buffer = self._ahead.pop(unit)
-            over = buffer.write(written)
+            over = buffer.start(self._disk.write, written)
             self._free.append(buffer)
-            self._read_ahead()
-        return over
+            self._read_ahead(self._free)
+        return over.wait
 
-    def _read_ahead(self) -> None:
-        while self._announced and self._free:
+    def _read_ahead(self, free: "deque[_Buffer]") -> None:
+        while self._announced and free:
             unit, contents = self._announced.popleft()
-            self._ahead[unit] = self._free.popleft()
-            self._ahead[unit].read(contents)
+            self._ahead[unit] = buffer = free.popleft()
+            buffer.lay_out(contents.homes)
+            buffer.start(self._disk.read, contents.read)
 
 
 class _Buffer:
     """Memory of one unit, with a thread that reads and writes it in the order of the calls."""
 
-    def __init__(self, disk: Disk, size: int) -> None:
-        self._disk, self._memory = disk, aligned(size)
-        self._thread = HostThread(torch.device("cpu"))
-        self._under_way: Job | None = None
-        self._places: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    def __init__(self, size: int) -> None:
+        self._memory, self._thread = aligned(size), HostThread(torch.device("cpu"))
+        self.under_way: Job | None = None
+        self.places: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """Tensors on the disk and their bytes in the buffer, by the tensor's id."""
 
-    def read(self, contents: Contents) -> None:
-        self._places, start = {}, 0
-        for home in contents.homes:
-            end = start + room(home.nbytes)
-            self._places[id(home)] = home, self._memory[start:end]
-            start = end
-        self._start(self._disk.read, contents.read)
+    def lay_out(self, homes: Sequence[torch.Tensor]) -> None:
+        parts = self._memory[: sum(room(home.nbytes) for home in homes)].split([room(home.nbytes) for home in homes])
+        self.places = {id(home): (home, part) for home, part in zip(homes, parts)}
 
-    def write(self, written: Sequence[torch.Tensor]) -> Callable[[], None]:
-        self._start(self._disk.write, written)
-        under_way = self._under_way
-        assert under_way is not None, "it has begun"
-        return under_way.wait
-
-    def contents(self) -> dict[int, torch.Tensor]:
-        assert self._under_way is not None, "the unit was announced"
-        self._under_way.wait()
-        return {key: memory[: home.nbytes].view(home.dtype) for key, (home, memory) in self._places.items()}
-
-    def _start(self, move: Callable, homes: Sequence[torch.Tensor]) -> None:
-        places = [self._places[id(home)] for home in homes]
-        self._under_way = self._thread.start(partial(_run, move, places))
+    def start(self, move: Callable, homes: Sequence[torch.Tensor]) -> Job:
+        """Lets the thread ``move`` tensors, as ``Disk.read`` or ``Disk.write`` does."""
+        self.under_way = self._thread.start(partial(_run, move, [self.places[id(home)] for home in homes]))
+        return self.under_way
 
 
 def _run(move: Callable, places: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -134,10 +119,6 @@ def _run(move: Callable, places: Sequence[tuple[torch.Tensor, torch.Tensor]]) ->
         each.settle()
     for each in moving:
         each.wait()
-
-
-State = dict[str, Any]
-"""The optimizer's state of a segment."""
 
 
 class DiskUpdates(HostUpdates):
@@ -185,7 +166,7 @@ class DiskUpdates(HostUpdates):
             # It makes its state in its constructor.
             self._twin.state[trial] = {"step": torch.zeros(()), "sum": torch.zeros(2)}
         self._twin.step()
-        return {key: value.dtype for key, value in self._twin.state[trial].items() if _is_elementwise(value, trial)}
+        return {key: value.dtype for key, value in self._twin.state[trial].items() if is_elementwise(value, trial)}
 
     def cut(self, unit: Unit, frozen: UnitParameter) -> None:
         """Raises ValueError for a unit of the host: its rooms and buffers are for whole segments."""
@@ -197,7 +178,7 @@ class DiskUpdates(HostUpdates):
         super().cut(unit, frozen)
 
     def announce(self, unit: Unit) -> None:
-        """Lets ``unit`` be read ahead of its update. Its gradient is final."""
+        """Lets ``unit`` be read before its update. Its gradient is final."""
         self._buffers.announce(unit, self._contents(unit))
 
     def _contents(self, unit: Unit) -> Contents:
@@ -206,6 +187,7 @@ class DiskUpdates(HostUpdates):
         own = [value for shard in shards for value in self._states.get(shard, {}).values()]
         made = {id(value) for shard in shards for value in self.optimizer.state.get(shard, {}).values()}
         gradient = unit.stored_gradient
+        assert gradient is not None, "the host updates the unit"
         read = [gradient, unit.master.values, *(home for home in own if id(home) in made)]
         weights = [unit.storage.shard] if unit.master.is_copy else []
         on_disk = self._disk.holds
@@ -228,44 +210,44 @@ class DiskUpdates(HostUpdates):
         def near(tensor: torch.Tensor) -> torch.Tensor:
             return places.get(id(tensor), tensor)
 
+        assert unit.stored_gradient is not None, "the host updates the unit"
         gradient, values = near(unit.stored_gradient), near(unit.master.values)
         unit.scale_gradient(factor, gradient)
-        copies = {segment.shard: _copy_of(segment, values, gradient) for segment in unit.master.segments}
-        state, self._twin.state = self.optimizer.state, defaultdict(dict)
+        copies: dict[torch.Tensor, torch.Tensor] = {
+            segment.shard: _copy_of(segment, values, gradient) for segment in unit.master.segments
+        }
+        state = self.optimizer.state
+        on_copies: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
         for shard, copy in copies.items():
             if shard in state:
-                self._twin.state[copy] = {
+                on_copies[copy] = {
                     key: near(value) if isinstance(value, torch.Tensor) else value
                     for key, value in state[shard].items()
                 }
-        self._twin.param_groups = [
-            {**group, "params": [copies[shard] for shard in self.shards_of(unit, index)]}
-            for index, group in enumerate(options)
-        ]
-        self._twin.step()
+        self._step_twin(unit, options, on_copies, copies)
         written = [unit.master.values]
         for shard, copy in copies.items():
-            if copy in self._twin.state:
-                state[shard], homes = self._kept(shard, self._twin.state[copy], near)
-                written += homes
+            if copy in on_copies:
+                state[shard] = dict(on_copies[copy])
+                written += self._to_disk(shard, state[shard], near)
         if unit.master.is_copy:
             near(unit.storage.shard).copy_(values)
             written.append(unit.storage.shard)
         return [home for home in written if id(home) in places]
 
-    def _kept(
-        self, shard: torch.Tensor, state: State, near: Callable[[torch.Tensor], torch.Tensor]
-    ) -> tuple[State, list[torch.Tensor]]:
-        """Returns the ``state`` after a step, with tensors on the disk in place of those in memory, and the former."""
-        kept, homes = dict(state), []
-        for key, value in state.items():
-            if self._holds_states and _is_elementwise(value, shard):
-                kept[key] = home = self._home(shard, key, value)
+    def _to_disk(
+        self, shard: torch.Tensor, state: dict[str, Any], near: Callable[[torch.Tensor], torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Puts tensors on the disk into the ``state`` of ``shard``, in place of what a step or somebody else made in
+        memory. Returns them. They have the values, or their copies ``near`` have."""
+        homes = []
+        for key, value in state.items() if self._holds_states else ():
+            if is_elementwise(value, shard):
+                state[key] = home = self._home(shard, key, value)
                 homes.append(home)
-                place = near(home)
-                if place is not value:
-                    place.copy_(value)
-        return kept, homes
+                if near(home) is not value:
+                    near(home).copy_(value)
+        return homes
 
     def _home(self, shard: torch.Tensor, key: str, value: torch.Tensor) -> torch.Tensor:
         """Returns the room of a state on the disk. What the first step did not make gets some now."""
@@ -276,14 +258,8 @@ class DiskUpdates(HostUpdates):
 
     def _move_states(self, segments: list[Segment]) -> None:
         """Moves states that somebody made in memory to the disk."""
-        for segment in segments if self._holds_states else ():
-            state = self.optimizer.state.get(segment.shard, {})
-            for key, value in state.items():
-                if _is_elementwise(value, segment.shard):
-                    home = self._home(segment.shard, key, value)
-                    if home is not value:
-                        home.copy_(value)
-                    state[key] = home
+        for segment in segments:
+            self._to_disk(segment.shard, self.optimizer.state.get(segment.shard, {}), lambda home: home)
 
     def _follow(self, *_: Any) -> None:
         lagging = [unit for unit in self._lagging if unit.policy.host is not None]
@@ -306,7 +282,3 @@ def _copy_of(segment: Segment, values: torch.Tensor, gradient: torch.Tensor) -> 
     copy = Parameter(values[segment.start : segment.end])
     copy.grad = gradient[segment.start : segment.end]
     return copy
-
-
-def _is_elementwise(value: Any, shard: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == shard.shape

@@ -10,6 +10,18 @@ from torch.nn import Parameter
 from ds_lgamp.optimizers.norms import exact_norms, row_norms
 from ds_lgamp.optimizers.tensors import Piece, TensorOptimizer, check_numbers
 
+DEFAULTS = {
+    "lr": 1e-3,
+    "bias_correction": True,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.0,
+    "max_coeff": 10.0,
+    "min_coeff": 0.01,
+    "corrects": "step",
+    "adapts_undecayed": True,
+}
+"""The options of groups, which are those of DeepSpeed's FusedLamb, and two more."""
 _CORRECTIONS = ("step", "moments")
 
 
@@ -34,40 +46,29 @@ class Lamb(TensorOptimizer):
     A step costs one all-reduce of two numbers per tensor over the data-parallel ranks if they share the tensors. If
     there are sliced tensors, it costs another over the tensor-parallel ranks. Reproducible runs need two of each.
 
+    Options of a group, with their defaults:
+
+    - lr 1e-3, betas (0.9, 0.999) of the moments, weight_decay 0, and eps 1e-8, which is added to the root of the second
+      moment.
+    - bias_correction True: the first steps are corrected for moments that begin at zero. ``corrects`` says what that
+      corrects, "step" or "moments".
+    - min_coeff 0.01 and max_coeff 10, the smallest and the largest ratio; adapts_undecayed True: tensors without weight
+      decay have a ratio.
+
     Args:
         params: parameters or groups, as torch takes them.
         lr: the learning rate.
-        bias_correction: whether the first steps are corrected for moments that begin at zero.
-        betas: the factors of the moments.
-        eps: is added to the root of the second moment.
-        weight_decay: the decay, a part of u.
-        max_coeff: the largest ratio.
-        min_coeff: the smallest ratio.
-        corrects: what ``bias_correction`` corrects, "step" or "moments".
-        adapts_undecayed: whether tensors without weight decay have a ratio.
+        options: of all groups, in place of the defaults.
 
-    Raises ValueError if a value is out of its range.
+    Raises TypeError for another option, ValueError if a value is out of its range.
     """
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        max_coeff: float = 10.0,
-        min_coeff: float = 0.01,
-        corrects: str = "step",
-        adapts_undecayed: bool = True,
-    ) -> None:
-        defaults = {
-            **{"lr": lr, "bias_correction": bias_correction, "betas": tuple(betas), "eps": eps},
-            **{"weight_decay": weight_decay, "max_coeff": max_coeff, "min_coeff": min_coeff},
-            **{"corrects": corrects, "adapts_undecayed": adapts_undecayed},
-        }
-        super().__init__(params, defaults)
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3, **options: Any) -> None:
+        unknown = options.keys() - DEFAULTS.keys()
+        if unknown:
+            raise TypeError(f"Lamb has no option {min(unknown)}; use {', '.join(DEFAULTS)}")
+        defaults = {**DEFAULTS, "lr": lr, **options}
+        super().__init__(params, {**defaults, "betas": tuple(defaults["betas"])})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)

@@ -29,7 +29,7 @@ small enough that the copy takes little memory.
 class GradientNorm(Observer):
     """The norm of the gradient of a partition over all ranks.
 
-    Of a gradient that goes to the host, the norms of its rows are taken while the device has it.
+    It takes the norms of the rows of a gradient before that goes to the host, and before an update may change it.
 
     Args:
         group: all ranks; None if this rank is alone.
@@ -39,9 +39,9 @@ class GradientNorm(Observer):
     def __init__(self, partition: ZeroPartition, group: dist.ProcessGroup | None, reproducible: bool) -> None:
         self._partition, self._group, self._reproducible = partition, group, reproducible
         self._stored: dict[Unit, list[torch.Tensor]] = {}
-        """Norms of rows of gradients that went to the host."""
+        """Norms of the rows of gradients that went to the host."""
         self._early: dict[Unit, list[torch.Tensor]] = {}
-        """Norms of rows of gradients of units that are updated before the step."""
+        """The same of units that are updated before the step."""
         for unit in partition.units:
             if unit.policy.host is not None and not reproducible:
                 unit.observers.append(self)
@@ -50,26 +50,24 @@ class GradientNorm(Observer):
         self._stored[unit] = [norm for part in unit.master.counted_parts(gradient) for norm in row_norms(part)]
 
     def measure(self, unit: Unit) -> None:
-        """Takes the norms of the rows of a unit that is updated before the step."""
+        """Takes the norms of a unit that is updated before the step."""
         self._early[unit] = self._rows(unit, may_have_changed=False)
 
     def take(self, may_have_changed: bool, beside: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns the norm of all final gradients and of those that :meth:`measure` has seen. Collective over
-        ``group``.
+        """Returns the norm of all final gradients, with the ones that :meth:`measure` has seen. Collective.
 
         Args:
             may_have_changed: whether user code may have changed gradients on the host.
             beside: as for :func:`global_norm`.
         """
         partition = self._partition
-        if self._reproducible or not (self._early or partition.host):
-            norm = exact_norm if self._reproducible else global_norm
-            return norm(partition.counted_gradients(), self._group, partition.device, beside)
+        if self._reproducible:
+            return exact_norm(partition.counted_gradients(), self._group, partition.device, beside)
         rows: list[torch.Tensor] = []
         for unit in partition.units:
             early = self._early.pop(unit, None)
             rows.extend(self._rows(unit, may_have_changed) if early is None else early)
-        return norm_of_rows(rows, self._group, partition.device, beside)
+        return _norm_of_rows(rows, self._group, partition.device, beside)
 
     def _rows(self, unit: Unit, may_have_changed: bool) -> list[torch.Tensor]:
         stored = self._stored.pop(unit, None)
@@ -97,16 +95,16 @@ def global_norm(
         device: where the norm is computed.
         beside: a whole number [] in fp64 that is summed over all ranks, in place, by the same message.
     """
-    return norm_of_rows([norm for gradient in gradients for norm in row_norms(gradient)], group, device, beside)
+    return _norm_of_rows([norm for gradient in gradients for norm in row_norms(gradient)], group, device, beside)
 
 
-def norm_of_rows(
+def _norm_of_rows(
     norms: list[torch.Tensor],
     group: dist.ProcessGroup | None,
     device: torch.device,
     beside: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns what :func:`global_norm` does, from the :func:`row_norms` of all gradients of this rank."""
+    """Returns the norm from the :func:`row_norms` of all gradients of this rank."""
     total = torch.cat(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
     _all_reduce(total, dist.ReduceOp.SUM, group, beside)
     return total.sqrt()
@@ -123,15 +121,8 @@ def exact_norm(
     device: torch.device,
     beside: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns the 2-norm of the gradient over all ranks, in fp64. It is the same to the bit however the gradient is cut
-    and spread over ranks; NaN if any gradient is inf or NaN.
-
-    Args:
-        gradients: the gradients of this rank, in fp32 or a smaller dtype.
-        group: all ranks; None if this rank is alone.
-        device: where the norm is computed.
-        beside: as for :func:`global_norm`.
-    """
+    """Returns what :func:`global_norm` does, of gradients in fp32 or a smaller dtype, but the same to the bit however
+    the gradient is cut and spread over ranks; NaN if any gradient is inf or NaN."""
 
     def over_ranks(values: torch.Tensor, operation: Any) -> None:
         _all_reduce(values, operation, group, beside if operation == dist.ReduceOp.SUM else None)

@@ -1,5 +1,5 @@
-"""What optimizers of whole tensors share: they know which part of each tensor lies in the shards that they update. They
-bring whole tensors to the rank that works on them, and the results to the ranks that need them."""
+"""What optimizers of whole tensors share: they know which part of each tensor lies in this rank's shards, bring whole
+tensors to the rank that works on them, and bring the results to the ranks that need them."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from numbers import Real
@@ -42,7 +42,7 @@ class TensorOptimizer(torch.optim.Optimizer):
     """The pieces of all tensors that it updates, in an order that all data-parallel and tensor-parallel ranks share."""
 
     def bind(self, partition: ZeroPartition) -> None:
-        """From now on updates the tensors of ``partition``, whose segments its groups hold."""
+        """Sets the tensors to update: those of ``partition``, whose segments its groups hold."""
         self.pieces = sorted(_pieces_of(partition), key=lambda piece: piece.group)
 
     @property

@@ -2,10 +2,11 @@
 host's thread beside the program."""
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,9 +14,8 @@ import torch.distributed as dist
 from torch.optim import optimizer as of_torch
 
 from ds_lgamp.optimizers.tensors import TensorOptimizer
-from ds_lgamp.partition.collectives import followed
 from ds_lgamp.partition.flat_storage import UnitParameter
-from ds_lgamp.partition.host import HostThread, Job, Work, arriving
+from ds_lgamp.partition.host import ShardUpdate, Work, arriving
 from ds_lgamp.partition.segments import Segment
 from ds_lgamp.partition.unit import Unit
 from ds_lgamp.partition.zero_partition import ZeroPartition
@@ -26,14 +26,10 @@ Options = list[dict[str, Any]]
 
 def postpone(unit: Unit, update: Work, announce: Callable[[], None] = lambda: None) -> None:
     """Leaves the update of this rank's shard of ``unit`` to :func:`start_postponed`, or to whoever needs its values.
-    All data-parallel ranks do so together.
-
-    Args:
-        update: with offloading, the host's thread calls it. It changes nothing but the unit's tensors there.
-        announce: is called right before that thread gets the update.
-    """
+    All data-parallel ranks do so together. With offloading, the host's thread calls ``update``, right after
+    ``announce``."""
     host = unit.policy.host
-    unit.storage.expect(_LaterHere(update) if host is None else _LaterOnHost(update, announce, host.updates))
+    unit.storage.expect(ShardUpdate(update, None if host is None else host.updates, announce))
 
 
 def start_postponed(units: Iterable[Unit]) -> None:
@@ -45,43 +41,8 @@ def start_postponed(units: Iterable[Unit]) -> None:
             unit.storage.pending.start()
 
 
-class _LaterHere:
-    """An update on the device, which runs when somebody waits for it."""
-
-    def __init__(self, update: Work) -> None:
-        self._update = update
-
-    def start(self) -> None:
-        """The device begins no update that nobody waits for."""
-
-    def wait(self) -> None:
-        # An evaluation may be in inference mode. State that was made in it could not be updated later.
-        with torch.inference_mode(False), torch.no_grad():
-            self._update()
-
-
-class _LaterOnHost:
-    """An update in the host's ``thread``."""
-
-    def __init__(self, update: Work, announce: Callable[[], None], thread: HostThread) -> None:
-        self._update: Work | None = update
-        self._announce, self._thread = announce, thread
-        self._job: Job | None = None
-
-    def start(self) -> None:
-        if self._update is not None:
-            update, self._update = self._update, None
-            self._announce()
-            self._job = self._thread.start(followed(update, "host update"))
-
-    def wait(self) -> None:
-        self.start()
-        if self._job is not None:
-            self._job.wait()
-
-
 class Updates:
-    """Updates units on the device: all at once, or one after another; at once, or when a program asks for it.
+    """Updates units on the device, all at once or one after another, in the step or when a program asks for it.
 
     Args:
         optimizer: its groups hold the shards of ``partition`` from now on. It begins without state.
@@ -106,8 +67,8 @@ class Updates:
 
     @property
     def is_watched(self) -> bool:
-        """Whether user code runs with each step of the optimizer: hooks, or a function in place of its step. It expects
-        one step per batch, with all gradients."""
+        """Whether user code runs with each step of the optimizer: hooks, or a function in place of its step. Such code
+        expects one step per batch, with all gradients."""
         optimizer = self.optimizer
         hooks = (
             *optimizer._optimizer_step_pre_hooks,  # type: ignore[attr-defined]
@@ -127,11 +88,11 @@ class Updates:
         ]
 
     def with_gradients(self) -> list[Unit]:
-        """The units whose gradients are final. An update that the host has begun uses its gradient still."""
+        """The units whose gradients are final, except those of an update that is left to later or under way."""
         return [unit for unit in self._partition.units if unit.reduction.is_final and unit.storage.pending is None]
 
     def step(self, factor: Any, is_watched: bool) -> None:
-        """Updates what is not updated yet, or leaves that to later.
+        """Updates what no earlier update has updated, or leaves that to later.
 
         Args:
             factor: what multiplies the gradients.
@@ -156,7 +117,7 @@ class Updates:
                 self.update(staying)
 
     def step_early(self, units: Sequence[Unit], factor: Any) -> None:
-        """Updates ``units`` before the step. With offloading, the host's thread has that to do when this returns."""
+        """Updates ``units`` before the step. With offloading, it only hands the updates to the host's thread."""
         if self._partition.host is not None:
             self.step_later(units, factor)
             start_postponed(units)
@@ -189,16 +150,15 @@ class Updates:
             self._follow()
 
     def leave_out_frozen(self, units: Sequence[Unit]) -> None:
-        """Lets the next step leave those parameters of ``units`` alone, with their state, that the script has frozen.
-        The gradients are final."""
+        """Lets the next step leave alone what the script has frozen of ``units``, with its state. The gradients are
+        final."""
         for unit in units:
             if unit.reduction.frozen:
                 self.cut(unit, unit.reduction.frozen[0])
                 unit.master.leave_out(unit.reduction.frozen)
 
     def cut(self, unit: Unit, frozen: UnitParameter) -> None:
-        """Lets the optimizer hold each parameter of ``unit`` by itself, because ``frozen`` is or was frozen for a
-        time."""
+        """Lets the optimizer hold each parameter of ``unit`` by itself, because ``frozen`` is or was frozen."""
         cut(self.optimizer, self._partition, unit)
 
     def announce(self, unit: Unit) -> None:
@@ -252,8 +212,8 @@ class HostUpdateError(RuntimeError):
 class HostUpdates(Updates):
     """Updates for shards on the host.
 
-    :meth:`update_alone` runs in the host's thread. There it leaves the optimizer's groups alone, which schedulers and
-    scripts read and write meanwhile: it steps a twin, which has groups of its own and shares the state.
+    :meth:`update_alone` runs in the host's thread, while schedulers and scripts read and write the optimizer's groups.
+    So it steps a twin, which has groups of its own and shares the state.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, partition: ZeroPartition, when: str) -> None:
@@ -264,15 +224,26 @@ class HostUpdates(Updates):
         with self._named(unit):
             unit.scale_gradient(factor)
             unit.before_change()
-            self._twin.state = self.optimizer.state
-            self._twin.param_groups = [
-                {**group, "params": self.shards_of(unit, index)} for index, group in enumerate(options)
-            ]
-            self._twin.step()
+            self._step_twin(unit, options, self.optimizer.state)
             unit.round_weights()
             unit.drop_gradient()
             unit.after_update()
         return None
+
+    def _step_twin(
+        self,
+        unit: Unit,
+        options: Options,
+        state: dict,
+        copies: Mapping[torch.Tensor, torch.Tensor] = MappingProxyType({}),
+    ) -> None:
+        """Steps the twin on the shards of ``unit``, or on their ``copies``, whose ``state`` it has then."""
+        self._twin.state = state
+        self._twin.param_groups = [
+            {**group, "params": [copies.get(shard, shard) for shard in self.shards_of(unit, index)]}
+            for index, group in enumerate(options)
+        ]
+        self._twin.step()
 
     @contextmanager
     def _named(self, unit: Unit) -> Iterator[None]:
@@ -330,8 +301,8 @@ def _of_part(value: Any, whole: Segment, part: Segment) -> Any:
 
 
 def _initial_state(optimizer: torch.optim.Optimizer) -> defaultdict[torch.Tensor, Any]:
-    """Returns the state before the first step, for the current parameters of the groups. Adagrad makes its state in its
-    constructor. All other optimizers make it in their first step."""
+    """Returns the state before the first step, for the current parameters of the groups: none, except of Adagrad, which
+    makes its state in its constructor."""
     if type(optimizer) is not torch.optim.Adagrad:
         return defaultdict(dict)
     value = optimizer.defaults["initial_accumulator_value"]

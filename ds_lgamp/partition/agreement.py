@@ -30,10 +30,10 @@ def own_of_disjoint(
 ) -> dist.ProcessGroup | None:
     """Makes groups that share no rank. Returns this rank's; None if it is in none. Collective over all ranks.
 
-    If the default group is bound to a device, torch splits communicators, and every split is collective over all ranks.
-    One split then makes all groups. Otherwise every rank calls ``new_group`` for every group: those outside only count
-    it. With ``use_local_synchronization`` they would not. But torch then names a group after the number of groups that
-    a rank is in, and members that are in unequal numbers of groups wait for each other under different names.
+    If the default group is bound to a device, one split makes all groups, because torch splits communicators and every
+    split is collective over all ranks. Otherwise every rank calls ``new_group`` for every group, and ranks outside of
+    it only count it. ``use_local_synchronization`` would spare them that, but then torch names a group after the number
+    of groups that a rank is in, and members of unequal numbers of groups wait for each other under different names.
 
     Args:
         timeout: of the groups; None is torch's default.
@@ -46,13 +46,11 @@ def own_of_disjoint(
         # Without options, releases of torch up to 2.9 write the split's ranks into those of the default group.
         split_options = options() or dist.ProcessGroupNCCL.Options()
         return dist.split_group(split_ranks=list(map(sorted, groups)), timeout=timeout, pg_options=split_options)
-    made = [dist.new_group(sorted(ranks), timeout=timeout, pg_options=options()) for ranks in groups]
-    return next((group for ranks, group in zip(groups, made) if dist.get_rank() in ranks), None)
+    return _own(groups, [dist.new_group(sorted(ranks), timeout=timeout, pg_options=options()) for ranks in groups])
 
 
 def own_host_group(groups: Sequence[Sequence[int]], own: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Returns a group of the ranks of ``own`` through which hosts talk, without their devices. It runs on gloo.
-    Collective over all ranks.
+    """Returns a group like :func:`host_group`, of the ranks of ``own`` alone. Collective over all ranks.
 
     Args:
         groups: the global ranks of groups that share no rank; together they have all ranks.
@@ -62,8 +60,13 @@ def own_host_group(groups: Sequence[Sequence[int]], own: dist.ProcessGroup) -> d
         return own
     if len(groups) == 1:
         return host_group()
-    made = [dist.new_group(sorted(ranks), backend="gloo") for ranks in groups]
-    return next(group for ranks, group in zip(groups, made) if dist.get_rank() in ranks)
+    found = _own(groups, [dist.new_group(sorted(ranks), backend="gloo") for ranks in groups])
+    assert found is not None, "the groups have all ranks"
+    return found
+
+
+def _own(groups: Sequence[Sequence[int]], made: Sequence[dist.ProcessGroup]) -> dist.ProcessGroup | None:
+    return next((group for ranks, group in zip(groups, made) if dist.get_rank() in ranks), None)
 
 
 def everyone(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -100,11 +103,11 @@ def digest(terms: Terms) -> int:
 
 
 def complaint_about_terms(own: Terms, group: dist.ProcessGroup | None = None) -> str | None:
-    """Returns the sentence that names what two ranks of ``group`` differ in first, its values and the ranks; None if
-    all agree. Collective; ranks that agree exchange a number each."""
+    """Returns the :func:`difference` of the terms of all ranks of ``group``. Collective; ranks that agree exchange a
+    number each."""
     if len(set(everyone(digest(own), group))) == 1:
         return None
-    return difference(everyone(own, group), [_global_rank(group, rank) for rank in range(dist.get_world_size(group))])
+    return difference(everyone(own, group), dist.get_process_group_ranks(group or dist.group.WORLD))
 
 
 def refuse_differing_terms(own: Terms, kind: type[Exception]) -> None:
@@ -136,7 +139,3 @@ def _named(ranks: Sequence[int]) -> str:
         return f"rank {ranks[0]}"
     shown = ranks if len(ranks) <= 4 else [*ranks[:3], f"{len(ranks) - 3} more"]
     return f"ranks {', '.join(map(str, shown[:-1]))} and {shown[-1]}"
-
-
-def _global_rank(group: dist.ProcessGroup | None, rank: int) -> int:
-    return rank if group is None else dist.get_global_rank(group, rank)

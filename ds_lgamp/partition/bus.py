@@ -1,13 +1,14 @@
-"""The bus between the memory of the host and that of the device: copies that run beside compute.
+"""The bus copies tensors between the memory of the host and that of the device, beside compute.
 
 Each direction has a thread and copies one tensor after the other. On an accelerator, the thread issues the copy on a
 stream of the direction, between pinned memory and the device. On a CPU, host and device are two pools of main memory,
 the thread copies itself, and the bus may be as slow as the caller wants.
 
-A tensor on the disk travels in pieces, through a few buffers of the host. The disk moves some of them while another one
-crosses the bus, so the memory that this takes does not grow with the tensors.
+A tensor on the disk travels in pieces, through a few buffers of the host, whatever its size. The disk moves some of the
+pieces while another one crosses the bus.
 """
 
+import itertools
 import time
 import weakref
 from collections import deque
@@ -27,7 +28,7 @@ from ds_lgamp.partition.disk import Disk, Moving, aligned
 from ds_lgamp.partition.memory import HostRoom
 
 Copy = Callable[[torch.Tensor, torch.Tensor, Any], Any]
-"""Copies to a target from a source, on the device behind an event. Returns the event of its end; None on a CPU."""
+"""Copies to a target from a source, on a device after an event. Returns the event of its end; None on a CPU."""
 
 
 class Transfer:
@@ -54,12 +55,9 @@ class Transfer:
         self._error: BaseException | None = None
 
     def wait(self) -> None:
-        """Makes the device's current stream wait for the end of the copy. The host waits only until the copy is issued,
-        on a CPU until it is over. Afterwards the stream may read the target and reuse the source. What the host does
-        with a stored gradient waits for :meth:`done`.
-
-        Raises what ``after`` or the copy raised.
-        """
+        """Makes the device's current stream wait for the end of the copy, and then it may read the target and reuse the
+        source. The host waits only until the copy is issued, on a CPU until it is over; before it uses a target of its
+        own, it calls :meth:`done`. Raises what ``after`` or the copy raised."""
         self._issued.wait()
         if self._error is not None:
             raise self._error
@@ -68,7 +66,7 @@ class Transfer:
         self.tensors = None
 
     def done(self) -> None:
-        """Blocks the host until the copy is over. Raises what ``after`` or the copy raised."""
+        """Blocks the host until the copy is over, and raises what :meth:`wait` raises."""
         self.wait()
         if self._over is not None:
             self._over.synchronize()
@@ -105,7 +103,7 @@ class Transfer:
 
 
 def event_now(device: torch.device) -> Any:
-    """Returns an event behind all work of the device's current stream; None on a CPU."""
+    """Returns an event after all work of the device's current stream; None on a CPU."""
     if device.type == "cpu":
         return None
     module = torch.get_device_module(device)
@@ -150,12 +148,13 @@ class Bus:
             _copy_here(bytes_per_second) if stream is None else _copy_beside(module, stream) for stream in streams
         ]
         if disk is not None:
-            copies = through_buffers(disk, device.type != "cpu", *copies)
+            load, store = (InPieces(disk, device.type != "cpu", copy) for copy in copies)
+            copies = [load.load, store.store]
         self._loads, self._stores = (_Lane(device, *pair) for pair in zip(copies, streams))
 
     def load(self, target: torch.Tensor, source: torch.Tensor, after: Callable[[], None] | None = None) -> Transfer:
-        """Starts the copy of ``source`` on the host to ``target`` on the device, behind all loads so far and all work
-        of the device's current stream. The caller leaves both alone until it has waited.
+        """Starts the copy of ``source`` on the host to ``target`` on the device, after all loads so far and all work of
+        the device's current stream. The caller leaves both alone until it has waited.
 
         Args:
             target: on the device.
@@ -167,17 +166,15 @@ class Bus:
         """
         _require_alike(target, source)
         self.bytes_loaded += target.nbytes
-        return self._loads.start(
-            Transfer(target, source, after, event_now(self.device), launched("load", target.nbytes))
-        )
+        flight = launched("load", target.nbytes)
+        return self._loads.start(Transfer(target, source, after, event_now(self.device), flight))
 
     def store(self, target: torch.Tensor, source: torch.Tensor) -> Transfer:
         """Starts the copy of ``source`` on the device to ``target`` on the host, as :meth:`load` does the other way."""
         _require_alike(target, source)
         self.bytes_stored += target.nbytes
-        return self._stores.start(
-            Transfer(target, source, None, event_now(self.device), launched("store", target.nbytes))
-        )
+        flight = launched("store", target.nbytes)
+        return self._stores.start(Transfer(target, source, None, event_now(self.device), flight))
 
 
 class _Lane:
@@ -240,88 +237,68 @@ def _require_alike(target: torch.Tensor, source: torch.Tensor) -> None:
         )
 
 
-def buffer_bytes() -> int:
-    """Returns the memory of the host that one direction takes."""
-    return disks.PIECES * disks.PIECE
-
-
-def through_buffers(disk: Disk, pinned: bool, load: Copy, store: Copy) -> list[Copy]:
-    """Returns ``load`` and ``store`` for tensors that may lie on ``disk``. Each is called in one thread."""
-    return [_Reading(disk, pinned, load), _Writing(disk, pinned, store)]
-
-
-class _Buffers:
-    """Memory for the pieces of one direction. It is taken with the first tensor on the disk.
+class InPieces:
+    """Copies tensors that may lie on a disk, through a few buffers of the host. They are taken with the first tensor on
+    the disk.
 
     Args:
-        copy: what carries pieces in memory over the bus.
+        copy: carries what lies in memory over the bus.
     """
 
     def __init__(self, disk: Disk, pinned: bool, copy: Copy) -> None:
         self.disk, self.copy, self._pinned = disk, copy, pinned
-        self._free: deque[torch.Tensor] = deque()
         self._memory: torch.Tensor | None = None
 
-    def pieces(self, tensor: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-        """Returns where each piece of ``tensor`` begins, in bytes, and its part of the tensor."""
-        flat = tensor.detach().view(-1).view(torch.uint8)
-        return [(start, flat[start : start + disks.PIECE]) for start in range(0, flat.numel(), disks.PIECE)]
-
-    def free(self) -> "deque[torch.Tensor]":
-        """Returns the buffers, in a tensor's first use of them."""
-        if self._memory is None:
-            self._memory = aligned(buffer_bytes(), self._pinned)
-        return deque(self._memory.view(disks.PIECES, -1))
-
-
-class _Reading(_Buffers):
-    def __call__(self, target: torch.Tensor, source: torch.Tensor, now: Any) -> Any:
+    def load(self, target: torch.Tensor, source: torch.Tensor, now: Any) -> Any:
         if not self.disk.holds(source):
             return self.copy(target, source, now)
-        free, waiting = self.free(), deque(self.pieces(target))
         reading: deque[tuple[Moving, torch.Tensor, torch.Tensor]] = deque()
-        over = None
+        pieces = self._pieces(target)
         try:
-            while waiting or reading:
-                while waiting and free:
-                    start, piece = waiting.popleft()
-                    buffer = free.popleft()
-                    moving = self.disk.read(source, buffer[: room(piece.numel())], start)
-                    reading.append((moving, buffer, piece))
-                moving, buffer, piece = reading.popleft()
+            while pieces or reading:
+                while pieces and len(reading) < disks.PIECES:
+                    start, piece, buffer = pieces.popleft()
+                    reading.append((self.disk.read(source, buffer, start), piece, buffer))
+                moving, piece, buffer = reading.popleft()
                 moving.wait()
-                over = self.copy(piece, buffer[: piece.numel()], now)
-                if over is not None:
-                    # The next read overwrites the buffer.
-                    over.synchronize()
-                free.append(buffer)
+                self._cross(piece, buffer[: piece.numel()], now)
         finally:
             for moving, _, _ in reading:
                 moving.settle()
-        return over
+        return None
 
-
-class _Writing(_Buffers):
-    def __call__(self, target: torch.Tensor, source: torch.Tensor, now: Any) -> Any:
+    def store(self, target: torch.Tensor, source: torch.Tensor, now: Any) -> Any:
         if not self.disk.holds(target):
             return self.copy(target, source, now)
-        free = self.free()
-        writing: deque[tuple[Moving, torch.Tensor]] = deque()
+        writing: deque[Moving] = deque()
         try:
-            for start, piece in self.pieces(source):
-                if not free:
-                    moving, buffer = writing.popleft()
-                    moving.wait()
-                    free.append(buffer)
-                buffer = free.popleft()
-                over = self.copy(buffer[: piece.numel()], piece, now)
-                if over is not None:
-                    over.synchronize()
-                writing.append((self.disk.write(target, buffer[: room(piece.numel())], start), buffer))
+            for start, piece, buffer in self._pieces(source):
+                if len(writing) == disks.PIECES:
+                    writing.popleft().wait()
+                self._cross(buffer[: piece.numel()], piece, now)
+                writing.append(self.disk.write(target, buffer, start))
             while writing:
-                writing.popleft()[0].wait()
+                writing.popleft().wait()
         finally:
-            for moving, _ in writing:
+            for moving in writing:
                 moving.settle()
-        # Nothing is left to wait for on the device.
         return None
+
+    def _pieces(self, tensor: torch.Tensor) -> "deque[tuple[int, torch.Tensor, torch.Tensor]]":
+        """Returns where each piece of ``tensor`` begins, in bytes, its part of the tensor, and its buffer. Pieces take
+        turns in the buffers, so a buffer is free when the oldest piece has left."""
+        if self._memory is None:
+            self._memory = aligned(disks.PIECES * disks.PIECE, self._pinned)
+        buffers = itertools.cycle(self._memory.view(disks.PIECES, -1))
+        parts = tensor.detach().view(-1).view(torch.uint8).split(disks.PIECE)
+        return deque(
+            (number * disks.PIECE, part, buffer[: room(part.numel())])
+            for number, (part, buffer) in enumerate(zip(parts, buffers))
+            if part.numel()
+        )
+
+    def _cross(self, target: torch.Tensor, source: torch.Tensor, now: Any) -> None:
+        """Copies over the bus, and blocks the thread until the buffer may be used again."""
+        over = self.copy(target, source, now)
+        if over is not None:
+            over.synchronize()

@@ -1,5 +1,5 @@
-"""What this rank launches beside its compute: the asynchronous data-parallel collectives of a flat unit, which move no
-more bytes than they have to on any backend; and how the recorder of a step learns of launches and their ends."""
+"""The asynchronous data-parallel collectives of a flat unit, which move no more bytes than they have to on any backend;
+and how the recorder of a step learns when something beside compute is launched and ends."""
 
 from collections.abc import Callable
 from functools import partial
@@ -108,7 +108,7 @@ def _sum_of(parts: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
 
 
 def launched(lane: str, moved: int) -> Flight | None:
-    """Notes a launch. Returns the flight to notify when it is over; None if nobody records."""
+    """Records a launch. Returns the flight to end when it is over; None if nobody records."""
     recorder = this_rank.recorder
     return None if recorder is None else recorder.launch(lane, moved)
 
@@ -126,17 +126,16 @@ def ends_with(work: dist.Work, flight: Flight | None) -> None:
 
 
 def followed(function: Callable[[], Any], lane: str) -> Callable[[], Any]:
-    """Returns ``function``, which another thread will call; while a step is recorded, a function that also notes begin
-    and end."""
+    """Returns ``function``, which another thread will call. While a step is recorded, the call is recorded too."""
     flight = launched(lane, 0)
     if flight is None:
         return function
 
-    def noted() -> Any:
+    def recorded() -> Any:
         flight.begin()
         try:
             return function()
         finally:
             flight.end()
 
-    return noted
+    return recorded

@@ -1,9 +1,9 @@
-"""A disk as the home of tensors: they are views of a file, which is read and written past the page cache.
+"""A disk is the home of tensors. They are views of a file, which threads read and write past the page cache.
 
 Code that needs few values, such as a checkpoint, reads and writes a tensor on the disk like any other: its memory is
 mapped to the file. What moves in every step is read and written with ``O_DIRECT`` where the file system can, in pieces
 by several threads, between the file and buffers. The kernel keeps both ways coherent as long as they follow one
-another: it writes changed pages ahead of a direct read, and drops pages of the cache ahead of a direct write.
+another: before a direct read it writes changed pages, and before a direct write it drops pages of the cache.
 
 The file loses its name as soon as it is open. Its space returns when the process ends, however it ends, and nothing is
 left that a later run could read. Only checkpoints outlive a run.
@@ -64,12 +64,12 @@ class Disk:
         self._offsets = WeakIdKeyDictionary()
         """Where in the file a tensor begins."""
         self._free: defaultdict[int, list[int]] = defaultdict(list)
-        """Where nobody's space begins, by its bytes. The list is all that a finalizer touches."""
+        """Where free space begins, by its bytes. A finalizer touches nothing but the lists."""
         self._threads = _Threads()
 
     def empty(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns a tensor [size] on the disk. Its space is taken at once, and returns to this disk when nobody has the
-        tensor any more.
+        """Returns a tensor [size] on the disk. It takes its space at once, which returns to this disk when nobody has
+        the tensor any more.
 
         Raises:
             ValueError: the disk has too little space.
@@ -199,12 +199,16 @@ class _Threads:
 def _serve(queue: "SimpleQueue[_Job | None]") -> None:
     while (job := queue.get()) is not None:
         move, over = job
+        failure = None
         try:
-            over.set_result(move())
+            move()
         except BaseException as error:
-            over.set_exception(error)
-        # The thread must not keep memory alive while it waits for the next piece.
-        del job, move, over
+            failure = error
+        # The thread must not keep memory and file alive: not while it waits for the next piece, and not once a waiter
+        # knows that this one is over.
+        del job, move
+        over.set_exception(failure) if failure is not None else over.set_result(None)
+        del over, failure
 
 
 def _mapped(descriptor: int, offset: int, size: int) -> "ctypes.Array[ctypes.c_ubyte]":
@@ -238,7 +242,7 @@ class _File:
 
 
 def _opened_directly(name: str, descriptor: int) -> int:
-    """Returns a second descriptor that moves past the page cache; the same one if the file system has no such."""
+    """Returns a second descriptor that moves past the page cache; the same one if the file system cannot do that."""
     try:
         return os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
     except OSError as error:

@@ -1,8 +1,8 @@
-"""Where the parameters of a unit lie: one flat storage, of which every data-parallel rank keeps a shard."""
+"""One flat storage holds the parameters of a unit. Every data-parallel rank keeps a shard of it."""
 
 from collections.abc import Hashable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from ds_lgamp.cost.units import offsets, part_size
 from ds_lgamp.partition.collectives import start_all_gather
 from ds_lgamp.partition.guard import Guards, NotGatheredError
-from ds_lgamp.partition.host import LoadedPart
+from ds_lgamp.partition.host import LoadedPart, ShardUpdate
 from ds_lgamp.partition.memory import in_pool
 from ds_lgamp.partition.policy import ZeroPolicy
 
@@ -44,16 +44,6 @@ class UnitParameter(NamedTuple):
         return group, self.sliced_dimension is not None, self.partial_gradient
 
 
-class ShardUpdate(Protocol):
-    """An update of a shard that is still to come, or under way on the host."""
-
-    def start(self) -> None:
-        """Lets the host begin the update, unless it has. Only called with offloading."""
-
-    def wait(self) -> None:
-        """Ends the update. It needs no other rank. Raises what the update raised."""
-
-
 class FlatStorage:
     """Holds the parameters of a unit in W equal parts; ``cost/units.py`` says where in it each parameter lies.
 
@@ -69,8 +59,7 @@ class FlatStorage:
     it. That is the kept part; with one data-parallel rank it is all of the storage, and a gather moves nothing. If the
     host holds the parameters, the device frees the loaded part when the gather of it is over.
 
-    ``guard.py`` guards the values of parameters that are not complete and current. Reading them waits for the gather in
-    flight.
+    Code that reads parameters that are not complete and current waits for the gather in flight (``guard.py``).
 
     Args:
         parameters: at least one; all of one dtype and on one device. They lie in the storage in this order.
@@ -81,8 +70,6 @@ class FlatStorage:
         self.parameters = parameters
         self.partitioned = policy.partitioned
         """Whether this rank updates a part of the storage, not all of it."""
-        self.host = policy.host
-        """Holds the shard and updates it; None if the device does."""
         self.gathers = policy.partitioned or policy.host is not None
         """Whether full parameters follow the shards only when they are gathered."""
         frees_part = policy.host is not None and policy.host.parameters
@@ -97,7 +84,7 @@ class FlatStorage:
         self.refreshing: dist.Work | None = None
         """The gather between peers in flight."""
         self.pending: ShardUpdate | None = None
-        """The update of this rank's shard that nobody has waited for."""
+        """An update of this rank's shard for which nobody has waited."""
         self._gather_group = policy.gather_group
         self._peers = policy.nodes.peers if policy.nodes is not None and not policy.nodes.replicated else None
         self._outdated = False
@@ -132,8 +119,9 @@ class FlatStorage:
             self.shard_start = policy.shard_index * size
             self.shard = self.kept[self.shard_start - kept_start :][:size]
         self._loaded: LoadedPart | None = None
-        if self.host is not None:
-            self._loaded = LoadedPart(self.host, self.kept)
+        """This rank's part on the device, with its home on the host; None if the device holds the shard."""
+        if policy.host is not None:
+            self._loaded = LoadedPart(policy.host, self.kept)
             self.shard = self._loaded.home
             if self.partitioned:
                 self._loaded.free()
@@ -162,7 +150,7 @@ class FlatStorage:
         update, self.pending = self.pending, None
         if update is not None:
             update.wait()
-            if self.host is None and self.resident and not self.stale:
+            if self._loaded is None and self.resident and not self.stale:
                 self._guards.lift()
 
     def start_load(self) -> None:
@@ -257,7 +245,7 @@ class FlatStorage:
         self._outdate()
 
     def settle_loads(self) -> None:
-        """Blocks the host until no load reads the shard. Called before somebody changes it there."""
+        """Blocks the host until no load reads the shard, so that the caller may change it there."""
         if self._loaded is not None:
             self._loaded.settle()
 
@@ -277,7 +265,7 @@ class FlatStorage:
             return
         if not self.stale:
             self.attach_parameters()
-        if self.frees_weights or (self.host is not None and not self.stale):
+        if self.frees_weights or (self._loaded is not None and not self.stale):
             self.finish_refresh()
             self.settle_loads()
             self.shard[within].copy_(self.flat[self.shard_start : self.shard_start + self.shard.numel()][within])
@@ -300,7 +288,7 @@ class FlatStorage:
         self.gathering = start_all_gather(self.flat, self.kept, self._gather_group)
 
     def _outdate(self) -> None:
-        """Notes that shards have changed, or will have when their updates are over."""
+        """Takes the full parameters for old: shards have changed, or will have when their updates are over."""
         if self._loaded is not None:
             self._loaded.outdate()
         if self.gathers and self.resident:

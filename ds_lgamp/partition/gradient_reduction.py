@@ -1,5 +1,5 @@
-"""The gradient of a unit: it accumulates over micro-batches, is summed over the data-parallel ranks, and ends as this
-rank's shard of it."""
+"""The gradient of a unit accumulates over micro-batches, is summed over the data-parallel ranks, and ends as its shard
+on this rank."""
 
 from functools import partial
 
@@ -35,11 +35,11 @@ class GradientReduction:
         self.accumulating = False
         """Whether backward passes add to the full gradient."""
         self.shard_gradient: torch.Tensor | None = None
-        """The sum of the reductions so far, of this rank's shard."""
+        """The sum of the reductions so far, of this rank's shard. Once it is stored, its home on the host."""
         self.is_final = False
         """Whether the optimizer steps with ``shard_gradient`` as it is."""
         self.frozen: list[UnitParameter] = []
-        """Parameters that the script has frozen since the unit was built, and that are frozen in this batch."""
+        """Parameters that the script has frozen since the unit was built and that stay frozen in this batch."""
         self._storage = storage
         self._master_dtype = master_dtype
         self._tie_group = tie_group
@@ -51,20 +51,20 @@ class GradientReduction:
         self._communication_dtype = policy.communication_dtype or self._dtype
         # Sums of fp16 numbers leave its range soon.
         self._averages_first = self._communication_dtype == torch.float16 and self._ranks > 1
-        self._users = self._users_done = 0
+        self.users = 1
+        """How many chunks of this rank use the unit."""
+        self._users_done = 0
         self._gradient: torch.Tensor | None = None
         self._reducing: Finish | None = None
         self._node_sum: torch.Tensor | None = None
-        """What the ranks of this node have summed up, of hierarchical shards, before it is combined with others'."""
+        """With hierarchical shards: the sum over the ranks of this node, before it is combined with other nodes'."""
         self._combining: Finish | None = None
         self._prepare_accumulation()
 
     def _prepare_accumulation(self) -> None:
-        """Lets gradients accumulate in another dtype than the parameters'.
-
-        In torch 2.13, autograd adds to whatever ``grad`` holds if ``grad_dtype`` is None. If that named the dtype,
-        autograd would first cast each gradient to it. Earlier releases need a hook.
-        """
+        """Lets gradients accumulate in another dtype than the parameters'. In torch 2.13, autograd adds to whatever
+        ``grad`` holds if ``grad_dtype`` is None; if it were the dtype, autograd would first cast each gradient to it.
+        Earlier releases need a hook."""
         self._hooked: dict[torch.Tensor, torch.Tensor] = {}
         if self._dtype == self._storage.flat.dtype:
             return
@@ -80,14 +80,10 @@ class GradientReduction:
         self._hooked[parameter].add_(parameter.grad)
         parameter.grad = None
 
-    def count_user(self) -> None:
-        """Counts a chunk of this rank that uses the unit."""
-        self._users += 1
-
     def user_done(self) -> bool:
         """Counts a chunk whose backward passes are over. Returns True if it was the last one that uses the unit."""
         self._users_done += 1
-        if self._users_done < self._users:
+        if self._users_done < self.users:
             return False
         self._users_done = 0
         return True
@@ -147,7 +143,7 @@ class GradientReduction:
             self._node_sum = reduced
 
     def combine(self) -> None:
-        """Launches the sum, over the nodes, of what each has summed up. It needs hierarchical shards."""
+        """Launches the sum over the nodes of the sums inside them, with hierarchical shards."""
         if self._node_sum is None or self._nodes is None:
             return
         travelling = self._node_sum.to(self._communication_dtype)
@@ -159,8 +155,7 @@ class GradientReduction:
             self._combining = start_reduce_scatter(travelling, peers, self._master_dtype, in_rank_order)
 
     def finish(self) -> None:
-        """Waits for the sum over all data-parallel ranks, if one is under way, and adds it to this rank's shard of the
-        gradient."""
+        """Waits for the sum over all data-parallel ranks, if one is under way, and adds it to this rank's shard."""
         self.finish_reduction()
         self.combine()
         if self._combining is not None:
@@ -175,8 +170,8 @@ class GradientReduction:
             self.shard_gradient.add_(reduced)
 
     def final_gradient(self) -> torch.Tensor:
-        """Averages the shard's gradient over the data-parallel ranks, adds the copies of a tied unit, and returns it
-        in the dtype of the master weights. Nothing is added to it any more."""
+        """Averages the shard's gradient over the data-parallel ranks, adds the copies of a tied unit, and returns it in
+        the dtype of the master weights."""
         assert self.shard_gradient is not None, "every unit is reduced before the step"
         gradient = self.shard_gradient = self.shard_gradient.to(self._master_dtype)
         if self._ranks > 1 and not self._averages_first:
@@ -188,10 +183,6 @@ class GradientReduction:
             # In the dtype of the master weights it may be a copy.
             self._gradient = None
         return gradient
-
-    def move_to(self, home: torch.Tensor) -> None:
-        """Leaves the final gradient to ``home``, which has its values on the host."""
-        self.shard_gradient = home
 
     def drop_gradient(self) -> None:
         """Frees the shard's gradient after the step."""

@@ -1,7 +1,7 @@
 """Guards parameters whose values this rank lacks or is still gathering.
 
-While the values of a unit are not current, its parameters have another class, which has torch's hook for every function
-that gets a tensor (``__torch_function__``). Compute sees the ordinary class and pays nothing.
+While the values of a unit are not current, its parameters have another class, which hooks into every function that gets
+a tensor (``__torch_function__``). Compute sees the ordinary class and pays nothing.
 """
 
 import sys
@@ -15,10 +15,7 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves
 
 Settle = Callable[[Any], None]
-"""Brings current values to the parameters of a unit and gives them their ordinary class.
-
-It raises NotGatheredError if it cannot.
-"""
+"""Brings current values to the parameters of a unit and gives them their ordinary class, or raises NotGatheredError."""
 
 
 class NotGatheredError(RuntimeError):
@@ -28,9 +25,9 @@ class NotGatheredError(RuntimeError):
 def guarded(kind: type[Parameter], settle: Settle) -> type[Parameter]:
     """Returns the class of parameters of ``kind`` while their values are not current.
 
-    Functions that need no values, such as ``dtype`` or ``grad``, work as usual. ``detach`` gives a tensor that refuses
-    to be read if the values cannot come. All other functions call ``settle`` first. It gets the parameter, or None if
-    the search through the arguments does not find one.
+    Functions that need no values, such as ``dtype`` or ``grad``, work as usual. All others call ``settle`` first, with
+    the parameter, or None if the search through the arguments finds none. If the values cannot come, ``detach`` still
+    returns a tensor, which refuses to be read.
     """
 
     class Guarded(kind):  # type: ignore[misc, valid-type]
@@ -121,11 +118,8 @@ def _first(kind: type, arguments: tuple, options: dict) -> Any:
 
 
 def _changes_nothing(function: Any, arguments: tuple, options: dict) -> bool:
-    """Whether the call converts a parameter to the type and device it has.
-
-    ``module.to(device)`` calls a conversion and then sets ``data`` to its result, also where the result is the
-    parameter itself.
-    """
+    """Whether the call converts a parameter to the type and device it has, or sets ``data`` to the parameter itself, as
+    ``module.to(device)`` does with the result of such a conversion."""
     if function == Tensor.data.__set__:  # type: ignore[attr-defined]
         return arguments[0] is arguments[1]
     if function not in _CONVERSIONS:
@@ -136,16 +130,14 @@ def _changes_nothing(function: Any, arguments: tuple, options: dict) -> bool:
 
 
 def _functions(attributes: str, read_only: str, methods: str) -> Iterator[Any]:
-    """Returns the functions of these names that the installed torch has, as its hook is given them."""
-    for name in attributes.split():
-        if hasattr(Tensor, name):
-            yield from (getattr(Tensor, name).__get__, getattr(Tensor, name).__set__)
-    for name in read_only.split():
-        if hasattr(Tensor, name):
-            yield getattr(Tensor, name).__get__
-    for name in methods.split():
-        if hasattr(Tensor, name):
-            yield getattr(Tensor, name)
+    """Returns the functions of these names that the installed torch has, as its hook gets them."""
+
+    def found(names: str) -> Iterator[Any]:
+        return (getattr(Tensor, name) for name in names.split() if hasattr(Tensor, name))
+
+    yield from (accessor for each in found(attributes) for accessor in (each.__get__, each.__set__))
+    yield from (each.__get__ for each in found(read_only))
+    yield from found(methods)
 
 
 _WITHOUT_VALUES = frozenset(

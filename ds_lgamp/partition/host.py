@@ -1,8 +1,5 @@
-"""What the host does for units with offloading.
-
-It holds this rank's weights, which are loaded, and its gradient, which is stored; both may lie on a disk. A thread of
-the host updates units, one after another, beside the program.
-"""
+"""What the host does for units with offloading: it holds this rank's weights, which are loaded, and its gradient, which
+is stored, in memory or on a disk; and a thread updates one unit after another, beside the program."""
 
 import weakref
 from collections.abc import Callable
@@ -15,12 +12,13 @@ import torch
 
 from ds_lgamp.cost.disk import OnDisk
 from ds_lgamp.partition.bus import Bus, Transfer, use_device
+from ds_lgamp.partition.collectives import followed
 from ds_lgamp.partition.disk import Disk
 from ds_lgamp.partition.memory import in_pool
 
 Work = Callable[[], Callable[[], None] | None]
-"""What the thread calls. It may return what waiters call, such as the wait for a write to the disk: the thread goes on
-with the next job meanwhile."""
+"""What the thread calls. It may return what waiters call in turn, such as the wait for a write to the disk, so that the
+thread goes on with the next job."""
 
 
 class Job:
@@ -34,8 +32,8 @@ class Job:
         self._error: BaseException | None = None
 
     def wait(self) -> None:
-        """Blocks until the job is over. Raises what it, or an earlier job of the thread, raised. The thread itself does
-        not block: garbage collection can run there and destroy an engine, which waits for its jobs."""
+        """Blocks until the job is over. Raises what it, or an earlier job of the thread, raised. It does not block the
+        thread itself, where garbage collection may destroy an engine, which waits for its jobs."""
         if current_thread() is self._thread:
             return
         self._over.wait()
@@ -58,9 +56,8 @@ class Job:
 
 
 class HostThread:
-    """Runs jobs in their order. It begins with the first job, and ends with the object.
-
-    When a job has failed, all later ones fail with its error: they would work on half a step.
+    """Runs jobs in their order. It begins with the first job and ends with the object. After a failed job, all later
+    ones fail with its error, because they would work on half a step.
 
     Args:
         device: where the jobs' events and tensors are, beside the host.
@@ -105,6 +102,38 @@ def _serve(queue: "SimpleQueue[Job | None]", device: torch.device) -> None:
         del job
 
 
+class ShardUpdate:
+    """An update of a unit that is still to come, or under way on the host.
+
+    Args:
+        update: changes nothing but the unit's tensors.
+        thread: calls it with offloading. Without, whoever waits calls it.
+        announce: is called right before the thread gets the update.
+    """
+
+    def __init__(self, update: Work, thread: HostThread | None, announce: Callable[[], None]) -> None:
+        self._update: Work | None = update
+        self._thread, self._announce = thread, announce
+        self._job: Job | None = None
+
+    def start(self) -> None:
+        """Lets the thread begin the update, unless it has. The device begins none that nobody waits for."""
+        if self._thread is not None and self._update is not None:
+            update, self._update = self._update, None
+            self._announce()
+            self._job = self._thread.start(followed(update, "host update"))
+
+    def wait(self) -> None:
+        """Ends the update. It needs no other rank. Raises what the update raised."""
+        self.start()
+        if self._job is not None:
+            self._job.wait()
+        elif self._update is not None:
+            # An evaluation may be in inference mode. State that was made in it could not be updated later.
+            with torch.inference_mode(False), torch.no_grad():
+                self._update()
+
+
 class Host(NamedTuple):
     """What all units of a partition share with offloading."""
 
@@ -116,15 +145,11 @@ class Host(NamedTuple):
     on_disk: OnDisk = OnDisk()
     """What lies on the disk of the bus, instead of in memory."""
     on_device: tuple[int, ...] = ()
-    """Chunks of which it holds nothing; then it holds nothing of tied modules either."""
+    """Chunks of which the host holds nothing. If there are any, it holds nothing of tied modules either."""
 
-    def weights(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns memory for what loads copy, or room on the disk."""
-        return self._disk.empty(size, dtype) if self.on_disk.parameters else self.bus.room.empty(size, dtype)
-
-    def optimizer_room(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns memory for what stores copy, or room for it and for states on the disk."""
-        return self._disk.empty(size, dtype) if self.on_disk.optimizer else self.bus.room.empty(size, dtype)
+    def empty(self, size: int, dtype: torch.dtype, on_disk: bool) -> torch.Tensor:
+        """Returns memory that loads and stores copy, or room on the disk."""
+        return self._disk.empty(size, dtype) if on_disk else self.bus.room.empty(size, dtype)
 
     def master_weights(self, shard: torch.Tensor) -> torch.Tensor:
         """Returns a copy of half-precision weights in fp32."""
@@ -154,7 +179,7 @@ class LoadedPart:
 
     def __init__(self, host: Host, part: torch.Tensor) -> None:
         self.part = part
-        self.home = host.weights(part.numel(), part.dtype).copy_(part)
+        self.home = host.empty(part.numel(), part.dtype, host.on_disk.parameters).copy_(part)
         """The same part on the host or its disk. Call :meth:`settle` before writing to it and :meth:`outdate` after."""
         self.is_current = True
         """Whether the device has the values of the home."""
@@ -195,37 +220,6 @@ class LoadedPart:
             self.finish()
             self.part.untyped_storage().resize_(0)
             self.is_current = False
-
-
-class StoredGradient:
-    """The home of a unit's gradient on the host.
-
-    Args:
-        host: has the bus that carries it.
-        size, dtype: those of this rank's shard of the gradient.
-    """
-
-    def __init__(self, host: Host, size: int, dtype: torch.dtype) -> None:
-        self._bus = host.bus
-        self.values = host.optimizer_room(size, dtype)
-        self._storing: Transfer | None = None
-
-    def start(self, gradient: torch.Tensor) -> None:
-        """Starts to copy the final ``gradient`` to the host."""
-        self._storing = self._bus.store(self.values, gradient)
-
-    def finish(self) -> torch.Tensor:
-        """Returns the gradient on the host. Afterwards the device may free its own, and the host reads the result when
-        it has called :meth:`settle`."""
-        assert self._storing is not None, "a store is under way"
-        self._storing.wait()
-        return self.values
-
-    def settle(self) -> None:
-        """Blocks the host until the copy is over, if there was one, and lets go of the device's gradient."""
-        if self._storing is not None:
-            self._storing.done()
-            self._storing = None
 
 
 def arriving(value: torch.Tensor) -> Callable[[], torch.Tensor]:

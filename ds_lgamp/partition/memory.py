@@ -41,7 +41,7 @@ def in_pool(device: torch.device, allocate: Callable[[], T]) -> T:
 
 @contextmanager
 def outside_of_pools() -> Iterator[None]:
-    """Lets :func:`in_pool` take memory that the allocator may give to others later, inside the block."""
+    """Inside the block, :func:`in_pool` takes memory from the allocator, which may reuse it for anything later."""
     global _whole_model
     before, _whole_model = _whole_model, True
     try:
@@ -68,9 +68,9 @@ _SHARE = 8
 class HostRoom:
     """Cuts tensors from blocks of memory, pinned or not.
 
-    torch rounds pinned memory up to a power of two and gives the rest to nobody (``CachingHostAllocator``). A tensor of
-    1.1 GB alone would pin 2 GB. So blocks have such sizes, and a tensor goes to the block whose free end suits it best.
-    Blocks grow with what there is, so that several tensors of one size share one.
+    torch rounds pinned memory up to a power of two and wastes the rest (``CachingHostAllocator``): a tensor of 1.1 GB
+    alone would pin 2 GB. So blocks have such sizes, and a tensor goes to the block whose free end suits it best. Blocks
+    grow with what there is, so that several tensors of one size share one.
     """
 
     def __init__(self, pinned: bool) -> None:
@@ -78,10 +78,10 @@ class HostRoom:
         self._free: list[torch.Tensor] = []
         """The free end of every block that has one."""
         self.bytes = 0
-        """Of all blocks."""
+        """The bytes of all blocks."""
 
     def empty(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns ``size`` elements. They stay taken, also when nobody uses them any longer."""
+        """Returns ``size`` elements. Their memory never returns to the room."""
         needed = size * dtype.itemsize
         suitable = [number for number, free in enumerate(self._free) if free.numel() >= needed]
         if suitable:
@@ -97,7 +97,7 @@ class HostRoom:
 
 
 def shared_size(needed: int) -> int:
-    """Returns a size of at least ``needed`` bytes, of which there are eight between powers of two: memory of this size
+    """Returns a size of at least ``needed`` bytes, of which there are eight between two powers of two, so that memory
     serves tensors of many lengths."""
     step = max(ALIGNMENT, block_bytes(needed) // 8)
     return -(-needed // step) * step

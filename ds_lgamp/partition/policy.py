@@ -63,20 +63,13 @@ class ZeroPolicy(NamedTuple):
 
     @property
     def shard_index(self) -> int:
-        """Which of the equal parts of a unit is this rank's shard, if it is partitioned.
-
-        Shards of peers follow one another, so that they are one part of the unit together.
-        """
-        nodes = self.nodes
-        if nodes is None:
-            return self.data_group.rank()
-        return (
-            nodes.inside.rank() if nodes.replicated else nodes.inside.rank() * nodes.peers.size() + nodes.peers.rank()
-        )
+        """Which of the equal parts of a unit is this rank's shard, if it is partitioned."""
+        return self.shard_order.index(self.shard_group.rank())
 
     @property
     def shard_order(self) -> list[int]:
-        """The ranks of :attr:`shard_group` in the order of their shards. Nodes have consecutive data-parallel ranks."""
+        """The ranks of :attr:`shard_group` in the order of their shards. Nodes have consecutive data-parallel ranks;
+        shards of peers follow one another, so that they are one part of the unit together."""
         nodes, ranks = self.nodes, range(self.shard_group.size())
         if nodes is None or nodes.replicated:
             return list(ranks)

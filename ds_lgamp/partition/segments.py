@@ -1,7 +1,7 @@
 """What the optimizer owns of a unit on this rank: the master weights, cut into segments."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,11 @@ class Segment(NamedTuple):
 
     def is_within(self, other: "Segment") -> bool:
         return other.start <= self.start < other.end
+
+
+def is_elementwise(value: Any, shard: torch.Tensor) -> bool:
+    """Whether a ``value`` of the optimizer's state has an element for each of ``shard``."""
+    return isinstance(value, torch.Tensor) and value.shape == shard.shape
 
 
 class MasterWeights:
@@ -66,8 +71,8 @@ class MasterWeights:
         weight has not changed stay as they are."""
         if self.is_copy:
             shard, values = self._shard[within], self.values[within]
-            kept = keep_bits & (values.to(shard.dtype) == shard)
-            values.copy_(torch.where(kept, values, shard.to(values.dtype)))
+            stays = keep_bits & (values.to(shard.dtype) == shard)
+            values.copy_(torch.where(stays, values, shard.to(values.dtype)))
 
     def cut(self) -> None:
         """Gives each parameter a segment of its own, with its part of the gradient."""
@@ -119,7 +124,7 @@ class MasterWeights:
 
 
 def _segments(storage: FlatStorage, master: torch.Tensor, by_parameter: bool) -> list[Segment]:
-    # A segment includes the zeros between and behind its parameters, which an update leaves alone.
+    # A segment includes the zeros between and after its parameters, which an update leaves alone.
     bounds: dict[tuple[tuple[float, bool, bool], int | None], list[int]] = {}
     ends = [*storage.offsets[1:], storage.end]
     for place, (entry, offset, end) in enumerate(zip(storage.parameters, storage.offsets, ends)):

@@ -1,5 +1,5 @@
-"""A unit: the parameters of one chunk, or of one tied module, which move together; and the part of each parameter that
-this rank holds."""
+"""A unit is the parameters of one chunk, or of one tied module, which move together; a part is what this rank holds of
+one of them."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -8,22 +8,23 @@ import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
+from ds_lgamp.partition.bus import Transfer
 from ds_lgamp.partition.collectives import start_all_reduce
 from ds_lgamp.partition.flat_storage import FlatStorage, UnitParameter
 from ds_lgamp.partition.gradient_reduction import GradientReduction
-from ds_lgamp.partition.host import StoredGradient
 from ds_lgamp.partition.policy import ZeroPolicy
 from ds_lgamp.partition.segments import MasterWeights, Segment
 
 
 class Observer:
-    """Follows what happens to the units in whose :attr:`Unit.observers` it is. By default it does nothing."""
+    """Follows what happens to the units that have it in :attr:`Unit.observers`. By default it does nothing."""
 
     def gradient_final(self, unit: "Unit", gradient: torch.Tensor) -> None:
-        """The ``gradient`` of this rank's shard of ``unit`` is final. With offloading the device has it still."""
+        """The ``gradient`` of this rank's shard of ``unit`` is final, and still on the device."""
 
     def before_change(self, unit: "Unit") -> None:
-        """Master weights or optimizer state of ``unit`` are about to change. It may block until nobody reads them."""
+        """Master weights or optimizer state of ``unit`` are about to change. The observer may block until nobody reads
+        them."""
 
     def after_update(self, unit: "Unit") -> None:
         """An update of ``unit`` is final: master weights, optimizer state and weights. Any thread that updates may call
@@ -32,13 +33,11 @@ class Observer:
 
 class Unit:
     """Joins what belongs to parameters that are gathered, released and reduced together: ``storage``, where they lie,
-    ``reduction``, which sums their gradient, and ``master``, which the optimizer updates.
+    ``reduction``, which sums their gradient, and ``master``, which the optimizer updates. With offloading, master
+    weights and the final gradient lie on the host.
 
-    A unit is frozen if none of its parameters requires a gradient. A frozen unit is gathered and released only, at
-    stage 3; it has no gradient and no master weights of its own.
-
-    With offloading, master weights and the final gradient lie on the host. Of a frozen unit the host holds the shard,
-    if it holds the parameters.
+    A unit is frozen if none of its parameters requires a gradient. Then it has no gradient and no master weights of its
+    own, and the host holds its shard only if it holds the parameters.
 
     Args:
         name: its name in errors and traces.
@@ -77,10 +76,12 @@ class Unit:
         self.storage = FlatStorage(sorted(parameters, key=lambda entry: entry.segment_key), policy)
         self.master = MasterWeights(self.storage, policy, self.trains, tie_group)
         self.reduction = GradientReduction(self.storage, policy, self.master.values.dtype, tie_group)
-        self._stored: StoredGradient | None = None
+        self.stored_gradient: torch.Tensor | None = None
+        """The home of the final gradient on the host; None if the device updates the unit."""
         if policy.host is not None and self.trains:
             master = self.master.values
-            self._stored = StoredGradient(policy.host, master.numel(), master.dtype)
+            self.stored_gradient = policy.host.empty(master.numel(), master.dtype, policy.host.on_disk.optimizer)
+        self._storing: Transfer | None = None
         self.observers: list[Observer] = []
 
     @torch.no_grad()
@@ -108,8 +109,8 @@ class Unit:
         self.storage.replace_slice(within, self.master.values[within])
 
     def adopt(self, within: slice = slice(None), keep_bits: bool = False) -> None:
-        """Takes the shard and the master weights, or a slice of them, from the full parameters. Where those are
-        released, it takes the master weights from the shard. With ``keep_bits``, master weights whose weight has not
+        """Takes the shard and the master weights, or a slice of them, from the full parameters; where these are
+        released, only the master weights, from the shard. With ``keep_bits``, master weights whose weight has not
         changed stay as they are."""
         self.storage.catch_up()
         self.before_change()
@@ -117,7 +118,7 @@ class Unit:
         self.master.adopt(within, keep_bits)
 
     def before_change(self) -> None:
-        """Tells the observers. Called before every change of master weights or optimizer state."""
+        """Tells the observers. The caller is about to change master weights or optimizer state."""
         for observer in self.observers:
             observer.before_change(self)
 
@@ -127,17 +128,17 @@ class Unit:
             observer.after_update(self)
 
     def finish_gradient(self) -> None:
-        """Hands every segment its part of the final gradient; with offloading, once it is on the host."""
-        if self._stored is not None:
+        """Gives every segment its part of the final gradient; with offloading, on the host."""
+        if self.stored_gradient is None:
+            self.master.take_gradient(self._final_gradient())
+        else:
             self.start_store()
             self.finish_store()
-            return
-        self.master.take_gradient(self._final_gradient())
 
     def start_store(self) -> None:
         """Starts to copy the final gradient to the host."""
-        assert self._stored is not None, "the host updates the unit"
-        self._stored.start(self._final_gradient())
+        assert self.policy.host is not None and self.stored_gradient is not None, "the host updates the unit"
+        self._storing = self.policy.host.bus.store(self.stored_gradient, self._final_gradient())
 
     def _final_gradient(self) -> torch.Tensor:
         gradient = self.reduction.final_gradient()
@@ -147,28 +148,23 @@ class Unit:
         return gradient
 
     def finish_store(self) -> None:
-        """Waits for the copy, frees the device's gradient and hands every segment its part on the host."""
-        assert self._stored is not None, "the host updates the unit"
-        home = self._stored.finish()
-        self.reduction.move_to(home)
-        self.master.take_gradient(home)
-
-    @property
-    def stored_gradient(self) -> torch.Tensor:
-        """The home of the gradient."""
-        assert self._stored is not None, "the host updates the unit"
-        return self._stored.values
+        """Waits for the copy, frees the device's gradient and gives every segment its part on the host."""
+        assert self._storing is not None and self.stored_gradient is not None, "a store is under way"
+        self._storing.wait()
+        self.reduction.shard_gradient = self.stored_gradient
+        self.master.take_gradient(self.stored_gradient)
 
     def settle_store(self) -> None:
-        """Blocks the host until it may read the gradient."""
-        if self._stored is not None:
-            self._stored.settle()
+        """Blocks the host until the copy is over, if there was one, so that the host may read the gradient."""
+        if self._storing is not None:
+            self._storing.done()
+            self._storing = None
 
     def scale_gradient(self, factor: float | torch.Tensor, gradient: torch.Tensor | None = None) -> None:
         """Multiplies the final gradient, or a ``gradient`` that was read from the disk, by ``factor``."""
         gradient = self.reduction.shard_gradient if gradient is None else gradient
         assert gradient is not None, "the gradient is final"
-        if self._stored is not None:
+        if self.stored_gradient is not None:
             self.settle_store()
             # A number, so that a factor of 1 costs no pass over the gradient.
             factor = float(factor)
@@ -182,8 +178,8 @@ class Unit:
 
     @torch.no_grad()
     def round_weights(self) -> None:
-        """Rounds the master weights to the shard after the host updated them. The storage knows since it has postponed
-        the update that its full parameters are old."""
+        """Rounds the master weights to the shard after the host updated them. The storage has taken its full parameters
+        for old since the update was postponed."""
         if self.master.is_copy:
             self.storage.shard.copy_(self.master.values)
 
@@ -194,10 +190,8 @@ class Unit:
 
 
 class Part(NamedTuple):
-    """The part of a parameter that lies in this rank's shard; it may be empty.
-
-    Weights, master weights, gradient and optimizer state are laid out alike, so the part has the same place in each.
-    """
+    """The part of a parameter that lies in this rank's shard; it may be empty. It has the same place in weights, master
+    weights, gradient and optimizer state."""
 
     unit: Unit
     name: str
@@ -234,15 +228,12 @@ class Part(NamedTuple):
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """Returns a tensor of the parameter's shape, copied from the ``part`` [numel] of every shard. All data-parallel
-        ranks call it together.
-
-        It adds up tensors that are zero outside a rank's part: parts differ in length, and for most parameters all but
-        one are empty.
-        """
+        ranks call it together."""
         storage = self.unit.storage
         if not storage.partitioned:
             # With offloading, the part is on the host.
             return part.to(storage.flat.device, copy=True).view(self.shape)
+        # Parts differ in length, and most are empty, so it adds up tensors that are zero outside a rank's part.
         whole = part.new_zeros(self.shape.numel(), device=storage.flat.device)
         whole[self.in_parameter] = part
         return start_all_reduce(whole, self.unit.policy.shard_group)().view(self.shape)
@@ -263,7 +254,7 @@ class Part(NamedTuple):
     @torch.no_grad()
     def adopt_weights(self) -> None:
         """Takes this rank's part of the shard and of the master weights from the full parameter, which user code may
-        have changed after it was gathered. Master weights whose weight has not changed keep their bits."""
+        have changed. Master weights whose weight has not changed keep their bits."""
         self.unit.adopt(self.in_shard, keep_bits=True)
 
 
@@ -278,17 +269,17 @@ def parts_of(unit: Unit) -> Iterator[Part]:
         if first < last:
             in_shard = slice(first - shard_start, last - shard_start)
             in_parameter = slice(first - start, last - start)
-        whole = slice(start, end)
-        place = _place(unit.policy.tensor_group, entry.sliced_dimension, shape)
+        whole_shape, slice_offsets = _place(unit.policy.tensor_group, entry.sliced_dimension, shape)
         yield Part(
             unit,
             entry.name,
             entry.shown,
             entry.parameter,
             torch.Size(shape),
-            *place,
+            whole_shape,
+            slice_offsets,
             entry.group,
-            whole,
+            slice(start, end),
             in_shard,
             in_parameter,
         )

@@ -1,5 +1,6 @@
 """All units of a pipeline rank, driven by the actions of its program."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
@@ -26,7 +27,7 @@ class TiedParameters(NamedTuple):
 
 
 class ZeroPartition:
-    """Maps chunks to the units they use and keeps track of what is gathered and what is being reduced.
+    """Maps chunks to the units they use, and keeps track of reductions and stores under way.
 
     Args:
         units: the units that every chunk of this rank uses: its own and those of tied modules. A chunk without
@@ -36,19 +37,19 @@ class ZeroPartition:
 
     def __init__(self, units: Mapping[int, Sequence[Unit]], device: torch.device) -> None:
         self.chunk_units = units
-        self.units = list(dict.fromkeys(unit for members in units.values() for unit in members))
-        for members in units.values():
-            for unit in members:
-                unit.reduction.count_user()
+        users = Counter(unit for members in units.values() for unit in members)
+        self.units = list(users)
+        for unit, count in users.items():
+            unit.reduction.users = count
         self.device = device
         self.host = next((unit.policy.host for unit in self.units if unit.policy.host is not None), None)
         """What the host does for the units; None if everything stays on the device."""
         self.frees_weights = any(unit.storage.frees_weights for unit in self.units)
         """Whether full parameters exist only between gather and release."""
-        self._shared = {unit for unit in self.units if unit.tie_group is not None or self._users(unit) > 1}
+        self._shared = {unit for unit in self.units if unit.tie_group is not None or users[unit] > 1}
         """Units that several chunks use, here or on other pipeline ranks."""
         self._finished: set[Unit] = set()
-        """Units whose gradients are finished ahead of the others'."""
+        """Units whose gradients are finished before the step."""
         self._accumulating: set[int] = set()
         """Chunks between their first backward and their REDUCE."""
         self._reducing: dict[int, list[Unit]] = {}
@@ -58,18 +59,13 @@ class ZeroPartition:
         self._storing: dict[int, list[Unit]] = {}
         """Units whose gradients are under way to the host, by the chunk whose STORE launched it."""
 
-    def _users(self, unit: Unit) -> int:
-        return sum(unit in members for members in self.chunk_units.values())
-
     def gather(self, chunk: int) -> None:
-        """Launches the gathers that ``chunk`` needs. A unit that is complete and current moves nothing, as at stages 1
-        and 2 before the first step."""
+        """Launches the gathers that ``chunk`` needs. A unit that is complete and current moves nothing."""
         for unit in self.chunk_units[chunk]:
             unit.storage.hold(chunk)
 
     def load(self, chunk: int) -> None:
-        """Starts to load what the next gathers of ``chunk`` need from the host. A unit that is complete and current
-        moves nothing."""
+        """Starts to load what the next gathers of ``chunk`` need from the host."""
         for unit in self.chunk_units[chunk]:
             unit.storage.start_load()
 
@@ -79,7 +75,7 @@ class ZeroPartition:
             unit.storage.finish_load()
 
     def wait_gather(self, chunk: int) -> None:
-        """Waits for the gathers of ``chunk`` that are still in flight."""
+        """Waits for the gathers of ``chunk`` in flight."""
         for unit in self.chunk_units[chunk]:
             unit.storage.finish_gather()
 
@@ -95,15 +91,15 @@ class ZeroPartition:
 
     @torch.no_grad()
     def attach_parameters(self) -> None:
-        """Takes over values of parameters to which user code gave another tensor. Called before a batch, and before
-        weights are saved. Parameters that are released between uses refuse such a tensor."""
+        """Takes over values of parameters to which user code gave another tensor. Engines call it before a batch and
+        before they save weights. Parameters that are released between uses refuse such a tensor."""
         for unit in self.units:
             if not unit.storage.frees_weights:
                 unit.storage.attach_parameters()
 
     def refuse_thawed(self) -> None:
-        """Raises ValueError if a parameter that was frozen when the partition was built no longer is. Called before a
-        training batch, in which no backward may reach the parameter."""
+        """Raises ValueError if a parameter that was frozen when the partition was built no longer is. Engines call it
+        before a training batch."""
         for unit in self.units:
             for entry in () if unit.trains else unit.storage.parameters:
                 if entry.parameter.requires_grad:
@@ -113,14 +109,14 @@ class ZeroPartition:
 
     @torch.no_grad()
     def adopt_parameters(self) -> None:
-        """Takes shards and master weights from the full parameters, which user code changed in the same way on all
+        """Takes shards and master weights from the full parameters. User code changed these in the same way on all
         data-parallel ranks, inside :meth:`full_parameters` or where they are not released."""
         for unit in self.units:
             unit.adopt()
 
     def begin_backward(self, chunk: int) -> None:
         """Lets the gradients of ``chunk`` accumulate, before a backward pass of it. The program has waited for the
-        chunk's own reduction; a tied unit may still be under one that another chunk launched."""
+        chunk's own reduction, but another chunk may have launched one of a tied unit."""
         if chunk in self._accumulating:
             return
         self._accumulating.add(chunk)
@@ -162,7 +158,7 @@ class ZeroPartition:
             unit.storage.start_refresh()
 
     def wait_refresh(self, chunk: int) -> None:
-        """Waits for those of the gathers between nodes that are still in flight."""
+        """Waits for the gathers between nodes that are still in flight."""
         for unit in self.chunk_units[chunk]:
             unit.storage.finish_refresh()
 
@@ -180,8 +176,8 @@ class ZeroPartition:
         self._finished.update(units)
 
     def finish_gradients(self) -> None:
-        """Gives every segment its gradient, averaged over the data-parallel ranks, after all reductions. Leaves out
-        what :meth:`finish_gradients_of` finished."""
+        """Gives every segment its gradient, averaged over the data-parallel ranks, after all reductions. It leaves out
+        the units that are finished."""
         # In the order of names: all pipeline ranks sum the copies of tied units in the same order.
         for unit in sorted(self.units, key=lambda unit: unit.name):
             if unit.trains and unit not in self._finished:
@@ -189,8 +185,8 @@ class ZeroPartition:
         self._finished.clear()
 
     def finish_gradients_of(self, chunk: int) -> list[Unit]:
-        """Does what :meth:`finish_gradients` does for the units that ``chunk`` alone uses, after their reduction, and
-        unless they were stored. Returns them."""
+        """Does what :meth:`finish_gradients` does, for the units that ``chunk`` alone uses, after their reduction.
+        Returns them."""
         units = self._alone(chunk)
         for unit in units:
             if unit not in self._finished:
@@ -249,7 +245,7 @@ class ZeroPartition:
 
     @contextmanager
     def full_parameters(self, chunk: int | None = None) -> Iterator[None]:
-        """Keeps the parameters that ``chunk`` uses, by default all of this rank, complete and current inside the block.
+        """Inside the block, the parameters that ``chunk`` uses, by default all of this rank, are complete and current.
         All data-parallel ranks enter it together."""
         block = object()
         units = self.units if chunk is None else self.chunk_units[chunk]

@@ -27,17 +27,15 @@ from ds_lgamp.view.recording import Interval, RankRecording, Step
 
 
 class Peers:
-    """Ranks are numbered by their place in ``ranks``.
-
-    Tensor-parallel ranks share their pipeline rank and their data-parallel rank. They are told apart by their order.
-    """
+    """Finds the ranks that exchange messages or run collectives together, by their place in ``ranks``. Tensor-parallel
+    ranks share their pipeline rank and their data-parallel rank; their order tells them apart."""
 
     def __init__(self, spec: ProgramSpec, ranks: Sequence[RankRecording]) -> None:
         self._hierarchy = spec.hierarchy
         self._ranks = ranks
         self._alike: dict[tuple[int, int], list[int]] = defaultdict(list)
         self.tensor_ranks: list[int] = []
-        """Of every rank, which of those with both its numbers it is."""
+        """The tensor-parallel rank of every rank."""
         for number, rank in enumerate(ranks):
             alike = self._alike[rank.pipeline_rank, rank.data_rank]
             self.tensor_ranks.append(len(alike))
@@ -49,7 +47,8 @@ class Peers:
         return alike[place] if place < len(alike) else None
 
     def group(self, rank: int, kind: Kind) -> tuple[int, int, int]:
-        """Returns what the ranks have in common that run a collective of this kind with ``rank``, and no others."""
+        """Returns a key that ``rank`` shares with the ranks that run a collective of this kind with it, and with no
+        other rank."""
         data_rank, part = self._ranks[rank].data_rank, 0
         if self._hierarchy is not None:
             node, place = divmod(data_rank, self._hierarchy.node_ranks)
@@ -58,8 +57,8 @@ class Peers:
 
 
 NEGLIGIBLE = 0.01
-"""A wait below this share of the compute after it delayed nothing: also what has long arrived takes a moment to
-receive."""
+"""A wait below this share of the compute after it delayed nothing: what has long arrived takes a moment to receive,
+too."""
 _MESSAGES = ("activation", "gradient")
 _EARLIER = {Kind.LOAD: Kind.UPDATE, Kind.UPDATE: Kind.STORE}
 """What a transfer or update on the host follows for the same chunk."""
@@ -90,7 +89,7 @@ def causes(spec: ProgramSpec, ranks: Sequence[RankRecording], steps: Sequence[St
 
 
 def critical_path(steps: Sequence[Step], found: Causes) -> list[Place]:
-    """Returns the chain of causes that leads to the end of the step, first things first."""
+    """Returns the chain of causes that leads to the end of the step, in the order of time."""
     over = max(step.end for step in steps)
     # What goes on beside the computes may outlast the step: the next one waits for it.
     ends = [
@@ -125,26 +124,17 @@ class _Lanes:
                 self.numbers[index] = len(self.by_name[each.name])
                 self.by_name[each.name].append(index)
 
-    @cached_property
-    def ends_of_computes(self) -> list[float]:
-        return [self.all[index].end for index in self.by_lane["compute"]]
-
-    @cached_property
-    def starts_of_waits(self) -> list[float]:
-        return [self.all[index].start for index in self.by_lane["wait"]]
-
     def before(self, time: float) -> int | None:
         """Returns the last compute that has ended at ``time``."""
-        count = bisect_right(self.ends_of_computes, time)
-        return self.by_lane["compute"][count - 1] if count else None
+        computes = self.by_lane["compute"]
+        count = bisect_right(computes, time, key=lambda index: self.all[index].end)
+        return computes[count - 1] if count else None
 
     def waits_between(self, start: float, end: float) -> Iterator[Interval]:
         """Yields the waits that begin from ``start`` on and end by ``end``."""
-        first, behind = bisect_left(self.starts_of_waits, start), bisect_left(self.starts_of_waits, end)
-        for position in range(first, behind):
-            wait = self.all[self.by_lane["wait"][position]]
-            if wait.end <= end:
-                yield wait
+        waits = self.by_lane["wait"]
+        first, last = (bisect_left(waits, time, key=lambda index: self.all[index].start) for time in (start, end))
+        yield from (self.all[index] for index in waits[first:last] if self.all[index].end <= end)
 
     def latest(self, name: str, before: float) -> int | None:
         """Returns the last interval of this name that has begun before a time."""
@@ -209,7 +199,7 @@ class _Search:
         return next((Place(source, index) for index in found if index is not None), None)
 
     def last_to_come(self, time: float) -> Place | None:
-        """Returns the compute of any rank that ended last by ``time``: those that share modules begin STEP together."""
+        """Returns the compute of any rank that ended last by ``time``. Ranks that share modules begin STEP together."""
         ended = [(rank, lanes.before(time)) for rank, lanes in enumerate(self.lanes)]
         places = [Place(rank, index) for rank, index in ended if index is not None]
         return max(places, key=lambda place: self.lanes[place.rank].all[place.interval].end, default=None)
@@ -267,7 +257,10 @@ def action_of(name: str) -> Action | None:
         return None
 
 
-_USES = {Kind.RECV_FORWARD: Kind.FORWARD, Kind.RECV_BACKWARD: Kind.BACKWARD}
+def use_of(send: Action) -> Action:
+    """Returns the compute that uses the message of ``send`` on the other rank."""
+    kind = Kind.FORWARD if send.kind is Kind.SEND_FORWARD else Kind.BACKWARD
+    return receive_matching(send)._replace(kind=kind)
 
 
 def with_arrivals(spec: ProgramSpec, ranks: Sequence[RankRecording], steps: Sequence[Step]) -> list[Step]:
@@ -287,8 +280,7 @@ def with_arrivals(spec: ProgramSpec, ranks: Sequence[RankRecording], steps: Sequ
         send = action_of(each.name) if each.lane == "send" else None
         if send is None or send.kind not in SENDS:
             return each
-        receive = receive_matching(send)
-        use = Action(_USES[receive.kind], receive.chunk, receive.micro_batch)
+        use = use_of(send)
         start = begun.get((peers.at(spec.placement[use.chunk], rank), str(use)), each.end)
         return each._replace(end=min(each.end, max(each.start, start)))
 

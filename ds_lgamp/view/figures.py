@@ -64,7 +64,7 @@ class Shown:
 
     @property
     def title(self) -> str:
-        """measured, step 3; or simulated."""
+        """Such as "measured, step 3", or "simulated"."""
         step = f", step {self.figures.step}" if self.recording.source == "measured" else ""
         return f"{self.recording.source}{step}"
 
@@ -82,7 +82,19 @@ def show(recording: Recording, number: int | None = None) -> Shown:
     steps = with_arrivals(spec, recording.ranks, _pick(recording, number))
     found = causes(spec, recording.ranks, steps)
     path = critical_path(steps, found)
-    return Shown(recording, steps, found, path, _figures(recording, steps, path))
+    seconds = _length(steps)
+    by_rank = [_by_kind(step, seconds) for step in steps]
+    ideal = fmean(rank["forward"] + rank["backward"] for rank in by_rank)
+    figures = Figures(
+        source=recording.source,
+        step=steps[0].step,
+        seconds=seconds,
+        bubble=(seconds - ideal) / ideal if ideal else 0.0,
+        by_rank=by_rank,
+        peak_bytes=[max((alive for _, alive in step.memory), default=0) for step in steps],
+        critical_path=_along(steps, path),
+    )
+    return Shown(recording, steps, found, path, figures)
 
 
 def _pick(recording: Recording, number: int | None) -> list[Step]:
@@ -106,21 +118,6 @@ def _listed(numbers: Sequence[int]) -> str:
 
 def _length(steps: Sequence[Step]) -> float:
     return max(step.end for step in steps) - min(step.start for step in steps)
-
-
-def _figures(recording: Recording, steps: Sequence[Step], path: Sequence[Place]) -> Figures:
-    seconds = _length(steps)
-    by_rank = [_by_kind(step, seconds) for step in steps]
-    ideal = fmean(rank["forward"] + rank["backward"] for rank in by_rank)
-    return Figures(
-        source=recording.source,
-        step=steps[0].step,
-        seconds=seconds,
-        bubble=(seconds - ideal) / ideal if ideal else 0.0,
-        by_rank=by_rank,
-        peak_bytes=[max((alive for _, alive in step.memory), default=0) for step in steps],
-        critical_path=_along(steps, path),
-    )
 
 
 def _by_kind(step: Step, seconds: float) -> dict[str, float]:

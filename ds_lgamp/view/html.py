@@ -4,12 +4,14 @@ The files in page/ are its parts. They draw on a canvas, so that thousands of ac
 """
 
 import json
+import re
+from collections import defaultdict
 from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 from itertools import count
 from math import floor, log10
-from typing import Any, NamedTuple
+from typing import Any
 
 from ds_lgamp.view.critical_path import micro_batches_of
 from ds_lgamp.view.figures import COMPUTE, KINDS, Shown
@@ -20,16 +22,14 @@ PARTS = ("page.css", "d3.js", "model.js", "chart.js", "summary.js", "page.js")
 DIGITS = 7
 """Of a time, as a share of the step: far more than a screen shows."""
 
-
-class Panel(NamedTuple):
-    """A step and the words above it."""
-
-    title: str
-    shown: Shown
+Numbers = dict[str, int]
+"""Numbers of words, in the order in which these come: pages repeat few words many times."""
+Panel = tuple[str, Shown]
+"""The words above a step, and the step."""
 
 
 def html_page(title: str, panels: Sequence[Panel], unit: str = "s", before: str = "") -> str:
-    """The page with ``panels`` one above the other, on the same scale of time.
+    """Returns the page with ``panels`` one above the other, on the same scale of time.
 
     Args:
         unit: "s" if times are seconds; "" if they have no unit.
@@ -37,54 +37,35 @@ def html_page(title: str, panels: Sequence[Panel], unit: str = "s", before: str 
     """
     folder = files("ds_lgamp.view") / "page"
     values = {name: (folder / name).read_text(encoding="utf-8") for name in PARTS}
-    values |= {"title": escape(title), "before": before, "data": _embedded(_model(panels, unit))}
-    # Split before filling in: what is filled in may look like a placeholder.
-    pieces = (folder / "page.html").read_text(encoding="utf-8").split("{{")
-    filled = [pieces[0]]
-    for piece in pieces[1:]:
-        name, _, rest = piece.partition("}}")
-        filled.append(values[name] + rest)
-    return "".join(filled)
-
-
-def _embedded(model: dict[str, Any]) -> str:
-    """Returns JSON for a script element, which no name in it can close."""
-    return json.dumps(model, separators=(",", ":")).replace("<", "\\u003c")
+    # No name in the JSON can close the script element around it.
+    data = json.dumps(_model(panels, unit), separators=(",", ":")).replace("<", "\\u003c")
+    values |= {"title": escape(title), "before": before, "data": data}
+    template = (folder / "page.html").read_text(encoding="utf-8")
+    # In one pass, because what is filled in may look like a placeholder.
+    return re.sub(r"{{(.*?)}}", lambda place: values[place[1]], template)
 
 
 def _model(panels: Sequence[Panel], unit: str) -> dict[str, Any]:
-    names, words = _Numbers(), _Numbers()
-    shown = [_panel(panel, names, words) for panel in panels]
-    micro_batches = max(micro_batches_of(step) for panel in panels for step in panel.shown.steps)
+    names, words = defaultdict[str, int](count().__next__), defaultdict[str, int](count().__next__)
+    drawn = [_panel(title, shown, names, words) for title, shown in panels]
+    micro_batches = max(micro_batches_of(step) for _, shown in panels for step in shown.steps)
     return {
         "unit": unit,
         "lanes": LANES,
         "kinds": KINDS,
         "computeKinds": len(COMPUTE),
         "micro_batches": micro_batches,
-        "panels": shown,
+        "panels": drawn,
         "names": list(names),
         "words": list(words),
     }
 
 
-class _Numbers(dict[str, int]):
-    """Numbers words in the order in which they come: pages repeat few words many times."""
-
-    def __init__(self) -> None:
-        self._next = count()
-
-    def __missing__(self, word: str) -> int:
-        self[word] = next(self._next)
-        return self[word]
-
-
-def _panel(panel: Panel, names: _Numbers, words: _Numbers) -> dict[str, Any]:
-    shown = panel.shown
+def _panel(title: str, shown: Shown, names: Numbers, words: Numbers) -> dict[str, Any]:
     figures = shown.figures
     ranks = [_rank(rank, shown, index, names, words) for index, rank in enumerate(shown.recording.ranks)]
     return {
-        "title": panel.title,
+        "title": title,
         "seconds": figures.seconds,
         "bubble": figures.bubble,
         "by_rank": figures.by_rank,
@@ -96,36 +77,29 @@ def _panel(panel: Panel, names: _Numbers, words: _Numbers) -> dict[str, Any]:
     }
 
 
-def _rank(rank: RankRecording, shown: Shown, index: int, names: _Numbers, words: _Numbers) -> dict[str, Any]:
+def _rank(rank: RankRecording, shown: Shown, index: int, names: Numbers, words: Numbers) -> dict[str, Any]:
     step, causes = shown.steps[index], shown.causes[index]
-    columns = list(zip(*step.intervals)) or [()] * 6
-    lanes, titles, starts, ends, kinds, moved = columns
-    times = _Times(shown)
+    lanes, titles, starts, ends, kinds, moved = zip(*step.intervals) if step.intervals else [()] * 6
     return {
         "label": f"rank {rank.rank}",
         "detail": _detail(rank, shown),
         "replica": rank.data_rank,
         "lane": [LANES.index(lane) for lane in lanes],
         "name": [names[title] for title in titles],
-        "start": times.of(starts),
-        "end": times.of(ends),
+        "start": _since(shown, starts),
+        "end": _since(shown, ends),
         "kind": [words[kind] for kind in kinds],
         "bytes": moved,
         "cause": [part for place in range(len(lanes)) for part in causes.get(place, (-1, -1))],
-        "memory": [times.of([when for when, _ in step.memory]), [alive for _, alive in step.memory]],
+        "memory": [_since(shown, [when for when, _ in step.memory]), [alive for _, alive in step.memory]],
     }
 
 
-class _Times:
-    """Times since the step began, rounded."""
-
-    def __init__(self, shown: Shown) -> None:
-        self.start = shown.start
-        length = shown.figures.seconds
-        self.places = DIGITS - floor(log10(length)) if length > 0 else DIGITS
-
-    def of(self, times: Sequence[float]) -> list[float]:
-        return [round(each - self.start, self.places) for each in times]
+def _since(shown: Shown, times: Sequence[float]) -> list[float]:
+    """Returns times since the step began, rounded."""
+    length = shown.figures.seconds
+    places = DIGITS - floor(log10(length)) if length > 0 else DIGITS
+    return [round(each - shown.start, places) for each in times]
 
 
 def _detail(rank: RankRecording, shown: Shown) -> str:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from ds_lgamp.schedule.actions import COMPUTE, Action, Kind
+from ds_lgamp.schedule.actions import COLLECTIVES, COMPUTE, Action, Kind
 from ds_lgamp.schedule.costs import Costs, Durations, Link, links_of, uniform_costs
 from ds_lgamp.schedule.offload import Offload
 from ds_lgamp.schedule.placement import place_chunks
@@ -16,8 +16,6 @@ from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.view.critical_path import Peers, action_of, micro_batches_of
 from ds_lgamp.view.figures import Shown
 from ds_lgamp.view.recording import Interval, Recording, of_simulation
-
-_COLLECTIVES = (Kind.GATHER, Kind.REDUCE, Kind.REFRESH, Kind.COMBINE)
 
 
 def simulated(shown: Shown) -> Recording:
@@ -61,10 +59,10 @@ def simulated_1f1b(shown: Shown) -> Recording:
 def costs_of(shown: Shown) -> Costs:
     """Returns mean durations of a recorded step, in seconds.
 
-    Computes, transfers and updates: by chunk, over micro-batches and those ranks that have as many micro-batches as the
-    program. Collectives: from the last launch of a rank that takes part, or the last end before, to the first end.
-    Messages: the fastest on each link for which an idle rank waited; the mean of the other links where none did. A
-    recording does not show waits for network cards, so messages and collectives do not share one.
+    Computes, transfers and updates are means by chunk, over micro-batches and the ranks that have as many micro-batches
+    as the program. Collectives last from the last launch of a rank that takes part, or the last end before, to the
+    first end. On each link, the fastest message counts for which an idle rank waited; where none did, the mean of the
+    other links. Messages and collectives share no network card, because a recording does not show waits for one.
     """
     spec = shown.recording.program_spec()
     means = _means(shown, spec)
@@ -103,7 +101,7 @@ def _means(shown: Shown, spec: ProgramSpec) -> dict[Action, float]:
         spent: defaultdict[Action, float] = defaultdict(float)
         number: defaultdict[str, int] = defaultdict(int)
         for action, start, each in _queued(step.intervals):
-            if action.kind in _COLLECTIVES:
+            if action.kind in COLLECTIVES:
                 together = *peers.group(rank, action.kind), number[each.name], action
                 collectives[together].append((start, each.end))
                 number[each.name] += 1
@@ -119,44 +117,39 @@ def _means(shown: Shown, spec: ProgramSpec) -> dict[Action, float]:
 
 def _queued(intervals: Sequence[Interval]) -> Iterator[tuple[Action, float, Interval]]:
     """Yields the actions with the times when they really began: after the one before them in their lane."""
-    ahead: defaultdict[str, float] = defaultdict(float)
+    free: defaultdict[str, float] = defaultdict(float)
     for each in sorted(intervals, key=lambda each: each.start):
         action = action_of(each.name)
         if action is not None and each.lane not in ("wait", "send"):
-            yield action, min(max(each.start, ahead[each.lane]), each.end), each
-            ahead[each.lane] = max(each.end, ahead[each.lane])
+            yield action, min(max(each.start, free[each.lane]), each.end), each
+            free[each.lane] = max(each.end, free[each.lane])
 
 
 def _hops(shown: Shown, spec: ProgramSpec) -> Mapping[Link, float]:
-    fastest: dict[Link, float] = {}
-    for made, idle, each, link in _messages(shown, spec):
-        # A rank that is busy starts late on a message that has long arrived.
-        if idle <= made:
-            fastest[link] = min(fastest.get(link, float("inf")), each.start - made)
-    known = fmean(fastest.values()) if fastest else 0.0
-    return {link: max(fastest.get(link, known), 0.0) for link in links_of(spec)}
-
-
-def _messages(shown: Shown, spec: ProgramSpec) -> Iterator[tuple[float, float, Interval, Link]]:
-    """Yields, for each message: when it was made, since when its receiver was idle, what used it, and its link."""
     made: dict[tuple[int, Action], float] = {}
-    uses: list[tuple[int, Action, float, Interval]] = []
-    peers = Peers(spec, shown.recording.ranks)
+    uses: list[tuple[int, Action, float, float]] = []
     for rank, step in enumerate(shown.steps):
         idle = step.start
         for each in step.intervals:
             action = action_of(each.name)
             if each.lane == "compute" and action is not None and action.kind in COMPUTE:
                 made[rank, action] = each.end
-                uses.append((rank, action, idle, each))
+                uses.append((rank, action, idle, each.start))
                 idle = each.end
-    for rank, action, idle, each in uses:
+    peers, fastest = Peers(spec, shown.recording.ranks), dict.fromkeys(links_of(spec), float("inf"))
+    for rank, action, idle, start in uses:
         chunk = spec.source_chunk(action)
-        sender = None if chunk is None else peers.at(spec.placement[chunk], rank)
-        if chunk is not None and sender is not None and spec.receives_input(action):
-            source = sender, Action(action.kind, chunk, action.micro_batch)
-            if source in made:
-                yield made[source], idle, each, (spec.placement[chunk], spec.placement[action.chunk])
+        if chunk is None or not spec.receives_input(action):
+            continue
+        sender = peers.at(spec.placement[chunk], rank)
+        sent = None if sender is None else made.get((sender, Action(action.kind, chunk, action.micro_batch)))
+        # A rank that is busy starts late on a message that has long arrived.
+        if sent is not None and idle <= sent:
+            link = spec.placement[chunk], spec.placement[action.chunk]
+            fastest[link] = min(fastest[link], start - sent)
+    times = [time for time in fastest.values() if time < float("inf")]
+    known = fmean(times) if times else 0.0
+    return {link: max(time if time < float("inf") else known, 0.0) for link, time in fastest.items()}
 
 
 def _updates(shown: Shown, spec: ProgramSpec, by_chunk: list[float]) -> list[float]:

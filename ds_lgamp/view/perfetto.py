@@ -1,15 +1,13 @@
 """Recordings for https://ui.perfetto.dev, in Perfetto's protocol-buffer format.
 
 A rank is a process, and each of its lanes a track. Arrows lead from a message to the compute that uses it. The numbers
-of fields are those of protos/perfetto/trace in Perfetto's sources; what is written here needs no more than a few.
+of fields are those of protos/perfetto/trace in Perfetto's sources.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
-from ds_lgamp.schedule.actions import Action, Kind, receive_matching, send_of
-from ds_lgamp.schedule.spec import ProgramSpec
-from ds_lgamp.view.critical_path import Peers
+from ds_lgamp.schedule.actions import Action, send_of
+from ds_lgamp.view.critical_path import Peers, use_of
 from ds_lgamp.view.recording import LANES, Interval, RankRecording, Recording
 
 _BEGIN, _END, _COUNTER = 1, 2, 4
@@ -22,15 +20,8 @@ _ROOM = 1000
 """Tracks of a rank, at most."""
 _SEND = "SEND_"
 """How the name of a message begins; that of its compute follows."""
-_USED_BY = {Kind.RECV_FORWARD: Kind.FORWARD, Kind.RECV_BACKWARD: Kind.BACKWARD}
-
-
-class _Place(NamedTuple):
-    """A compute of a rank in a step."""
-
-    rank: int
-    step: int
-    name: str
+_Place = tuple[int, int, str]
+"""Rank, step and name of a compute."""
 
 
 def perfetto_trace(recording: Recording) -> bytes:
@@ -56,37 +47,33 @@ class _Arrows:
         """The computes whose messages have intervals."""
         self._last: dict[_Place, Interval] = {}
         """The last interval of each compute."""
-        peers = Peers(spec, recording.ranks)
         for number, rank in enumerate(recording.ranks):
             for step in rank.steps:
                 for each in step.intervals:
+                    place = number, step.step, each.name.removeprefix(_SEND)
                     if each.lane == "compute":
-                        self._last[_Place(number, step.step, each.name)] = each
-                    elif each.lane == "send" and each.name.startswith(_SEND):
-                        self._sent.add(_Place(number, step.step, each.name.removeprefix(_SEND)))
+                        self._last[place] = each
+                    elif each.lane == "send":
+                        self._sent.add(place)
+        peers = Peers(spec, recording.ranks)
         for place, compute in self._last.items():
-            receiver = _receiver(spec, Action.parse(place.name)) if compute.kind in ("forward", "backward") else None
-            to = None if receiver is None else peers.at(spec.placement[receiver.chunk], place.rank)
+            action = Action.parse(compute.name) if compute.kind in ("forward", "backward") else None
+            if action is None or not spec.sends_output(action):
+                continue
+            use = use_of(send_of(action))
+            to = peers.at(spec.placement[use.chunk], place[0])
             if to is not None:
-                self._begin[place] = self._end[_Place(to, place.step, str(receiver))] = len(self._begin) + 1
+                self._begin[place] = self._end[to, place[1], str(use)] = len(self._begin) + 1
 
     def at(self, rank: int, step: int, interval: Interval) -> bytes:
         """Returns the fields of the arrows that begin or end at an interval."""
-        fields = b""
-        place = _Place(rank, step, interval.name.removeprefix(_SEND))
-        if interval.lane == "send" or (self._last.get(place) is interval and place not in self._sent):
-            fields += _flow(47, self._begin.get(place))
-        if self._last.get(place) is interval:
-            fields += _flow(48, self._end.get(place))
+        place = rank, step, interval.name.removeprefix(_SEND)
+        is_last, fields = self._last.get(place) is interval, b""
+        if place in self._begin and (interval.lane == "send" or (is_last and place not in self._sent)):
+            fields += _fixed(47, self._begin[place])
+        if place in self._end and is_last:
+            fields += _fixed(48, self._end[place])
         return fields
-
-
-def _receiver(spec: ProgramSpec, compute: Action) -> Action | None:
-    """Returns the compute that uses the result of ``compute`` on another rank; None if there is none."""
-    if not spec.sends_output(compute):
-        return None
-    receive = receive_matching(send_of(compute))
-    return Action(_USED_BY[receive.kind], receive.chunk, receive.micro_batch)
 
 
 def _rank(number: int, rank: RankRecording, arrows: _Arrows) -> Iterator[bytes]:
@@ -132,10 +119,6 @@ def _lanes(rank: RankRecording) -> dict[str, list[list[tuple[int, Interval]]]]:
         if rows:
             lanes[lane] = rows
     return lanes
-
-
-def _flow(field: int, number: int | None) -> bytes:
-    return b"" if number is None else _fixed(field, number)
 
 
 def _slice(track: int, interval: Interval, flows: bytes) -> Iterator[bytes]:

@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ds_lgamp.schedule.actions import BETWEEN_NODES, Kind, awaited_by, send_of
+from ds_lgamp.schedule.actions import BETWEEN_NODES, COLLECTIVES, TRANSFERS, Kind, awaited_by, send_of
+from ds_lgamp.schedule.card import Span, Wait
 from ds_lgamp.schedule.hierarchy import Hierarchy
 from ds_lgamp.schedule.offload import Offload
 from ds_lgamp.schedule.simulate import Timeline
@@ -36,16 +37,7 @@ LANE_OF = {
     Kind.UPDATE: "host update",
 }
 """The lane of each kind of action that goes on beside compute. An UPDATE on the device is compute."""
-WAITS_FOR = {
-    Kind.GATHER: "gather",
-    Kind.REFRESH: "gather",
-    Kind.REDUCE: "reduce",
-    Kind.COMBINE: "reduce",
-    Kind.LOAD: "load",
-    Kind.LOAD_INPUT: "load",
-    Kind.STORE: "store",
-    Kind.STORE_INPUT: "store",
-}
+WAITS_FOR = {kind: LANE_OF[kind] for kind in COLLECTIVES | TRANSFERS} | {Kind.REFRESH: "gather", Kind.COMBINE: "reduce"}
 """The kind of wait for each kind of awaited action."""
 _COMPUTES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward"}
 _ABOUT = "recording.json"
@@ -119,12 +111,10 @@ class Recording:
 
     def program_spec(self) -> ProgramSpec:
         """Returns the spec from which the program was built."""
-        spec = dict(self.spec)
+        spec, hierarchy, offload = dict(self.spec), self.spec["hierarchy"], self.spec["offload"]
         spec["placement"] = tuple(spec["placement"])
-        if spec["hierarchy"] is not None:
-            spec["hierarchy"] = Hierarchy(**spec["hierarchy"])
-        if spec["offload"] is not None:
-            spec["offload"] = Offload(spec["offload"]["parameters"], tuple(spec["offload"]["on_device"]))
+        spec["hierarchy"] = hierarchy and Hierarchy(**hierarchy)
+        spec["offload"] = offload and Offload(offload["parameters"], tuple(offload["on_device"]))
         return ProgramSpec(**spec)
 
 
@@ -140,28 +130,26 @@ def spec_fields(spec: ProgramSpec) -> dict[str, Any]:
 def of_simulation(spec: ProgramSpec, timeline: Timeline, version: str) -> Recording:
     """Returns the recording of one simulated step. The unit of its times counts as a second.
 
-    Besides the waits of the program, it has those for results of other ranks, which belong to the compute that waits.
-    A send lasts until the receiver has the message. What takes no time is left out.
+    Besides the waits of the program, it has waits for results of other ranks, which belong to the compute that waits.
+    A send lasts until the receiver has the message. The recording leaves out what takes no time.
     """
     ranks = []
     for rank in range(spec.pipeline_ranks):
-        intervals = [*_computes(timeline, rank), *_beside(timeline, rank), *_messages(spec, timeline, rank)]
-        intervals.extend(_waits(timeline, rank, [each for each in intervals if each.lane == "compute"]))
+        computes = list(_computes(timeline, rank))
+        collectives = [_interval(LANE_OF[span.action.kind], span) for span in timeline.collectives[rank]]
+        intervals = [*computes, *collectives, *_messages(spec, timeline, rank), *_waits(timeline, rank, computes)]
         timed = in_order(each for each in intervals if each.end > each.start)
         ranks.append(RankRecording(rank, rank, 0, steps=[Step(1, 0.0, timeline.step_time, timed, [])]))
     return Recording("simulated", spec_fields(spec), version, ranks)
 
 
+def _interval(lane: str, span: Span | Wait, kind: str = "") -> Interval:
+    return Interval(lane, str(span.action), span.start, span.end, kind)
+
+
 def _computes(timeline: Timeline, rank: int) -> Iterator[Interval]:
-    for span in timeline.spans[rank]:
-        yield Interval("compute", str(span.action), span.start, span.end, _COMPUTES[span.action.kind])
-    for span in timeline.updates[rank]:
-        yield Interval("compute", str(span.action), span.start, span.end, "step")
-
-
-def _beside(timeline: Timeline, rank: int) -> Iterator[Interval]:
-    for span in timeline.collectives[rank]:
-        yield Interval(LANE_OF[span.action.kind], str(span.action), span.start, span.end)
+    yield from (_interval("compute", span, _COMPUTES[span.action.kind]) for span in timeline.spans[rank])
+    yield from (_interval("compute", span, "step") for span in timeline.updates[rank])
 
 
 def _messages(spec: ProgramSpec, timeline: Timeline, rank: int) -> Iterator[Interval]:
@@ -175,12 +163,9 @@ def _messages(spec: ProgramSpec, timeline: Timeline, rank: int) -> Iterator[Inte
 
 
 def _waits(timeline: Timeline, rank: int, computes: Iterable[Interval]) -> Iterator[Interval]:
-    """Yields the waits of the program, and what is left between computes: the waits for other ranks. Ahead of a wait of
-    the program, they are those of a RETURN."""
-    waits = [
-        Interval("wait", str(wait.action), wait.start, wait.end, WAITS_FOR[awaited_by(wait.action).kind])
-        for wait in timeline.waits[rank]
-    ]
+    """Yields the waits of the program, and what is left between computes: the waits for other ranks; before a wait of
+    the program, a wait of RETURN."""
+    waits = [_interval("wait", wait, WAITS_FOR[awaited_by(wait.action).kind]) for wait in timeline.waits[rank]]
     yield from waits
     now = 0.0
     for each in sorted([*waits, *computes], key=lambda each: (each.start, each.end)):
@@ -257,7 +242,8 @@ def read_recording(folder: Path) -> Recording:
     older = min(ranks, key=lambda rank: rank.begun)
     if older.begun != max(rank.begun for rank in ranks):
         raise RecordingError(
-            f"{folder} mixes two runs: what rank {older.rank} has recorded is older than what others have; record again"
+            f"{folder} mixes two runs: what rank {older.rank} has recorded is older than what other ranks have; record "
+            "again"
         )
     return Recording(about["source"], about["spec"], about["version"], ranks)
 

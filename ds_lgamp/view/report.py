@@ -1,7 +1,7 @@
-"""Steps as text: Gantt charts of characters of simulated and of recorded ones, and a table of where the time went."""
+"""Simulated and recorded steps as text: a Gantt chart of characters, and a table of where the time went."""
 
 import string
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from ds_lgamp.schedule.actions import BETWEEN_NODES, COLLECTIVES, Kind
 from ds_lgamp.schedule.card import Wait
@@ -19,7 +19,8 @@ _SYMBOLS = {
     **dict.fromkeys((Kind.BACKWARD, Kind.REDUCE, Kind.COMBINE, Kind.STORE, Kind.UPDATE), _LETTERS),
 }
 _OF_OFFLOADING = {"loads": Kind.LOAD, "stores": Kind.STORE, "updates": Kind.UPDATE}
-_WAITING, _UPDATING = "~", "u"
+_WIDTH = 120
+"""Columns of a chart."""
 _LEGEND = "digit: forward of the rank's n-th chunk, letter: its backward (A for 0, B for 1, ...), dot: idle"
 _LEGEND_OF_UPDATES = "u: update of one chunk or of all"
 _LEGEND_OF_COLLECTIVES = "below: digit: gather of the chunk, letter: its reduction; ~: compute waits for one of them"
@@ -29,30 +30,28 @@ _LEGEND_OF_OFFLOADING = (
 )
 
 
-def text_gantt(spec: ProgramSpec, timeline: Timeline, width: int = 120) -> str:
-    """One line per pipeline rank, time from left to right, at most ``width`` columns of it.
+def text_gantt(spec: ProgramSpec, timeline: Timeline) -> str:
+    """Returns a chart with one line per pipeline rank, time from left to right, at most 120 columns of it.
 
     A digit is a forward and numbers its chunk on the rank, modulo 10. A letter is a backward: A for 0, B for 1, and so
-    on. A u is the optimizer's update. A dot is idle time. If collectives take time, a second line per rank shows
-    gathers as digits and reductions as letters; a tilde is compute that waits for one of them. With hierarchical shards
-    these are inside nodes, and a third line shows those between nodes. With offloading, a line each shows loads as
-    digits, and stores and the host's updates as letters, unless they take no time.
+    on. A u is the optimizer's update, a dot is idle time, and a tilde is compute that waits for something on the lines
+    below. These show, as far as they take time: gathers as digits and reductions as letters, inside and between nodes
+    with hierarchical shards; with offloading, loads as digits, stores and the host's updates as letters.
     """
     spans = [span for rank in (*timeline.spans, *timeline.collectives) for span in rank]
     shortest = min((span.end - span.start for span in spans if span.end > span.start), default=0.0)
-    unit = max(shortest, timeline.step_time / width) or 1.0
+    unit = max(shortest, timeline.step_time / _WIDTH) or 1.0
     columns = max(1, round(timeline.step_time / unit))
     timed = {span.action.kind for rank in timeline.collectives for span in rank if span.end > span.start}
     lines = []
     for rank, computes in enumerate(timeline.spans):
         local = {chunk: index for index, chunk in enumerate(chunks_of(spec.placement, rank))}
         row = _row(computes, local, unit, columns)
-        for wait in timeline.waits[rank]:
-            start, end = round(wait.start / unit), round(wait.end / unit)
-            row[start:end] = _WAITING * (end - start)
-        for update in timeline.updates[rank]:
-            start, end = round(update.start / unit), round(update.end / unit)
-            row[start:end] = _UPDATING * (end - start)
+        marks: dict[str, Sequence[Span | Wait]] = {"~": timeline.waits[rank], "u": timeline.updates[rank]}
+        for symbol, marked in marks.items():
+            for each in marked:
+                start, end = round(each.start / unit), round(each.end / unit)
+                row[start:end] = symbol * (end - start)
         lines.append(f"rank {rank:<3d} |{''.join(row)}|")
         for name, beside in _beside(timeline.collectives[rank], timed).items():
             lines.append(f"{name:8} |{''.join(_row(beside, local, unit, columns))}|")
@@ -92,9 +91,9 @@ _BUBBLE = ("activation", "gradient", "send", "data")
 """Waits that the chart leaves as idle time."""
 
 
-def report(shown: Sequence[Shown], width: int = 120) -> str:
-    """The chart of each step's first data-parallel and tensor-parallel ranks, and one table of all steps."""
-    parts = [f"{_title(each)}\n{_gantt(each, width)}" for each in shown]
+def report(shown: Sequence[Shown]) -> str:
+    """Returns the chart of each step's first data-parallel and tensor-parallel ranks, and one table of all steps."""
+    parts = [f"{_title(each)}\n{_gantt(each)}" for each in shown]
     return "\n\n".join([*parts, "\n".join(_table([each.figures for each in shown]))])
 
 
@@ -105,7 +104,7 @@ def _title(shown: Shown) -> str:
     return f"{shown.title}{first}: {_seconds(figures.seconds)}, bubble {figures.bubble:.1%} of the compute time"
 
 
-def _gantt(shown: Shown, width: int) -> str:
+def _gantt(shown: Shown) -> str:
     spec = shown.recording.program_spec()
     tensor_ranks = Peers(spec, shown.recording.ranks).tensor_ranks
     first = {
@@ -113,32 +112,33 @@ def _gantt(shown: Shown, width: int) -> str:
         for rank, step, tensor_rank in zip(shown.recording.ranks, shown.steps, tensor_ranks)
         if rank.data_rank == 0 and tensor_rank == 0
     }
-    ranks = [first[rank] for rank in range(spec.pipeline_ranks)]
-    computes = [[each for each in intervals if each.lane == "compute"] for intervals in ranks]
-    beside = [[each for each in intervals if each.lane not in ("compute", "wait", "send")] for intervals in ranks]
-    waits = [[each for each in intervals if each.lane == "wait" and each.kind not in _BUBBLE] for intervals in ranks]
+
+    def spans(drawn: Callable[[Interval], bool]) -> list[list[Span]]:
+        """Returns, for each rank, what is drawn and belongs to an action, from the beginning of the step on."""
+        return [
+            [
+                Span(each.start - shown.start, each.end - shown.start, action)
+                for each in filter(drawn, first[rank])
+                if (action := action_of(each.name)) is not None
+            ]
+            for rank in range(spec.pipeline_ranks)
+        ]
+
+    waits = spans(lambda each: each.lane == "wait" and each.kind not in _BUBBLE)
     timeline = Timeline(
-        spans=[_spans(shown, (each for each in rank if each.kind != "step")) for rank in computes],
+        spans=spans(lambda each: each.lane == "compute" and each.kind != "step"),
         # A STEP has collectives of its own, such as that of the norm.
-        collectives=[_spans(shown, (each for each in rank if each.name != "STEP")) for rank in beside],
-        waits=[[Wait(*span) for span in _spans(shown, rank)] for rank in waits],
-        updates=[_spans(shown, (each for each in rank if each.kind == "step")) for rank in computes],
+        collectives=spans(lambda each: each.lane not in ("compute", "wait", "send") and each.name != "STEP"),
+        waits=[[Wait(*span) for span in rank] for rank in waits],
+        updates=spans(lambda each: each.lane == "compute" and each.kind == "step"),
         ideal=0.0,
         arrivals={},
     )
-    return text_gantt(spec, timeline, width)
-
-
-def _spans(shown: Shown, intervals: Iterable[Interval]) -> list[Span]:
-    """What of the intervals belongs to an action, from the beginning of the step on."""
-    actions = [(each, action_of(each.name)) for each in intervals]
-    return [
-        Span(each.start - shown.start, each.end - shown.start, action) for each, action in actions if action is not None
-    ]
+    return text_gantt(spec, timeline)
 
 
 def _table(columns: Sequence[Figures]) -> Iterator[str]:
-    """Mean seconds of each kind over the ranks, and the rank that has most of it."""
+    """Yields the mean seconds of each kind over the ranks, and the rank that has most of it."""
     yield f"{'':<12}" + "".join(f"{each.source:>14}{'share':>9}{'most, on rank':>22}" for each in columns)
     for kind in KINDS:
         if any(each.mean(kind) for each in columns):

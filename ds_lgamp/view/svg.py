@@ -15,9 +15,9 @@ from ds_lgamp.schedule.simulate import Timeline, simulate
 from ds_lgamp.schedule.spec import ProgramSpec
 
 WIDTH, LEFT, TOP = 960, 64, 34
-"""Pixels: of the picture, of the names of the ranks, of a panel's title."""
+"""Pixels: the width of the picture and of the names of ranks, and the height of a panel's title."""
 ROW, BAR, GAP = 24, 20, 18
-"""Pixels: from one rank to the next, the height of its bar, the space below a panel."""
+"""Pixels: from one rank to the next, the height of its bar, and the space below a panel."""
 # These greys and hues stand out from white and from black: a picture cannot know the page's background.
 TEXT, IDLE, UPDATE = "#768390", "#8b949e", "#2f9e62"
 HUES = {Kind.FORWARD: (0.59, 0.75), Kind.BACKWARD: (0.08, 0.88)}
@@ -40,13 +40,9 @@ def beside_1f1b(spec: ProgramSpec, timeline: Timeline, durations: Durations) -> 
     1F1B has one chunk per pipeline rank, which takes as long as the chunks of ``spec`` on a rank. A 1F1B program has
     one panel.
     """
-    panels = [Panel(title_of(spec), spec, timeline)]
-    if spec.schedule != "1f1b":
-        panels.insert(0, _same_work(spec, durations))
-    return panels
-
-
-def _same_work(spec: ProgramSpec, durations: Durations) -> Panel:
+    own = Panel(title_of(spec), spec, timeline)
+    if spec.schedule == "1f1b":
+        return [own]
     ranks = spec.pipeline_ranks
     length = spec.chunks / ranks
     # A message, and an input on the host, is as large as before.
@@ -58,21 +54,21 @@ def _same_work(spec: ProgramSpec, durations: Durations) -> Panel:
         schedule="1f1b",
         micro_batch_group=spec.micro_batches,
     )
-    return Panel(title_of(plain), plain, simulate(plain, build_program(plain), longer))
+    return [Panel(title_of(plain), plain, simulate(plain, build_program(plain), longer)), own]
 
 
 def title_of(spec: ProgramSpec) -> str:
-    """A program in words."""
+    """Returns a program in words."""
     chunks = spec.chunks // spec.pipeline_ranks
     each = "1 chunk" if chunks == 1 else f"{chunks} chunks"
     return f"{spec.schedule}, {each} per pipeline rank, {spec.micro_batches} micro-batches"
 
 
 def svg_gantt(panels: Sequence[Panel]) -> str:
-    """An SVG picture of ``panels``, one above the other, with a legend.
+    """Returns an SVG picture of ``panels``, one above the other, with a legend.
 
-    Each pipeline rank has a bar, with time from left to right. Forwards are blue, backwards orange, and later chunks of
-    the rank darker. Green are updates. Grey is idle time: the bubble and waits for collectives.
+    Each pipeline rank has a bar, with time from left to right. Forwards are blue, backwards orange, later chunks of the
+    rank darker, updates green. Grey is idle time: the bubble and waits for collectives.
     """
     longest = max(panel.timeline.step_time for panel in panels)
     scale = (WIDTH - LEFT - 1) / longest if longest else 0.0
@@ -95,7 +91,7 @@ def svg_gantt(panels: Sequence[Panel]) -> str:
 
 
 def _panel(panel: Panel, top: float, scale: float) -> Iterator[str]:
-    """The title, and a bar for each rank."""
+    """Yields the title, and a bar for each rank."""
     timeline, step = panel.timeline, panel.timeline.step_time
     yield f'<text x="0" y="{top + 22}" font-weight="bold">{escape(panel.title)}</text>'
     yield (
@@ -116,7 +112,7 @@ def _panel(panel: Panel, top: float, scale: float) -> Iterator[str]:
 
 
 def _bars(fill: str, times: Iterable[tuple[float, float]], top: float, scale: float, opacity: float = 1.0) -> str:
-    """One path of a rectangle for each start and end; a slit parts neighbours."""
+    """Returns a path of a rectangle for each start and end; a slit parts neighbours."""
     parts = (
         f"M{LEFT + start * scale:.1f} {top:g}h{max((end - start) * scale - 0.8, 0.2):.1f}v{BAR}H"
         f"{LEFT + start * scale:.1f}z"
@@ -134,7 +130,7 @@ def _shade(kind: Kind, index: int, chunks: int) -> str:
 
 
 def _legend(top: float, with_updates: bool) -> Iterator[str]:
-    """What the colours mean."""
+    """Yields what the colours mean."""
     left = LEFT
     for kind, word in ((Kind.FORWARD, "forward"), (Kind.BACKWARD, "backward")):
         for index in range(2):

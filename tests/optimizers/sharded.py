@@ -1,5 +1,8 @@
 """Tensors of two chunks on the ranks of a test, with an optimizer on their shards and gradients that are made up."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.nn import Parameter
@@ -9,6 +12,7 @@ from ds_lgamp.partition.flat_storage import UnitParameter
 from ds_lgamp.partition.policy import NodeGroups, ZeroPolicy, node_groups
 from ds_lgamp.partition.unit import parts_of
 from ds_lgamp.partition.zero_partition import ZeroPartition, build_partition
+from ds_lgamp.runtime.measure import CollectiveCounter
 from ds_lgamp.schedule.hierarchy import Hierarchy
 
 SHAPES = {
@@ -113,6 +117,33 @@ class Sharded:
         }
 
 
-def two_nodes(replicated: bool) -> NodeGroups:
-    """Returns the groups of four data-parallel ranks on two nodes."""
-    return node_groups(Hierarchy(2, replicated), [range(4)])
+STEPS = 20
+
+
+def trained(
+    optimizer: torch.optim.Optimizer, group_of: dict[str, int], *place: Any, given: Callable[[int], dict] = gradients
+) -> tuple[Sharded, dict[str, torch.Tensor], list[tuple[str, int]]]:
+    """Returns the tensors at a place after some steps, whole, and the collectives of the last step."""
+    sharded = Sharded(optimizer, group_of, *place)
+    for step in range(STEPS):
+        with CollectiveCounter() as counter:
+            sharded.step(given(step))
+    return sharded, sharded.gathered(), counter.log
+
+
+def largest_difference(sharded: Sharded, own: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Returns the largest difference of a tensor, relative to its norm."""
+    slices = {name: sharded.slice_of(name, tensor) for name, tensor in expected.items()}
+    return max(float((own[name] - slices[name]).norm() / slices[name].norm()) for name in own)
+
+
+def places_of_four() -> dict[Any, tuple]:
+    """Returns places on four ranks: two data-parallel and two tensor-parallel ones by stage, or two nodes."""
+    rank = dist.get_rank()
+    data = [dist.new_group([first, first + 2]) for first in (0, 1)][rank % 2]
+    tensor = [dist.new_group([first, first + 1]) for first in (0, 2)][rank // 2]
+    nodes = {
+        ("nodes", replicated): (3, dist.group.WORLD, None, node_groups(Hierarchy(2, replicated), [range(4)]))
+        for replicated in (False, True)
+    }
+    return {stage: (stage, data, tensor) for stage in (0, 2)} | nodes

@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from testing.ranks import run_on_ranks
 from tests.optimizers import test_lamb, test_muon
-from tests.optimizers.sharded import gradients
+from tests.optimizers.sharded import gradients, largest_difference
 
 FROZEN = {
     "0.tall": range(5, 9),
@@ -28,9 +28,9 @@ def trained(*place):
     apex, of_apex, _ = test_lamb.train(options, *place, given=given)
     muon, of_muon, _ = test_muon.train(test_muon.muon(), *place, given=given)
     return [
-        test_lamb.largest_difference(lamb, of_lamb, test_lamb.reference({}, given)),
-        test_lamb.largest_difference(apex, of_apex, test_lamb.reference(of_reference, given)),
-        test_lamb.largest_difference(muon, of_muon, test_muon.reference(given=given)),
+        largest_difference(lamb, of_lamb, test_lamb.reference({}, given)),
+        largest_difference(apex, of_apex, test_lamb.reference(of_reference, given)),
+        largest_difference(muon, of_muon, test_muon.reference(given=given)),
     ]
 
 

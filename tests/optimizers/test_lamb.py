@@ -5,12 +5,10 @@ import torch
 import torch.distributed as dist
 
 from ds_lgamp.optimizers.lamb import Lamb
-from ds_lgamp.runtime.measure import CollectiveCounter
 from testing.ranks import run_on_ranks
 from tests.optimizers.reference import ReferenceLamb
-from tests.optimizers.sharded import SHAPES, Sharded, gradients, two_nodes, weights
+from tests.optimizers.sharded import SHAPES, STEPS, gradients, largest_difference, places_of_four, trained, weights
 
-STEPS = 20
 GROUP_OF = {name: int(len(shape) == 1) for name, shape in SHAPES.items()}
 """Vectors are in the second group, which has no weight decay."""
 DECAY = {name: 0.0 if group else 0.1 for name, group in GROUP_OF.items()}
@@ -26,11 +24,7 @@ CONVENTIONS = {
 
 def train(options, *place, given=gradients):
     groups = [{"params": [], "weight_decay": decay} for decay in (0.1, 0.0)]
-    sharded = Sharded(Lamb(groups, lr=0.02, eps=1e-6, **options), GROUP_OF, *place)
-    for step in range(STEPS):
-        with CollectiveCounter() as counter:
-            sharded.step(given(step))
-    return sharded, sharded.gathered(), counter.log
+    return trained(Lamb(groups, lr=0.02, eps=1e-6, **options), GROUP_OF, *place, given=given)
 
 
 def reference(options, given=gradients):
@@ -38,12 +32,6 @@ def reference(options, given=gradients):
     for step in range(STEPS):
         lamb.step(given(step))
     return lamb.weights
-
-
-def largest_difference(sharded, own, expected):
-    """Returns the largest difference of a tensor, relative to its norm."""
-    slices = {name: sharded.slice_of(name, tensor) for name, tensor in expected.items()}
-    return max(float((own[name] - slices[name]).norm() / slices[name].norm()) for name in own)
 
 
 def run_all(stages):
@@ -67,18 +55,10 @@ def test_shards_step_as_whole_tensors_do(ranks):
 
 
 def run_sliced():
-    """Two data-parallel and two tensor-parallel ranks."""
-    rank = dist.get_rank()
-    data = [dist.new_group([first, first + 2]) for first in (0, 1)][rank % 2]
-    tensor = [dist.new_group([first, first + 1]) for first in (0, 2)][rank // 2]
-    expected = reference({})
-    results = {}
-    for stage in (0, 2):
-        sharded, own, log = train({}, stage, data, tensor)
-        results[stage] = largest_difference(sharded, own, expected), log
-    for replicated in (False, True):
-        sharded, own, log = train({}, 3, dist.group.WORLD, None, two_nodes(replicated))
-        results["nodes", replicated] = largest_difference(sharded, own, expected), len(log)
+    expected, results = reference({}), {}
+    for place, where in places_of_four().items():
+        sharded, own, log = train({}, *where)
+        results[place] = largest_difference(sharded, own, expected), log
     return results
 
 
@@ -88,13 +68,18 @@ def test_slices_add_up_to_the_norms_of_their_tensor():
         assert results[0][0] < 1e-6 and results[0][1] == of_slices
         assert results[2][0] < 1e-6 and results[2][1] == of_all + of_slices
         for replicated in (False, True):
-            assert results["nodes", replicated][0] < 1e-6 and results["nodes", replicated][1] == 1
+            assert results["nodes", replicated][0] < 1e-6 and len(results["nodes", replicated][1]) == 1
 
 
 def test_a_step_outside_an_engine_says_where_it_belongs():
     lamb = Lamb([torch.nn.Parameter(torch.ones(2))])
     with pytest.raises(RuntimeError, match="pass it to deepspeed.initialize"):
         lamb.step()
+
+
+def test_an_unknown_option_is_refused():
+    with pytest.raises(TypeError, match="Lamb has no option momentum; use lr, "):
+        Lamb([torch.nn.Parameter(torch.ones(2))], momentum=0.9)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Muon on shards takes the steps of torch.optim.Muon on whole matrices. Every matrix travels once each way."""
 
 import gc
+from functools import cache
 
 import pytest
 import torch
@@ -8,15 +9,23 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 from ds_lgamp.cost.muon import Iteration, Matrix, exchange_bytes, step_memory
-from ds_lgamp.optimizers.muon import Muon
+from ds_lgamp.optimizers.muon import METHODS, Muon, NewtonSchulz
 from ds_lgamp.partition.unit import parts_of
-from ds_lgamp.runtime.measure import CollectiveCounter, PeakMemory, live_tensors
+from ds_lgamp.runtime.measure import PeakMemory, live_tensors
 from testing.prompt_gloo import prompt_exchanges
 from testing.ranks import run_on_ranks
-from tests.optimizers.sharded import SHAPES, SLICED, Sharded, gradients, two_nodes, weights
-from tests.optimizers.test_lamb import largest_difference
+from tests.optimizers.sharded import (
+    SHAPES,
+    SLICED,
+    STEPS,
+    Sharded,
+    gradients,
+    largest_difference,
+    places_of_four,
+    trained,
+    weights,
+)
 
-STEPS = 20
 MATRICES = [name for name, shape in SHAPES.items() if len(shape) == 2 and name != "0.embedding"]
 JOINT = "0.joint"
 GROUP_OF = {name: 2 if name == JOINT else int(name not in MATRICES) for name in SHAPES}
@@ -36,13 +45,10 @@ def muon(blocks=1, method="standard", **options):
 
 
 def train(optimizer, *place, given=gradients):
-    sharded = Sharded(optimizer, GROUP_OF, *place)
-    for step in range(STEPS):
-        with CollectiveCounter() as counter:
-            sharded.step(given(step))
-    return sharded, sharded.gathered(), counter.log
+    return trained(optimizer, GROUP_OF, *place, given=given)
 
 
+@cache
 def reference(blocks=1, given=gradients, **options):
     """Trains whole tensors with torch's optimizers. A joint matrix is ``blocks`` matrices for them."""
     whole = {name: Parameter(tensor) for name, tensor in weights().items()}
@@ -162,17 +168,10 @@ def test_shards_step_as_whole_matrices_do(ranks):
 
 
 def run_sliced():
-    """Two data-parallel and two tensor-parallel ranks."""
-    rank = dist.get_rank()
-    data = [dist.new_group([first, first + 2]) for first in (0, 1)][rank % 2]
-    tensor = [dist.new_group([first, first + 1]) for first in (0, 2)][rank // 2]
     results = {}
-    for stage in (0, 2):
-        sharded, own, log = train(muon(), stage, data, tensor)
-        results[stage] = largest_difference(sharded, own, reference()), [kind for kind, _ in log]
-    for replicated in (False, True):
-        sharded, own, log = train(muon(), 3, dist.group.WORLD, None, two_nodes(replicated))
-        results["nodes", replicated] = largest_difference(sharded, own, reference()), [kind for kind, _ in log]
+    for place, where in places_of_four().items():
+        sharded, own, log = train(muon(), *where)
+        results[place] = largest_difference(sharded, own, reference()), [kind for kind, _ in log]
     return results
 
 
@@ -201,3 +200,49 @@ def test_what_is_frozen_need_be_no_matrix():
     assert Muon([{"params": [Parameter(torch.eye(4)), convolution], "use_muon": True}])
     with pytest.raises(ValueError, match="holds a parameter of shape"):
         Muon([{"params": [convolution.requires_grad_()], "use_muon": True}])
+
+
+SIZES = [(16, 40), (40, 16), (24, 24), (1, 8)]
+
+
+def matrix(shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("shape", SIZES, ids=str)
+def test_the_standard_method_is_torchs_to_the_bit(shape):
+    from torch.optim._muon import _zeropower_via_newtonschulz
+
+    own = NewtonSchulz()(matrix(shape))
+    assert torch.equal(own, _zeropower_via_newtonschulz(matrix(shape), NewtonSchulz().coefficients, 5, 1e-7))
+
+
+@pytest.mark.parametrize("shape", SIZES, ids=str)
+def test_the_gram_method_is_deepspeeds(shape):
+    from deepspeed.runtime.zero.muon import original_muon
+
+    deepspeeds = original_muon.zeropower_via_gram_newtonschulz
+    expected = getattr(deepspeeds, "_torchdynamo_orig_callable", deepspeeds)(matrix(shape), 5).float()
+    torch.testing.assert_close(NewtonSchulz("gram")(matrix(shape)).float(), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("shape", SIZES, ids=str)
+def test_singular_values_become_about_one(method, shape):
+    values = torch.linalg.svdvals(NewtonSchulz(method)(matrix(shape)).float())
+    assert 0.6 < values.min() and values.max() < 1.3
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_type_that_travels_loses_nothing(method):
+    iteration = NewtonSchulz(method)
+    for shape in SIZES:
+        sent = matrix(shape).to(iteration.input_dtype)
+        result = iteration(sent)
+        assert torch.equal(result, iteration(matrix(shape)))
+        assert result.dtype == iteration.output_dtype(sent.device)
+
+
+def test_zero_stays_zero():
+    for method in METHODS:
+        assert not NewtonSchulz(method)(torch.zeros(4, 6)).any()

@@ -1,4 +1,5 @@
-"""Reductions of half-precision gradients add in full precision. Sums in rank order add in exactly that order."""
+"""Reductions of half-precision gradients add in full precision. Sums in rank order add in exactly that order. Ranks in
+unequal numbers of groups make the same groups."""
 
 import pytest
 import torch
@@ -6,8 +7,9 @@ import torch.distributed as dist
 
 from ds_lgamp.partition.collectives import start_all_reduce, start_reduce_scatter
 from ds_lgamp.partition.flat_storage import UnitParameter
-from ds_lgamp.partition.policy import ZeroPolicy
+from ds_lgamp.partition.policy import ZeroPolicy, node_groups
 from ds_lgamp.partition.unit import Unit
+from ds_lgamp.schedule.hierarchy import Hierarchy
 from testing.ranks import run_on_ranks
 
 SMALL = 2.0**-9
@@ -86,3 +88,17 @@ def memory_of_a_reduction():
 def test_what_was_received_is_freed_when_it_is_summed_up():
     """A thread of gloo keeps it for a while."""
     assert run_on_ranks(2, memory_of_a_reduction) == [([2.0, 2.0], [0])] * 2
+
+
+def make_groups():
+    # Rank 0 is in one group more than the others, as the ends of a pipeline are in fewer than its middle.
+    dist.new_group([0])
+    nodes = node_groups(Hierarchy(2, False), [[0, 1, 2, 3]])
+    again = node_groups(Hierarchy(2, True), [[0, 1, 2, 3]])
+    return [dist.get_process_group_ranks(group) for group in (nodes.inside, nodes.peers, again.inside, again.peers)]
+
+
+def test_ranks_in_unequal_numbers_of_groups_meet():
+    first, _, _, last = run_on_ranks(4, make_groups, seconds=60)
+    assert first == [[0, 1], [0, 2]] * 2
+    assert last == [[2, 3], [1, 3]] * 2

@@ -3,9 +3,7 @@ behind."""
 
 import errno
 import os
-import signal
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from ds_lgamp.cost.disk import room
 from ds_lgamp.partition import disk as disks
 from ds_lgamp.partition.disk import Disk, aligned
 from ds_lgamp.schedule.offload import DISK_BLOCK
+from testing.ranks import CONTEXT
 
 SECONDS = 30
 """The longest a test waits for a process."""
@@ -161,25 +160,21 @@ def test_the_space_returns_when_nobody_has_the_tensors(tmp_path):
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
-HOLD = """
-import sys, time
-import torch
-from ds_lgamp.partition.disk import Disk
-home = Disk(sys.argv[1]).empty(1 << 16, torch.float32).fill_(1)
-print("written", flush=True)
-time.sleep(60)
-"""
+def hold(path, sender):
+    home = Disk(path).empty(1 << 16, torch.float32).fill_(1)
+    sender.send(home.numel())
+    time.sleep(SECONDS)
 
 
 def test_a_killed_run_leaves_nothing(tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]
-    )
+    receiver, sender = CONTEXT.Pipe(duplex=False)
+    process = CONTEXT.Process(target=hold, args=(tmp_path, sender))
+    process.start()
     try:
-        assert process.stdout.readline() == b"written\n"
+        assert receiver.poll(SECONDS) and receiver.recv() == 1 << 16
     finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait(SECONDS)
+        process.kill()
+        process.join(SECONDS)
     assert os.listdir(tmp_path) == []
 
 

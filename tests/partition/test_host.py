@@ -1,8 +1,5 @@
-"""A unit whose home is on the host: it is loaded for a gather, stored after the reduction, and updated by the host's
-thread.
-
-The group of ranks is imagined and its collectives move nothing.
-"""
+"""A unit whose home is on the host is loaded for a gather, stored after its reduction, and updated by a thread of the
+host. The group of ranks is imagined and its collectives move nothing."""
 
 import threading
 import time
@@ -13,6 +10,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ds_lgamp.optimizers.updates import postpone, start_postponed
+from ds_lgamp.partition import host
 from ds_lgamp.partition.bus import Bus
 from ds_lgamp.partition.flat_storage import UnitParameter
 from ds_lgamp.partition.guard import NotGatheredError
@@ -157,7 +155,8 @@ def test_parameters_are_old_while_the_host_updates_them(data_group):
     assert weight[0] == 1
 
 
-def test_a_stored_gradient_leaves_the_device(data_group):
+@pytest.mark.parametrize("stores", [True, False], ids=["with a STORE", "without one"])
+def test_a_stored_gradient_leaves_the_device(data_group, stores):
     unit, weight, host = unit_of(data_group, dtype=torch.bfloat16)
     unit.storage.hold(0)
     unit.storage.finish_gather()
@@ -166,8 +165,11 @@ def test_a_stored_gradient_leaves_the_device(data_group):
         weight.grad.add_(1)
         unit.reduction.start()
         unit.reduction.finish()
-    unit.start_store()
-    unit.finish_store()
+    if stores:
+        unit.start_store()
+        unit.finish_store()
+    else:
+        unit.finish_gradient()
     (segment,) = unit.master.segments
     assert segment.shard.grad.data_ptr() == unit.reduction.shard_gradient.data_ptr()
     assert segment.shard.grad.dtype == torch.float32 and unit.reduction._gradient is None
@@ -185,5 +187,84 @@ def test_master_weights_are_the_shard_of_the_host_or_its_fp32_copy(data_group):
 
 
 def test_a_frozen_unit_is_on_the_host_only_with_the_parameters(data_group):
-    assert unit_of(data_group, trains=False)[0].storage.host is not None
-    assert unit_of(data_group, parameters=False, trains=False)[0].storage.host is None
+    assert unit_of(data_group, trains=False)[0].policy.host is not None
+    assert unit_of(data_group, parameters=False, trains=False)[0].policy.host is None
+
+
+def test_a_waiter_waits_for_the_write_and_the_next_job_does_not():
+    thread, written, order = HostThread(torch.device("cpu")), threading.Event(), []
+
+    def write():
+        assert written.wait(SECONDS)
+        order.append("written")
+
+    first = thread.start(lambda: write)
+    thread.start(lambda: order.append("next")).wait()
+    waiting = threading.Thread(target=first.wait, daemon=True)
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive() and order == ["next"]
+    written.set()
+    waiting.join(SECONDS)
+    assert not waiting.is_alive() and order == ["next", "written"]
+
+
+def test_the_thread_does_not_wait_for_itself():
+    """Its garbage collection may delete an engine, which waits for its jobs."""
+    thread, queued, jobs = HostThread(torch.device("cpu")), threading.Event(), []
+    jobs.append(thread.start(lambda: queued.wait(SECONDS) and jobs[1].wait()))
+    jobs.append(thread.start(lambda: None))
+    queued.set()
+    waiting = threading.Thread(target=jobs[1].wait, daemon=True)
+    waiting.start()
+    waiting.join(SECONDS)
+    assert not waiting.is_alive()
+
+
+def test_an_error_of_the_write_is_raised_by_every_waiter():
+    def write():
+        raise OSError("full")
+
+    job = HostThread(torch.device("cpu")).start(lambda: write)
+    for _ in range(2):
+        with pytest.raises(OSError, match="full"):
+            job.wait()
+
+
+def test_after_a_failed_job_no_other_one_runs():
+    thread, ran = HostThread(torch.device("cpu")), []
+
+    def fail():
+        raise ValueError("no luck")
+
+    jobs = [thread.start(fail), thread.start(lambda: ran.append(1))]
+    for job in jobs:
+        with pytest.raises(ValueError, match="no luck"):
+            job.wait()
+    assert not ran
+
+
+def test_the_thread_has_the_device_of_its_rank(monkeypatch):
+    """Otherwise its first event would make a context on the first device of the node."""
+    made = []
+    monkeypatch.setattr(host, "use_device", lambda device: made.append((device, threading.current_thread().name)))
+    HostThread(torch.device("cuda", 3), "updates").start(lambda: None).wait()
+    assert made == [(torch.device("cuda", 3), "updates")]
+
+
+def test_only_the_thread_itself_computes_with_its_number_of_threads():
+    """Neither the program nor threads that begin later do: the data of a script, for instance."""
+
+    def numbers(thread):
+        seen = []
+        thread.start(lambda: seen.append(torch.get_num_threads())).wait()
+        return seen[0]
+
+    before = torch.get_num_threads()
+    updating = HostThread(torch.device("cpu"), threads=before + 2)
+    assert numbers(updating) == before + 2
+    assert torch.get_num_threads() == before
+    assert numbers(HostThread(torch.device("cpu"))) == before
+    # A first computation does not take torch's number.
+    updating.start(lambda: torch.ones(1_000_000).add_(1).zero_).wait()
+    assert numbers(updating) == before + 2

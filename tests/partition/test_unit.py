@@ -87,9 +87,7 @@ def test_after_a_new_shard_full_parameters_are_old_until_they_are_gathered(data_
     assert unit.storage.gathering is None and not unit.storage.stale
     unit.storage.refresh()
     assert unit.storage.gathering is None
-
-
-def test_parameters_that_every_rank_updates_are_never_old(data_group):
+    # Parameters that every rank updates are never old.
     unit, weight = unit_of(data_group, 0)
     unit.replace_shard(torch.ones(ELEMENTS))
     assert weight.sum() == ELEMENTS
@@ -118,40 +116,27 @@ def test_a_slice_is_set_and_nothing_beside_it(data_group):
 
 def test_a_unit_is_reduced_when_its_last_user_is_done(data_group):
     unit, _ = unit_of(data_group, 2)
-    unit.reduction.count_user()
-    unit.reduction.count_user()
+    unit.reduction.users = 2
     assert [unit.reduction.user_done() for _ in range(4)] == [False, True, False, True]
 
 
 def test_a_gradient_is_final_from_the_end_of_its_reduction_to_the_end_of_the_step(data_group):
     unit, weight = unit_of(data_group, 2)
-    told = []
-
-    def tell():
-        reduction = unit.reduction
-        told.append((reduction.accumulating, reduction.shard_gradient is not None, reduction.is_final))
-
-    unit.reduction.begin_accumulation()
-    tell()
-    unit.reduction.start()
-    assert weight.grad is None
-    tell()
-    unit.reduction.finish()
-    tell()
-    unit.finish_gradient()
-    tell()
     (segment,) = unit.master.segments
-    assert segment.shard.grad.data_ptr() == unit.reduction.shard_gradient.data_ptr()
-    unit.drop_gradient()
-    tell()
-    assert segment.shard.grad is None
-    assert told == [
-        (True, False, False),
-        (False, False, False),
-        (False, True, False),
-        (False, True, True),
-        (False, False, False),
+    steps = [
+        (unit.reduction.begin_accumulation, (True, False, False)),
+        (unit.reduction.start, (False, False, False)),
+        (unit.reduction.finish, (False, True, False)),
+        (unit.finish_gradient, (False, True, True)),
+        (unit.drop_gradient, (False, False, False)),
     ]
+    for step, state in steps:
+        step()
+        reduction, gradient = unit.reduction, segment.shard.grad
+        assert (reduction.accumulating, reduction.shard_gradient is not None, reduction.is_final) == state
+        assert (weight.grad is not None) == (step == unit.reduction.begin_accumulation)
+        assert (gradient is not None) == reduction.is_final
+        assert gradient is None or gradient.data_ptr() == reduction.shard_gradient.data_ptr()
 
 
 def test_a_unit_holds_one_dtype(data_group):

@@ -12,7 +12,7 @@ from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import simulate
 from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.view.figures import show
-from ds_lgamp.view.html import Panel, html_page
+from ds_lgamp.view.html import html_page
 from ds_lgamp.view.recording import Interval, in_order, of_simulation
 from testing.browser import browser, executable
 
@@ -32,7 +32,7 @@ def shown(ranks=4, chunks=2, micro_batches=8, with_memory=True):
 
 
 def page_of(*steps, title="a page"):
-    return html_page(title, [Panel(f"panel {number}", step) for number, step in enumerate(steps)])
+    return html_page(title, [(f"panel {number}", step) for number, step in enumerate(steps)])
 
 
 @pytest.fixture(scope="module")
@@ -60,17 +60,21 @@ def opened(window, tmp_path):
     assert [address.rpartition("/")[2] for address in window.requests] == ["page.html"]
 
 
-def where(window, name, rank=0):
-    """Returns the middle of a drawn interval, in whole pixels of the window."""
+def point(window, row, moment, down="row.height / 2"):
+    """Returns where a row of the chart shows a moment, in the window; both in JavaScript."""
     return window.evaluate(
         f"""(() => {{
-            const row = rows.find((each) => each.kind === "compute" && each.index === {rank});
-            const box = canvas.getBoundingClientRect(), y = row.top + row.height / 2 - scroller.scrollTop;
-            const index = row.rank.lanes[COMPUTE].find((each) => row.rank.about[each].name === "{name}");
-            const moment = (row.rank.start[index] + row.rank.end[index]) / 2;
-            return [box.left + scale()(moment), box.top + y].map(Math.round);
+            const row = rows.find((each) => {row}), box = canvas.getBoundingClientRect();
+            return [box.left + scale()({moment}), box.top + row.top + {down} - scroller.scrollTop];
         }})()"""
     )
+
+
+def where(window, name, rank=0):
+    """Returns the middle of a drawn interval, in whole pixels of the window."""
+    index = f'row.rank.lanes[COMPUTE].find((each) => row.rank.about[each].name === "{name}")'
+    middle = f"(row.rank.start[{index}] + row.rank.end[{index}]) / 2"
+    return list(map(round, point(window, f'each.kind === "compute" && each.index === {rank}', middle)))
 
 
 def colour_at(window, place, up=8):
@@ -165,13 +169,8 @@ def test_what_began_long_ago_is_drawn_and_found_wherever_one_zooms_in(opened):
     window = opened(page_of(show(recording)))
     window.evaluate("zoom.scaleTo(selection, 40); zoom.translateTo(selection, wholeScale()(0.07), 0)")
     window.frame()
-    place = window.evaluate(
-        """(() => {
-            const row = rows.find((each) => each.index === 0 && each.lanes[0] === model.lanes.indexOf("reduce"));
-            const box = canvas.getBoundingClientRect();
-            return [box.left + scale()(0.07), box.top + row.top + row.height / 2].map(Math.round);
-        })()"""
-    )
+    row = 'each.index === 0 && each.lanes[0] === model.lanes.indexOf("reduce")'
+    place = list(map(round, point(window, row, "0.07")))
     assert colour_at(window, place, up=0) == [189, 76, 134]
     window.mouse("mouseMoved", *place)
     assert told(window).startswith("REDUCE0")
@@ -257,7 +256,7 @@ def test_keys_walk_over_actions_and_tell_them(opened):
     window.evaluate("canvas.focus()")
     for key, name in {"ArrowRight": "F0.0", "ArrowDown": "F1.0", "ArrowUp": "F0.2", "ArrowLeft": "F0.1"}.items():
         window.key(key)
-        assert window.evaluate("document.getElementById('told').textContent").startswith(name), key
+        assert window.evaluate("document.getElementById('announcement').textContent").startswith(name), key
     window.key("Enter")
     assert window.evaluate("chooser.value") == "1"
     window.key("c")
@@ -271,12 +270,7 @@ def test_keys_walk_over_actions_and_tell_them(opened):
 def test_memory_is_drawn_where_it_is_known_and_told(opened):
     window = opened(page_of(shown(), shown(with_memory=False)))
     assert window.evaluate("rows.filter((row) => row.kind === 'memory').length") == 4
-    place = window.evaluate(
-        """(() => {
-            const row = rows.find((each) => each.kind === "memory"), box = canvas.getBoundingClientRect();
-            return [box.left + scale()(0.5), box.top + row.top + row.height - 3];
-        })()"""
-    )
+    place = point(window, 'each.kind === "memory"', "0.5", "row.height - 3")
     window.mouse("mouseMoved", *place)
     assert re.match(r"\d+ MB\n\nrank 0, at 500 ms; most: 32 MB", told(window))
 

@@ -37,6 +37,24 @@ def slices(events):
     return [(event.name, start, end, event) for (start, event), (end, _) in zip(events[::2], events[1::2])]
 
 
+def slices_of(recording):
+    """Returns rank, lane, name, start and end of all that should be a slice."""
+    expected = Counter(
+        (rank.rank, each.lane, each.name, each.start, each.end)
+        for rank in recording.ranks
+        for each in rank.steps[0].intervals
+    )
+    return expected + Counter((rank.rank, "step", "step 1", 0.0, rank.steps[0].end) for rank in recording.ranks)
+
+
+def arrows_of(spec):
+    """Returns the compute that uses each message, by the message."""
+    kinds = {Kind.RECV_FORWARD: Kind.FORWARD, Kind.RECV_BACKWARD: Kind.BACKWARD}
+    sends = [action for actions in build_program(spec) for action in actions if action.kind in SENDS]
+    receives = {str(send): receive_matching(send) for send in sends}
+    return {name: str(Action(kinds[each.kind], each.chunk, each.micro_batch)) for name, each in receives.items()}
+
+
 def test_every_interval_is_a_slice_in_the_track_of_its_lane_and_rank():
     recording = recorded(spec_of())
     tracks, events = read(recording)
@@ -45,13 +63,7 @@ def test_every_interval_is_a_slice_in_the_track_of_its_lane_and_rank():
         if not track.HasField("process"):
             process = tracks[track.parent_uuid].process
             found.update((process.pid - 1, track.name, *each[:3]) for each in slices(events[number]))
-    expected = Counter(
-        (rank.rank, each.lane, each.name, each.start, each.end)
-        for rank in recording.ranks
-        for each in rank.steps[0].intervals
-    )
-    expected.update((rank, "step", "step 1", 0.0, recording.ranks[rank].steps[0].end) for rank in range(2))
-    assert found == expected
+    assert found == slices_of(recording)
 
 
 def test_slices_of_a_track_do_not_overlap():
@@ -74,16 +86,11 @@ def test_an_arrow_leads_from_every_message_to_the_compute_that_uses_it():
         for name, start, _, event in slices(events[number]):
             begin.update((flow, (name, track.name, start)) for flow in event.flow_ids)
             end.update((flow, (name, track.name, start)) for flow in event.terminating_flow_ids)
-    sends = [action for actions in build_program(spec) for action in actions if action.kind in SENDS]
-    assert begin.keys() == end.keys() and len(begin) == len(sends)
-    assert sum(len(event.flow_ids) for track in events.values() for _, event in track) == len(sends)
-    arrows = {begin[flow][0]: end[flow] for flow in begin}
-    for send in sends:
-        receive = receive_matching(send)
-        kind = Kind.FORWARD if receive.kind is Kind.RECV_FORWARD else Kind.BACKWARD
-        name, lane, start = arrows[str(send)]
-        assert (name, lane) == (str(Action(kind, receive.chunk, receive.micro_batch)), "compute")
-        assert begin[next(flow for flow in begin if begin[flow][0] == str(send))][2] < start
+    expected = arrows_of(spec)
+    assert begin.keys() == end.keys() and len(begin) == len(expected)
+    assert sum(len(event.flow_ids) for track in events.values() for _, event in track) == len(expected)
+    assert {begin[flow][0]: end[flow][0] for flow in begin} == expected
+    assert all(end[flow][1] == "compute" and begin[flow][2] < end[flow][2] for flow in begin)
 
 
 def test_an_arrow_begins_at_the_compute_if_its_message_has_no_interval_and_ends_behind_recomputation():
@@ -169,19 +176,11 @@ def test_the_trace_processor_imports_slices_arrows_and_memory_without_complaint(
         for each in slices
     )
     nanoseconds = 10**9
-    expected = Counter(
-        (rank.rank, each.lane, each.name, each.start * nanoseconds, (each.end - each.start) * nanoseconds)
-        for rank in recording.ranks
-        for each in rank.steps[0].intervals
+    assert found == Counter(
+        (*about, start * nanoseconds, (end - start) * nanoseconds)
+        for *about, start, end in slices_of(recording).elements()
     )
-    expected.update((rank.rank, "step", "step 1", 0, rank.steps[0].end * nanoseconds) for rank in recording.ranks)
-    assert found == expected
-    sends = [action for actions in build_program(spec_of()) for action in actions if action.kind in SENDS]
-    receives = {str(send): receive_matching(send) for send in sends}
-    kinds = {Kind.RECV_FORWARD: Kind.FORWARD, Kind.RECV_BACKWARD: Kind.BACKWARD}
-    assert {each["send"]: each["compute"] for each in arrows} == {
-        send: str(Action(kinds[receive.kind], receive.chunk, receive.micro_batch)) for send, receive in receives.items()
-    }
+    assert {each["send"]: each["compute"] for each in arrows} == arrows_of(spec_of())
     assert [(int(each["ts"]), float(each["value"])) for each in counters] == [
         (nanoseconds, 7.0),
         (2 * nanoseconds, 5.0),

@@ -47,27 +47,17 @@ def lane(rank, name):
 
 
 @given(program_specs())
-def test_every_rank_computes_its_program_in_order(spec):
-    for rank, actions in zip(recorded(spec).ranks, build_program(spec)):
+def test_a_rank_computes_its_program_waits_in_between_and_sends_in_time(spec):
+    recording = recorded(spec)
+    starts = {each.name: each.start for rank in recording.ranks for each in lane(rank, "compute")}
+    for rank, actions in zip(recording.ranks, build_program(spec)):
         computes = [each.name for each in lane(rank, "compute") if each.kind != "step"]
         assert computes == [str(action) for action in actions if action.kind in COMPUTE]
-
-
-@given(program_specs())
-def test_computes_and_waits_fill_the_time_of_a_rank(spec):
-    for rank in recorded(spec).ranks:
         now = 0.0
         for each in sorted([*lane(rank, "compute"), *lane(rank, "wait")], key=lambda each: each.start):
             assert each.start == now
             now = each.end
         assert now <= rank.steps[0].end
-
-
-@given(program_specs())
-def test_a_message_arrives_before_it_is_used(spec):
-    recording = recorded(spec)
-    starts = {each.name: each.start for rank in recording.ranks for each in lane(rank, "compute")}
-    for rank in recording.ranks:
         ends = {each.name: each.end for each in lane(rank, "compute")}
         for send in lane(rank, "send"):
             prefix, place = Action.parse(send.name).kind.value[-1], str(receive_matching(Action.parse(send.name)))[6:]

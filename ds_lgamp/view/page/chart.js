@@ -151,12 +151,12 @@ function drawWords(row, index, left, wide) {
 }
 
 // The place of the first interval that does not start before a time.
-const firstBehind = (rank, indices, moment) => firstPlace(indices.length, (place) => rank.start[indices[place]] >= moment);
+const firstAfter = (rank, indices, moment) => firstPlace(indices.length, (place) => rank.start[indices[place]] >= moment);
 
 // The place of the first interval that is not over at a time.
 const firstReaching = (reach, moment) => firstPlace(reach.length, (place) => reach[place] > moment);
 
-// The first of so many places at which a test holds that also holds behind it.
+// The first of ``count`` places at which ``holds`` holds, as it does at all later ones.
 function firstPlace(count, holds) {
   let low = 0, high = count;
   while (low < high) {
@@ -312,7 +312,7 @@ function at(left, top) {
   const moment = scale().invert(left);
   for (const lane of row.lanes) {
     const indices = row.rank.lanes[lane], reach = row.rank.reach[lane];
-    for (let position = firstBehind(row.rank, indices, moment) - 1; position >= 0 && reach[position] > moment; position--) {
+    for (let position = firstAfter(row.rank, indices, moment) - 1; position >= 0 && reach[position] > moment; position--) {
       if (moment < row.rank.end[indices[position]]) return { row, index: indices[position], moment };
     }
   }

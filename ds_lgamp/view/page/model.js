@@ -20,7 +20,7 @@ for (const panel of model.panels) {
   }
 }
 
-// The latest end up to each place of a lane: a long interval may outlast those that begin behind it.
+// The latest end up to each place of a lane: a long interval may outlast intervals that begin after it.
 function latestEnds(rank, indices) {
   let latest = -Infinity;
   return indices.map((index) => (latest = Math.max(latest, rank.end[index])));

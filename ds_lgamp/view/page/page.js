@@ -23,7 +23,7 @@ function threads(panel, microBatch) {
 }
 
 // The words of the tooltip.
-function told({ row, index, moment }) {
+function description({ row, index, moment }) {
   const { rank, panel } = row, lines = [];
   if (row.kind === "memory") {
     const place = Math.max(0, rank.memory[0].findLastIndex((each) => each <= moment));
@@ -54,9 +54,9 @@ function nameFrom(panel, rank, [from, which]) {
 
 // What the rank waited for between a compute and the one before it, in words.
 function waitsAhead(rank, index) {
-  const computes = rank.lanes[COMPUTE], waits = rank.lanes[WAIT], place = firstBehind(rank, computes, rank.start[index]);
+  const computes = rank.lanes[COMPUTE], waits = rank.lanes[WAIT], place = firstAfter(rank, computes, rank.start[index]);
   const since = place ? rank.end[computes[place - 1]] : 0, spent = new Map();
-  for (let position = firstBehind(rank, waits, since); position < waits.length && rank.start[waits[position]] < rank.start[index]; position++) {
+  for (let position = firstAfter(rank, waits, since); position < waits.length && rank.start[waits[position]] < rank.start[index]; position++) {
     const wait = waits[position], kind = model.words[rank.kind[wait]];
     spent.set(kind, (spent.get(kind) ?? 0) + rank.end[wait] - rank.start[wait]);
   }
@@ -65,7 +65,7 @@ function waitsAhead(rank, index) {
 
 function show(found, left, top) {
   state.shown = found && found.index !== null ? found : null;
-  const lines = found ? told(found) : [];
+  const lines = found ? description(found) : [];
   tip.hidden = !lines.length;
   tip.replaceChildren(...lines.map((line) => element("p", {}, line)));
   if (lines.length) {
@@ -135,7 +135,7 @@ function walk(along, across) {
     const moment = row.rank.start[index];
     row = computes[computes.indexOf(row) + across] ?? row;
     const indices = row.rank.lanes[COMPUTE];
-    index = indices[Math.min(indices.length - 1, firstBehind(row.rank, indices, moment))];
+    index = indices[Math.min(indices.length - 1, firstAfter(row.rank, indices, moment))];
   } else {
     const indices = row.rank.lanes[COMPUTE];
     index = indices[indices.indexOf(index) + along] ?? index;
@@ -145,7 +145,7 @@ function walk(along, across) {
   const box = canvas.getBoundingClientRect();
   const found = { row, index, moment: row.rank.start[index] };
   show(found, box.left + Math.max(LEFT, scale()(found.moment)), box.top + row.top + row.height - scroller.scrollTop);
-  byId("told").textContent = told(found).map((line) => line.textContent ?? line).join(". ");
+  byId("announcement").textContent = description(found).map((line) => line.textContent ?? line).join(". ");
 }
 
 function bringIntoView(row, index) {

@@ -248,7 +248,7 @@ def under_way_in_a_wrapper():
     copies, own_step = [], engine.optimizer.step
 
     def wrapped():
-        copies.extend(unit._stored._storing for unit in engine.optimizer.partition.units)
+        copies.extend(unit._storing for unit in engine.optimizer.partition.units)
         own_step()
 
     engine.optimizer.step = wrapped
