@@ -16,7 +16,7 @@ from megatron.core.utils import get_model_config
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.integrations.megatron.loop.flags import refuse_flags, refuse_together
-from ds_lgamp.integrations.megatron.loop.several_chunks import device_of, has_two_embeddings, in_common
+from ds_lgamp.integrations.megatron.loop.several_chunks import device_of, has_two_embeddings, refuse_common
 from ds_lgamp.integrations.megatron.loop.sharded.model import partition_of
 from ds_lgamp.runtime.chunk import Chunk, Tensors
 from ds_lgamp.schedule.placement import Placement, place_chunks
@@ -174,28 +174,26 @@ def _running(timer: Any) -> Iterator[None]:
         timer.stop()
 
 
+_OF_ONE_CHUNK = {
+    "perform_rl_step": "model for inference has no chunks",
+    "mtp_num_layers": "chunk on the only pipeline rank would train an embedding of its own",
+    "has_cond_embedder": "embedders in the chunks of the only pipeline rank would differ after the first step",
+}
+"""Settings that need the whole model in one chunk on the only pipeline rank, and why."""
+
+
 def refuse_settings(settings: Any, chunks_on_one_rank: bool) -> None:
-    """Raises ConfigError for settings that need the whole model in one chunk on the only pipeline rank.
+    """Raises ConfigError for settings that need a model in one chunk.
 
     Args:
         settings: Megatron-LM's arguments, or a TransformerConfig.
         chunks_on_one_rank: whether one pipeline rank has all chunks, and there are several.
     """
-    if chunks_on_one_rank and getattr(settings, "perform_rl_step", False):
-        raise ConfigError(
-            "perform_rl_step is True, whose model for inference has no chunks; use more pipeline ranks, or set "
-            "chunks_per_rank to 1"
-        )
-    if chunks_on_one_rank and getattr(settings, "mtp_num_layers", None):
-        raise ConfigError(
-            f"mtp_num_layers is {settings.mtp_num_layers}, whose chunk on the only pipeline rank would train an "
-            "embedding of its own; use more pipeline ranks, or set chunks_per_rank to 1"
-        )
-    if chunks_on_one_rank and getattr(settings, "has_cond_embedder", False):
-        raise ConfigError(
-            "has_cond_embedder is True, whose embedders in the chunks of the only pipeline rank would differ after the "
-            "first step; use more pipeline ranks, or set chunks_per_rank to 1"
-        )
+    for name, reason in _OF_ONE_CHUNK.items() if chunks_on_one_rank else ():
+        if value := getattr(settings, name, None):
+            raise ConfigError(
+                f"{name} is {value!r}, whose {reason}; use more pipeline ranks, or set chunks_per_rank to 1"
+            )
 
 
 def refuse_unsupported(batch: Batch) -> None:
@@ -273,10 +271,5 @@ def refuse_common_parameters(models: Sequence[torch.nn.Module]) -> None:
     DistributedDataParallel makes a buffer for its gradient, but the parameter refers to one of them."""
     if not all(isinstance(model, DistributedDataParallel) for model in models):
         return
-    for name, parameter, number, owner in in_common(models):
-        if parameter.requires_grad:
-            raise ConfigError(
-                f"{name} of chunk {number} on this rank is also a parameter of chunk {owner}, but "
-                "DistributedDataParallel makes each of them a gradient of its own; put modules that share parameters "
-                "into one chunk"
-            )
+    reason = "DistributedDataParallel makes each of them a gradient of its own"
+    refuse_common(models, lambda parameter: not parameter.requires_grad, reason)

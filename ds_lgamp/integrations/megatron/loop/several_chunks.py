@@ -6,10 +6,10 @@ all layers to every chunk (``transformer_block``), and number the layers of ever
 patches/ mend all four.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial, wraps
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -91,26 +91,17 @@ def has_two_embeddings(models: Sequence[torch.nn.Module]) -> bool:
     return len(models) > 1 and tied and last.output_layer.weight is not None
 
 
-class Common(NamedTuple):
-    """A parameter that two chunks of a rank have."""
-
-    name: str
-    """Its name in the later chunk."""
-    parameter: torch.nn.Parameter
-    chunk: int
-    """The number of the later chunk on this rank."""
-    owner: int
-    """The number of the earlier one."""
-
-
-def in_common(models: Sequence[torch.nn.Module]) -> Iterator[Common]:
-    """The parameters that several chunks of a rank have in common."""
+def refuse_common(models: Sequence[torch.nn.Module], may: Callable[[torch.nn.Parameter], bool], reason: str) -> None:
+    """Raises ConfigError with ``reason`` if two chunks of a rank have a parameter in common that they ``may`` not."""
     owners: dict[torch.nn.Parameter, int] = {}
     for number, model in enumerate(models):
         for name, parameter in unwrap_model(model).named_parameters():
             owner = owners.setdefault(parameter, number)
-            if owner != number:
-                yield Common(name, parameter, number, owner)
+            if owner != number and not may(parameter):
+                raise ConfigError(
+                    f"{name} of chunk {number} on this rank is also a parameter of chunk {owner}, but {reason}; put "
+                    "modules that share parameters into one chunk"
+                )
 
 
 def device_of(models: Iterable[torch.nn.Module]) -> torch.device:

@@ -17,7 +17,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.megatron.loop.flags import NO_EXPERTS
-from ds_lgamp.integrations.megatron.loop.several_chunks import device_of, in_common
+from ds_lgamp.integrations.megatron.loop.several_chunks import device_of, refuse_common
 from ds_lgamp.partition.agreement import everyone
 from ds_lgamp.partition.flat_storage import UnitParameter
 from ds_lgamp.partition.policy import ZeroPolicy
@@ -265,7 +265,7 @@ def shard_chunks(models: Sequence[ShardedChunk], groups: Sequence[Mapping[str, A
     group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group["params"]}
     chunks: dict[int, list[UnitParameter]] = {number: [] for number in numbers}
     embedding = _tied_embedding(models, pipeline.size())
-    _refuse_common(models, embedding)
+    refuse_common(models, lambda parameter: parameter is embedding, "stages 2 and 3 partition each chunk by itself")
     tied: list[UnitParameter] = []
     users: list[int] = []
     for number, model in zip(numbers, models):
@@ -298,17 +298,6 @@ def _refuse_experts(model: ShardedChunk) -> None:
     # So Megatron-core marks parameters that data-parallel ranks do not have in common.
     if experts is not None or not all(getattr(parameter, "allreduce", True) for parameter in model.parameters()):
         raise ConfigError(f"num_moe_experts is {experts} beside zero_optimization.stage 2 or 3: {NO_EXPERTS}")
-
-
-def _refuse_common(models: Sequence[ShardedChunk], embedding: torch.nn.Parameter | None) -> None:
-    """Raises ConfigError if two chunks have a parameter in common, other than the tied ``embedding``. Each would have a
-    copy that the other does not see."""
-    for name, parameter, number, owner in in_common(models):
-        if parameter is not embedding:
-            raise ConfigError(
-                f"{name} of chunk {number} on this rank is also a parameter of chunk {owner}, but stages 2 and 3 "
-                "partition each chunk by itself; put modules that share parameters into one chunk"
-            )
 
 
 def _refuse_half_frozen(embedding: torch.nn.Parameter, tie_group: dist.ProcessGroup) -> None:
