@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet, proxy
 
 import torch
 import torch.distributed as dist
@@ -26,11 +26,12 @@ from ds_lgamp.integrations.megatron.loop.batch import (
     refuse_unsupported,
     refuse_whole_models,
 )
-from ds_lgamp.integrations.megatron.loop.data_parallel import DistributedData, ShardedData
+from ds_lgamp.integrations.megatron.loop.data_parallel import DistributedData
 from ds_lgamp.integrations.megatron.loop.sharded.model import partition_of
 from ds_lgamp.integrations.program_spec import program_spec
 from ds_lgamp.integrations.tracing import trace_if_asked
 from ds_lgamp.partition.agreement import everyone, host_group
+from ds_lgamp.partition.zero_partition import ZeroPartition
 from ds_lgamp.runtime.batch import ActionError, BatchState, Calls, Position, Storage
 from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.ring import posts_on_arrival, ring_links
@@ -175,7 +176,6 @@ def _as_list(iterators: Any, chunks: int) -> list[Iterator[Any] | None]:
     return iterators if isinstance(iterators, list) else [iterators]
 
 
-Data = DistributedData | ShardedData
 _ADVICE = "pass seq_length and micro_batch_size as they are in the batch, or set variable_seq_lengths"
 """The advice in errors about shapes that change unexpectedly."""
 
@@ -199,11 +199,13 @@ class Pipeline:
         hosts = None if alone else host_group()
         self._links = ring_links(pipelines, first.device, hosts, first.config.variable_seq_lengths, _ADVICE)
         self._shapes, self._patience, self._trace = shapes, patience, trace
-        self._whole, self._sharded = DistributedData(), ShardedData()
+        self._whole = DistributedData()
         self._timing = MegatronTiming()
         self._batch: Batch | None = None
-        self._executors: dict[tuple[int, Data], Executor] = {}
-        """By the number of chunks per rank, and by who holds their parameters."""
+        self._executors: dict[int, Executor] = {}
+        """Those of whole models, by the number of chunks per rank."""
+        self._sharded: WeakKeyDictionary[ZeroPartition, Executor] = WeakKeyDictionary()
+        """Those of sharded models. A script may evaluate whole models, such as a teacher, beside them."""
 
     def run(
         self, batch: Batch, spec: ProgramSpec, program: Sequence[Action], shapes: Any, iteration: Callable[[], int]
@@ -221,7 +223,7 @@ class Pipeline:
         """
         if shapes != self._shapes:
             self._links.reset(batch.config.variable_seq_lengths)
-        executor, data = self._executor_of(batch), self._data_of(batch)
+        executor, partition = self._executor_of(batch), partition_of(batch.models)
         try:
             self._shapes, self._batch, self._timing.timers = shapes, batch, batch.config.timers
             training = not batch.forward_only
@@ -231,40 +233,52 @@ class Pipeline:
             with watched, executor.run_batch(state):
                 if training and self._trace is not None:
                     self._trace.begin(iteration(), executor, lambda: spec)
-                data.begin(batch)
+                if partition is None:
+                    self._whole.begin(batch)
+                elif training:
+                    partition.refuse_thawed()
                 executor.run(program)
-                data.end()
+                self._whole.end()
         except ActionError as error:
             if batch.pipeline_ranks > 1 or not isinstance(error.__cause__, DataEndError):
                 raise
             if all(action.kind is not Kind.BACKWARD for action in program[: executor.row]):
-                data.undo()
+                # Another batch may launch all gathers again.
+                self._whole.undo()
+                if partition is not None:
+                    for chunk in partition.chunk_units:
+                        partition.release(chunk)
                 self._links.broken = False
             raise StopIteration from error
         finally:
             self._batch = self._timing.timers = None
-            data.forget()
-
-    def _data_of(self, batch: Batch) -> Data:
-        """Who holds the parameters of ``batch``. A script may evaluate whole models, such as a teacher, beside sharded
-        ones."""
-        return self._whole if partition_of(batch.models) is None else self._sharded
+            self._whole.forget()
 
     def _executor_of(self, batch: Batch) -> Executor:
-        data = self._data_of(batch)
-        kind = len(batch.models), data
-        if kind not in self._executors:
-            executor = self._executors[kind] = Executor(
-                Position(batch.placement, batch.rank, tuple(dist.get_process_group_ranks(batch.groups.dp_cp))),
-                {chunk: ModelChunk(own, self._running) for own, chunk in enumerate(batch.chunks)},
-                Storage(data, data.owns if isinstance(data, ShardedData) else None),
-                self._links,
-                Calls(None, self._finish_gradients, loss_gradient=self._loss_gradient),
-                random_sources=[],
-                timing=self._timing,
-            )
-            executor.trace = self._trace
-        return self._executors[kind]
+        partition = partition_of(batch.models)
+        if partition is None:
+            if len(batch.models) not in self._executors:
+                self._executors[len(batch.models)] = self._new_executor(batch, Storage(self._whole))
+            return self._executors[len(batch.models)]
+        if partition not in self._sharded:
+            # The executor keeps no partition alive, as a bound method of it would.
+            held: ZeroPartition = proxy(partition)
+            owns = (lambda chunk, tensor: held.owns(chunk, tensor)) if partition.frees_weights else None
+            self._sharded[partition] = self._new_executor(batch, Storage(held, owns))
+        return self._sharded[partition]
+
+    def _new_executor(self, batch: Batch, storage: Storage) -> Executor:
+        executor = Executor(
+            Position(batch.placement, batch.rank, tuple(dist.get_process_group_ranks(batch.groups.dp_cp))),
+            {chunk: ModelChunk(own, self._running) for own, chunk in enumerate(batch.chunks)},
+            storage,
+            self._links,
+            Calls(None, self._finish_gradients, loss_gradient=self._loss_gradient),
+            random_sources=[],
+            timing=self._timing,
+        )
+        executor.trace = self._trace
+        return executor
 
     def _running(self) -> Batch:
         assert self._batch is not None, "chunks compute while a batch runs"
@@ -273,7 +287,7 @@ class Pipeline:
     def _finish_gradients(self) -> None:
         """Finishes the gradients, but leaves the optimizer's step to Megatron-core's loop."""
         batch = self._running()
-        self._data_of(batch).end()
+        self._whole.end()
         # At stages 0 and 1 this is where Megatron-core waits for its reductions.
         with self._executor_of(batch).timing.time("reduce"):
             batch.finalize()
