@@ -164,10 +164,6 @@ class Call:
         other.own_state = self.own_state
         return other
 
-    def forget_blocks(self) -> None:
-        """Lets go of what the blocks get, which none needs any more."""
-        self.blocks = None
-
 
 _CHOICES = 64
 """Smaller integers may choose, such as a task. Larger ones count something, and change with every call."""

@@ -35,12 +35,6 @@ _DEPENDS = (
 
 
 @torch.no_grad()
-def check_imagined(split: SplitForward, shown: Survey) -> None:
-    """Raises ConfigError if ranks without the parts before the blocks cannot know the shapes of what these return."""
-    split.dry_run_without_parts(Call(*shown.arguments))
-
-
-@torch.no_grad()
 def results_after(split: SplitForward, shown: Survey) -> tuple[set[Result], set[Result]]:
     """Returns the results of parts before the blocks with whose numbers the loss changes other than through hidden
     states, and those with which any output does: autograd's graph does not lead to those that are detached. Where only
@@ -81,7 +75,7 @@ def check_travels(split: SplitForward, shown: Survey) -> None:
             with split.parts_before.absent(call.shapes, given):
                 output = split.output(call, hidden.clone)
         # A hook of a part may have kept what the part would return.
-        missing |= shown.travels_to_output.difference(() if is_imagined(output) else reached(output, given))
+        missing |= shown.travels_to_output.difference(() if is_imagined(output) else reached(output, given.items())[0])
     for result in missing:
         raise ConfigError(
             f"the forward of the model uses what '{result.path}' returned besides hidden states, but gets it from a "

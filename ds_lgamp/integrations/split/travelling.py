@@ -5,7 +5,7 @@ It is found out twice: autograd's graph leads there from what blocks get, or tha
 numbers there.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -64,10 +64,11 @@ def walk(roots: Any, ends: Collection[Any]) -> tuple[set[Any], list[Tensor]]:
     return reached, leaves
 
 
-def reached(values: Any, results: Mapping[Result, Tensor]) -> set[Result]:
-    """Returns the results to which autograd's graph leads from the tensors in ``values``."""
-    nodes = {get_gradient_edge(tensor).node: result for result, tensor in results.items() if tensor.requires_grad}
-    return {nodes[node] for node in walk(values, nodes)[0]}
+def reached(values: Any, results: Iterable[tuple[Result, Tensor]]) -> tuple[set[Result], list[Tensor]]:
+    """Returns the results to which autograd's graph leads from the tensors in ``values``, and the other leaves."""
+    nodes = {get_gradient_edge(tensor).node: result for result, tensor in results if tensor.requires_grad}
+    found, leaves = walk(values, nodes)
+    return {nodes[node] for node in found}, leaves
 
 
 def random_results(like: Mapping[Result, Tensor]) -> Results:
@@ -208,7 +209,7 @@ def uses(run: DryRun, results: Mapping[Result, Tensor]) -> set[Result]:
     tensors = [
         each for each in given if isinstance(each, Tensor) and type(each) is not Placeholder and each.requires_grad
     ]
-    return reached(tensors, results) if tensors else set()
+    return reached(tensors, results.items())[0] if tensors else set()
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:

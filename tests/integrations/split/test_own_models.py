@@ -11,7 +11,7 @@ from ds_lgamp.config import ConfigError, LgampConfig
 from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources
 from ds_lgamp.integrations.deepspeed.plain.layers import layers_of as plain_layers_of
 from ds_lgamp.integrations.split.call import Call
-from ds_lgamp.integrations.split.layers import Ends, OwnModelLayers
+from ds_lgamp.integrations.split.layers import End, OwnModelLayers
 from ds_lgamp.integrations.split.outputs import NotInTraining
 from tests.integrations.split.own_models import (
     BLOCKS,
@@ -43,7 +43,7 @@ def in_layers(layers: OwnModelLayers, *arguments: Tensor) -> object:
     call = Call(*layers.arguments(arguments, {}))
     layers.calls.all = [call]
     first, *blocks, last = layers.modules
-    hidden = first.begin(call) if isinstance(first, Ends) else first(call)
+    hidden = first.begin(call) if isinstance(first, End) else first(call)
     for block in blocks:
         hidden = block(hidden)
     return last(hidden)
@@ -57,7 +57,7 @@ def in_layers_apart(layers: OwnModelLayers, *arguments: Tensor) -> object:
         layers.calls.all, layers.calls._in_chunk = [call], None
         if hidden is not None:
             return layer(hidden)
-        return layer.begin(call) if isinstance(layer, Ends) else layer(call)
+        return layer.begin(call) if isinstance(layer, End) else layer(call)
 
     first, *others = layers.modules
     hidden = alone(first)

@@ -28,7 +28,7 @@ from ds_lgamp.integrations.megatron.loop.batch import (
 )
 from ds_lgamp.integrations.megatron.loop.data_parallel import DistributedData
 from ds_lgamp.integrations.megatron.loop.sharded.model import partition_of
-from ds_lgamp.integrations.program_spec import program_spec
+from ds_lgamp.integrations.program_spec import program_of, program_spec
 from ds_lgamp.integrations.tracing import trace_if_asked
 from ds_lgamp.partition.agreement import everyone, host_group
 from ds_lgamp.partition.zero_partition import ZeroPartition
@@ -37,9 +37,7 @@ from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.ring import posts_on_arrival, ring_links
 from ds_lgamp.runtime.trace import Trace
 from ds_lgamp.schedule.actions import Action, Kind
-from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.spec import ProgramSpec
-from ds_lgamp.schedule.validate import validate
 from ds_lgamp.watch.this_rank import this_rank
 
 _OF_SHAPES = ("hidden_size", "sequence_parallel", "pipeline_dtype", "variable_seq_lengths")
@@ -152,9 +150,7 @@ class ForwardBackward:
         # layers recompute by themselves.
         spec = replace(spec, defers_gathers=True, recomputes=False)
         spec = spec.evaluation(micro_batches) if forward_only else spec
-        program = build_program(spec)
-        validate(spec, program)
-        return spec, program[rank]
+        return spec, program_of(spec, rank)
 
 
 def global_groups() -> ProcessGroupCollection:
