@@ -1,5 +1,5 @@
-"""Attributes that forwards set: the model's own forward sets those of blocks and of its own modules, blocks set their
-own."""
+"""Attributes that forwards set: the model's own forward sets attributes of blocks and of its own modules, and a block
+sets its own."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -22,9 +22,9 @@ class SetAttributes:
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         self._modules = [dict(block.named_modules()) for block in blocks]
         self._unset: list[dict[Attribute, Any]] = [{} for _ in blocks]
-        """By block: its attributes that forwards set, with the values before the first time."""
+        """By block: its attributes that forwards set, with the values from before the first time."""
         self._writes: list[dict[str, Any]] = [{} for _ in blocks]
-        """The same of what forwards wrote to the blocks themselves."""
+        """The same for what forwards wrote to the blocks themselves."""
         self._snapshots: list[Snapshot] = []
 
     @contextmanager
@@ -67,11 +67,7 @@ def _holder(module: nn.Module, name: str) -> dict[str, Any]:
 
 class OwnState:
     """The attributes of the modules whose code runs in every part of the forward, such as counters. Each part runs the
-    code before the blocks again, so what that sets counts once.
-
-    Args:
-        modules: those modules.
-    """
+    code before the blocks again, so what that sets counts once."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = modules
@@ -113,7 +109,7 @@ class OwnState:
 
 def tensors_set_in_training(block: nn.Module, call: Callable[[], Any]) -> list[Attribute]:
     """Returns the attributes of ``block`` that its ``call`` sets, in training, to tensors that depend on parameters,
-    such as the balancing loss of experts. They have their old values again afterwards."""
+    such as the balancing loss of experts. Afterwards they have their old values again."""
     before, found = Snapshot(block.modules()), []
     paths = {id(vars(module)): (path, vars(module)) for path, module in block.named_modules()}
     with restored_modes(block), Buffers(block.named_modules()).restored(), suppress(Exception):

@@ -1,7 +1,7 @@
 """A model's own forward, split at its blocks.
 
 The forward itself runs, with stand-ins for some of its modules. So masks, position ids, rotary tables and the loss are
-those of the model, whatever its architecture. A stand-in for a block remembers what the block gets, and returns hidden
+the model's own, whatever its architecture. A stand-in for a block remembers what the block gets, and returns hidden
 states. A stand-in for a module before the blocks, such as the embedding, returns zeros of the right shape.
 """
 
@@ -257,7 +257,7 @@ class SplitForward:
         given: Mapping[Result, Tensor],
         leaves: Leaves | None,
     ) -> tuple[Any, Results]:
-        """Returns the model's output once more, and all results, with those that are ``given`` instead of zeros. With
+        """Returns the model's output once more, and all results: the ``given`` ones, and zeros for the rest. With
         ``leaves``, what is absent depends on them."""
         copies = tree_map_only(Tensor, Tensor.clone, (call.positional, call.named, hidden, {**given, **travels}))
         positional, named, hidden, known = copies
@@ -304,7 +304,7 @@ class SplitForward:
 
 
 def _modules_at(path: str, blocks: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """Yields the module that each of the blocks has under this name. Some of several kinds may have none."""
+    """Yields the module that each of the blocks has under this name. Blocks of another kind may have none."""
     for block in blocks:
         module = dict(block.named_modules()).get(path)
         if module is not None:

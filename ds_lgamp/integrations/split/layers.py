@@ -122,7 +122,7 @@ class SplitLayers:
         Comparison(self._split, layers, self.calls).check(shown.arguments)
 
     def _warn_of_attributes(self, before: Snapshot) -> None:
-        """Warns of attributes that the model's own forward sets, if a script that reads them finds those of other
+        """Warns of attributes that the model's own forward sets, if a script that reads them finds values of other
         micro-batches."""
         holders = {id(vars(module)) for module in self._split.own_state.modules}
         changed = {name for holder, name, _ in before.changed() if holder in holders}
@@ -151,7 +151,7 @@ def together(hidden: Tensor, others: Sequence[Tensor]) -> Tensors:
 
 
 class OwnModelLayers(SplitLayers):
-    """The layers of a module that is none of transformers.
+    """The layers of a module that is no model of transformers.
 
     Args:
         model: its forward calls the blocks of a list one after another.
@@ -197,7 +197,7 @@ class OwnModelLayers(SplitLayers):
         return positional, dict(named)
 
     def _needed_for_loss(self, shown: Survey) -> list[str]:
-        """Returns the arguments among those of a small call without which the forward runs, but returns no loss."""
+        """Returns the arguments of a small call without which the forward runs, but returns no loss."""
         positional, named = shown.arguments
 
         def returns_loss(*left_out: str) -> bool:

@@ -104,7 +104,7 @@ class LossGraph:
 
     Args:
         model: the model.
-        parts: those of the last layer.
+        parts: the parts of the last layer.
     """
 
     def __init__(self, model: nn.Module, parts: Collection[Part]) -> None:
@@ -123,7 +123,7 @@ class LossGraph:
             signature: that of the call.
             roots: the loss, or all outputs.
             inputs: the nodes that made what the last layer got, or take its gradients.
-            zeros: on which the results of each stand-in depend.
+            zeros: the leaves on which the results of each stand-in depend.
         """
         if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(roots)):
             return

@@ -90,15 +90,15 @@ class _Walk:
         }
         self._buffers = {path: Buffers(part.named_modules()) for path, part in self._without_parameters.items()}
         self._changing: set[str] = set()
-        """The parts without parameters that change their buffers. Others need no layer."""
+        """The parts without parameters that change their buffers. Other such parts need no layer."""
         self._anywhere: set[str] = set()
-        """Those of them that need none either, because blocks get what they return."""
+        """The changing parts that need no layer either, because blocks get what they return."""
         self._read_before: list[str] = []
         """Modules of which parameters were read before the blocks, but not by the module itself."""
         self._reads_after = False
         self._used_after: set[str] = set()
         self._ran_last: str | None = None
-        """The last of them that was called."""
+        """The part among them that was called last."""
         self._visits = 0
         self._in_turn = True
         """Whether the forward has called each block after the one before it in the list."""
@@ -200,7 +200,7 @@ class _Walk:
             self._buffers[path].remember()
 
     def _uses(self, tensor: Tensor) -> None:
-        """Called with tensors with which a function computes. Those that are parameters show which parts it needs."""
+        """Called with a tensor with which a function computes. A parameter shows which parts the forward needs."""
         owners = self._owners.get(id(tensor), []) if isinstance(tensor, nn.Parameter) else []
         if not owners or self._running in owners:
             return
@@ -250,8 +250,8 @@ class _Walk:
         module is frozen."""
         if not tensor.is_floating_point():
             return tensor
-        # Also where the forward calls the module under torch.no_grad(). Each gets a node of its own, which those of
-        # torch.chunk do not have. Forwards may change it in place, which is forbidden with a leaf.
+        # Also where the forward calls the module under torch.no_grad(). Each result gets a node of its own, which
+        # results of torch.chunk lack. Forwards may change it in place, which is forbidden with a leaf.
         with torch.enable_grad():
             tracked = tensor.requires_grad_().clone()
         result = Result(path, call, next(numbers))
@@ -310,9 +310,9 @@ class _Walk:
         return self._inside[-1].clone()
 
     def _check_others(self, others: BlockArguments) -> None:
-        """Finds from which parts the tensors are that a block gets besides hidden states. Those from parts without
-        parameters may be computed on every rank, as those of rotary embeddings whose tables grow: these parts need no
-        layer. Raises ConfigError if they depend on more than parts before the blocks."""
+        """Finds from which parts the tensors come that a block gets besides hidden states. Every rank may compute what
+        parts without parameters return, such as rotary embeddings whose tables grow: these parts need no layer. Raises
+        ConfigError if the tensors depend on more than parts before the blocks."""
         leaves = [leaf for leaf in tree_leaves([*others.values]) if isinstance(leaf, Tensor)]
         for leaf in leaves:
             self._uses(leaf)

@@ -76,8 +76,8 @@ class Job(NamedTuple):
 
 
 def check_file(config: dict[str, Any], settings: LgampConfig) -> Job:
-    """The job that a configuration file describes. Raises ConfigError for what Megatron-LM's training loop cannot
-    honour."""
+    """Returns the job that a configuration file describes. Raises ConfigError for what Megatron-LM's training loop
+    cannot honour."""
     stage = (config.get("zero_optimization") or {}).get("stage") or 0
     if stage not in (0, 1, 2, 3):
         raise ConfigError(f"zero_optimization.stage is {stage!r}; set 0, 1, 2 or 3")
@@ -242,7 +242,8 @@ def _micro_batches(args: Namespace, batch: int) -> int:
 
 
 def _unread_keys(job: Job) -> list[str]:
-    """The keys of the file that have no effect. Keys of a section are named one by one if another key of it is read."""
+    """Returns the keys of the file that have no effect. Keys of a section are named one by one if another key of it is
+    read."""
     read = {"zero_optimization": "stage", **dict.fromkeys(PRECISIONS, "enabled")}
     unread = sorted(set(job.others) - {BLOCK, ACCUMULATION, *read, *SHARED_KEYS})
     for section, key in read.items():

@@ -79,8 +79,8 @@ class Batch:
         return placement_of(len(self.models), self.pipeline_ranks)
 
     def loss_gradient(self, loss: torch.Tensor, micro_batches: int) -> torch.Tensor:
-        """The gradient of the scaled loss. Megatron-core has divided the loss by the number of micro-batches, or
-        divides the gradients by the number of tokens later."""
+        """Returns the gradient of the scaled loss. Megatron-core has divided the loss by the number of micro-batches,
+        or divides the gradients by the number of tokens later."""
         ones = torch.ones_like(loss)
         # The scale may have shape [1], while the loss has no dimension.
         return ones if self.config.grad_scale_func is None else self.config.grad_scale_func(ones).reshape(loss.shape)
@@ -98,7 +98,7 @@ class Batch:
 
 
 def placement_of(chunks_per_rank: int, pipeline_ranks: int) -> Placement:
-    """The pipeline rank of every chunk: the virtual pipelines of Megatron-core are modular."""
+    """Returns the pipeline rank of every chunk: the virtual pipelines of Megatron-core are modular."""
     return place_chunks("modular", chunks_per_rank * pipeline_ranks, pipeline_ranks)
 
 
@@ -242,22 +242,19 @@ def refuse_another_file(batch: Batch, settings: LgampConfig, zero_stage: int) ->
         )
 
 
-def refuse_whole_models(batch: Batch, zero_stage: int) -> None:
-    """Raises ConfigError if a batch trains models that are not sharded. Evaluation takes them as they are."""
-    if not batch.forward_only and partition_of(batch.models) is None:
+def refuse_shards(batch: Batch, zero_stage: int) -> None:
+    """Raises ConfigError if a batch trains models that are not sharded, or if it would add to final gradients, which
+    the reduction would average once more. Evaluation takes models as they are."""
+    if batch.forward_only:
+        return
+    partition = partition_of(batch.models)
+    if partition is None:
         raise ConfigError(
             f"zero_optimization.stage is {zero_stage}, but the model is in {type(batch.models[0]).__name__}; wrap the "
             "chunks in ShardedChunk of ds_lgamp.integrations.megatron.loop.sharded.model, and build the optimizer with "
             "get_megatron_optimizer"
         )
 
-
-def refuse_gradients_left(batch: Batch) -> None:
-    """Raises ConfigError if a batch for training would add to final gradients of sharded chunks, which the reduction
-    would average once more."""
-    partition = partition_of(batch.models)
-    if batch.forward_only or partition is None:
-        return
     if any(unit.reduction.is_final for unit in partition.units):
         raise ConfigError(
             "the last batch has left gradients, to which stages 2 and 3 cannot add those of another; call "

@@ -166,5 +166,5 @@ def refuse_beside_sharding(settings: Any, arguments: bool = False) -> None:
 
 
 def option_of(argument: str) -> str:
-    """The spelling of one of Megatron-LM's arguments on a command line."""
+    """Returns the spelling of one of Megatron-LM's arguments on a command line."""
     return "--" + argument.replace("_", "-")

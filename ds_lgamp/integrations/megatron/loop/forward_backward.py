@@ -22,9 +22,8 @@ from ds_lgamp.integrations.megatron.loop.batch import (
     placement_of,
     refuse_another_file,
     refuse_common_parameters,
-    refuse_gradients_left,
+    refuse_shards,
     refuse_unsupported,
-    refuse_whole_models,
 )
 from ds_lgamp.integrations.megatron.loop.data_parallel import DistributedData
 from ds_lgamp.integrations.megatron.loop.sharded.model import partition_of
@@ -90,8 +89,8 @@ class ForwardBackward:
         travel with the first tensor of a link, so that ``adjust_tensor_shapes_fn`` has nothing to adjust.
 
         Raises ConfigError if the configuration of the model asks for something that another order of work cannot
-        honour. Raises ActionError, which names rank and action, if an action fails. With one pipeline rank,
-        StopIteration of an iterator comes through instead, and other batches may follow.
+        honour, and ActionError, which names rank and action, if an action fails. With one pipeline rank, StopIteration
+        of an iterator comes through instead, and other batches may follow.
         """
         models = model if isinstance(model, list) else [model]
         batch = Batch(
@@ -108,8 +107,7 @@ class ForwardBackward:
         refuse_unsupported(batch)
         refuse_another_file(batch, self._settings, self._zero_stage)
         if self._zero_stage > 1:
-            refuse_whole_models(batch, self._zero_stage)
-            refuse_gradients_left(batch)
+            refuse_shards(batch, self._zero_stage)
         elif not forward_only and models[0] not in self._trained_models:
             refuse_common_parameters(models)
             self._trained_models.add(models[0])
@@ -154,7 +152,7 @@ class ForwardBackward:
 
 
 def global_groups() -> ProcessGroupCollection:
-    """The groups of ``parallel_state``, as Megatron-core's schedules collect them."""
+    """Returns the groups of ``parallel_state``, as Megatron-core's schedules collect them."""
     groups = ProcessGroupCollection()
     groups.tp = parallel_state.get_tensor_model_parallel_group()
     groups.cp = parallel_state.get_context_parallel_group()
@@ -166,7 +164,7 @@ def global_groups() -> ProcessGroupCollection:
 
 
 def _as_list(iterators: Any, chunks: int) -> list[Iterator[Any] | None]:
-    """The iterator of every chunk. A rank that reads no data may pass None for all of them."""
+    """Returns the iterator of every chunk. A rank that reads no data may pass None for all of them."""
     if iterators is None:
         return [None] * chunks
     return iterators if isinstance(iterators, list) else [iterators]
@@ -183,7 +181,7 @@ class Pipeline:
 
     Args:
         first: the first batch.
-        shapes: the values that determine the shapes of tensors.
+        shapes: what determines the shapes of tensors.
         patience: how many seconds ranks may wait for one that stands still.
         trace: records training steps; None if nobody has asked for it.
     """
@@ -211,11 +209,8 @@ class Pipeline:
         Args:
             spec: that of the program of all ranks.
             program: the actions of this rank.
-            shapes: the values that determine the shapes of tensors. If they changed, the links forget all shapes.
+            shapes: what determines the shapes of tensors. If it has changed, the links forget all shapes.
             iteration: returns the number of the training step. It is not called in evaluations, which may have none.
-
-        Raises ActionError, which names rank and action, if an action fails. On one pipeline rank, StopIteration of an
-        iterator comes through, as from Megatron-core's schedules.
         """
         if shapes != self._shapes:
             self._links.reset(batch.config.variable_seq_lengths)

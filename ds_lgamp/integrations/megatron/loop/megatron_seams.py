@@ -147,7 +147,7 @@ def check_training_seams() -> None:
 
 
 def missing_seams() -> list[str]:
-    """The seams that the installed Megatron-core lacks."""
+    """Returns the seams that the installed Megatron-core lacks."""
     missing = missing_names(NAMES) + missing_parameters(PARAMETERS, optional_rest=True)
     config = resolve("megatron.core.transformer.TransformerConfig")
     fields = {field.name for field in dataclasses.fields(config)} if config is not None else set()

@@ -105,7 +105,7 @@ def refuse_common(models: Sequence[torch.nn.Module], may: Callable[[torch.nn.Par
 
 
 def device_of(models: Iterable[torch.nn.Module]) -> torch.device:
-    """The device of a rank's chunks; Megatron-core's if none of them has parameters."""
+    """Returns the device of a rank's chunks; Megatron-core's if none of them has parameters."""
     for model in models:
         for parameter in model.parameters():
             return parameter.device
@@ -125,13 +125,13 @@ def check_layers(models: Sequence[torch.nn.Module]) -> None:
 
 
 def layers_of(model: Any) -> list[torch.nn.Module]:
-    """The layers of a chunk. GPTModel has them in ``decoder``, BertModel in ``encoder``, T5Model in both."""
+    """Returns the layers of a chunk. GPTModel has them in ``decoder``, BertModel in ``encoder``, T5Model in both."""
     blocks = [getattr(model, name, None) for name in ("encoder", "decoder")]
     return [layer for block in blocks for layer in getattr(block, "layers", ())]
 
 
 def constructor_without_chunks(stock: Callable[..., None]) -> Callable[..., None]:
-    """A constructor for a model that takes no ``vp_stage`` and cuts its layers evenly, such as MambaModel.
+    """Returns a constructor for a model that takes no ``vp_stage`` and cuts its layers evenly, such as MambaModel.
 
     It raises ConfigError if the configuration asks for another cut, which the model would ignore.
     """
@@ -160,7 +160,7 @@ def _on_one_rank(config: Any) -> bool:
 
 
 def _layer_count(config: Any, stage: int) -> int:
-    """The number of layers of a chunk, counted as Megatron-core does on several pipeline ranks."""
+    """Returns the number of layers of a chunk, counted as Megatron-core does on several pipeline ranks."""
     if config.pipeline_model_parallel_layout is not None:
         return config.pipeline_model_parallel_layout.layout[0][stage].count(LayerType.decoder)
     chunks = config.virtual_pipeline_model_parallel_size
@@ -188,7 +188,8 @@ class Chunks(list[torch.nn.Module]):
 
 
 def chunks_provider(provider: Callable[..., torch.nn.Module], count: int) -> Callable[..., Chunks]:
-    """A provider that builds ``count`` chunks where ``provider`` would build the whole model of a single pipeline rank.
+    """Returns a provider that builds ``count`` chunks where ``provider`` would build the whole model of a single
+    pipeline rank.
 
     Raises ConfigError if the model cannot be built in chunks.
     """
@@ -214,7 +215,7 @@ def chunks_provider(provider: Callable[..., torch.nn.Module], count: int) -> Cal
 
 
 def builder_of_one_rank(stock: Callable[..., Any], begin: Callable[[], None]) -> Callable[..., Any]:
-    """``build_virtual_pipeline_stages``, which otherwise builds one chunk on one pipeline rank."""
+    """Returns ``build_virtual_pipeline_stages``, which otherwise builds one chunk on one pipeline rank."""
 
     @wraps(stock)
     def build(*positional: Any, **options: Any) -> list[torch.nn.Module]:

@@ -83,7 +83,8 @@ class ShardedChunk(DistributedDataParallel):
             raise _apart("load_state_dict")
 
     def _of_whole_weights(self, sharded_state_dict: Callable[..., Any]) -> Callable[..., Any]:
-        """``sharded_state_dict`` of the chunk, which raises ConfigError where weights have no elements or old ones."""
+        """Returns ``sharded_state_dict`` of the chunk, which raises ConfigError where weights have no elements or old
+        ones."""
 
         @wraps(sharded_state_dict)
         def complete(*positional: Any, **options: Any) -> Any:
@@ -155,7 +156,7 @@ def _is_not_finite(norm: torch.Tensor) -> torch.Tensor:
 
 
 def partition_of(models: Sequence[torch.nn.Module]) -> ZeroPartition | None:
-    """The partition of a rank's chunks; None if they are whole."""
+    """Returns the partition of a rank's chunks; None if they are whole."""
     return models[0].partition if models and isinstance(models[0], ShardedChunk) else None
 
 
@@ -190,7 +191,7 @@ def complete_weights(models: Sequence[torch.nn.Module]) -> AbstractContextManage
 
 
 def with_complete_weights(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, which reads all chunks of a rank, its argument ``model``, with complete weights."""
+    """Returns ``function``, which reads all chunks of a rank, its argument ``model``, with complete weights."""
 
     @wraps(function)
     def complete(*positional: Any, **options: Any) -> Any:
@@ -319,8 +320,8 @@ def _hand_out(partition: ZeroPartition, models: Mapping[int, ShardedChunk]) -> N
 
 
 def _tied_embedding(models: Sequence[ShardedChunk], pipeline_ranks: int) -> torch.nn.Parameter | None:
-    """The weight of this rank that computes at both ends of the model; None if there is none or if one chunk has both
-    ends."""
+    """Returns the weight of this rank that computes at both ends of the model; None if there is none or if one chunk
+    has both ends."""
     first, last = unwrap_model(models[0]), unwrap_model(models[-1])
     if pipeline_ranks == 1:
         tied = len(models) > 1 and getattr(last, "share_embeddings_and_output_weights", False)
@@ -351,7 +352,7 @@ def _entry(name: str, parameter: torch.nn.Parameter, group: int | None, model: S
 
 
 def _policy(model: ShardedChunk, zero_stage: int) -> ZeroPolicy:
-    """The policy of all units. Gradients accumulate and travel in the same dtype, as in Megatron-core."""
+    """Returns the policy of all units. Gradients accumulate and travel in the same dtype, as in Megatron-core."""
     return ZeroPolicy(
         model.dp_cp_group,
         zero_stage,
