@@ -59,6 +59,20 @@ class Losses(NamedTuple):
     validation: dict[int, float]
 
 
+def assert_close(losses: Losses, reference: Losses, tolerance: float = 1e-6) -> None:
+    assert losses.training == pytest.approx(reference.training, rel=tolerance)
+    assert losses.validation == pytest.approx(reference.validation, rel=tolerance)
+
+
+def after_the_checkpoint(losses: Losses) -> Losses:
+    return Losses(*({at: loss for at, loss in kind.items() if at > EVALUATED_EVERY} for kind in losses))
+
+
+def go_back(folder: Path) -> None:
+    """Makes the checkpoint of the evaluated iteration the latest in a folder."""
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(EVALUATED_EVERY))
+
+
 def megatron_tree() -> Path:
     """Returns the Megatron-LM tree that MEGATRON_LM_PATH names. Skips the test without one."""
     tree = os.environ.get("MEGATRON_LM_PATH")

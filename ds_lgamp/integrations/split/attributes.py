@@ -23,8 +23,6 @@ class SetAttributes:
         self._modules = [dict(block.named_modules()) for block in blocks]
         self._unset: list[dict[Attribute, Any]] = [{} for _ in blocks]
         """By block: its attributes that forwards set, with the values from before the first time."""
-        self._writes: list[dict[str, Any]] = [{} for _ in blocks]
-        """The same for what forwards wrote to the blocks themselves."""
         self._snapshots: list[Snapshot] = []
 
     @contextmanager
@@ -38,13 +36,11 @@ class SetAttributes:
 
     def before_write(self, index: int, name: str) -> None:
         """Called before a forward sets or deletes an attribute of block ``index`` itself."""
-        self._writes[index].setdefault(name, vars(self._modules[index][""]).get(name, MISSING))
+        self._unset[index].setdefault(Attribute("", name), vars(self._modules[index][""]).get(name, MISSING))
 
     def of(self, index: int) -> Mapping[Attribute, Any]:
         """Returns what the forward has set for block ``index``, which it calls now."""
         unset, modules = self._unset[index], self._modules[index]
-        for name, before in self._writes[index].items():
-            unset.setdefault(Attribute("", name), before)
         if self._snapshots:
             paths = {id(vars(module)): path for path, module in modules.items()}
             for holder, name, before in self._snapshots[index].changed():

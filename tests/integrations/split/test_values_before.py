@@ -87,9 +87,16 @@ def reads(_, hidden, tokens):
     return hidden * float(hidden.detach().numpy().max())
 
 
+def distrusts(_, hidden, tokens):
+    """Refuses imagined tensors, whatever the answers to its questions."""
+    if type(hidden) is not Tensor:
+        raise ValueError("no plain tensor")
+    return hidden
+
+
 ANYWHERE = [asserts, refuses, clamps, compares]
 """What other ranks can imagine."""
-HERE = [scales, selects, cuts, packs, reads]
+HERE = [scales, selects, cuts, packs, reads, distrusts]
 """What only the rank of the module can know."""
 
 
