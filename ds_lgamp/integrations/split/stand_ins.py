@@ -88,17 +88,13 @@ class BlockStandIn(StandIn):
     def forward(self, *positional: Any, **named: Any) -> Any:
         return self._visit(self._index, *apart(positional, named))
 
-    def __iter__(self) -> NoReturn:
-        self._refuse_parts()
-
-    def __getitem__(self, _: Any) -> NoReturn:
-        self._refuse_parts()
-
-    def _refuse_parts(self) -> NoReturn:
+    def _refuse_parts(self, *_: Any) -> NoReturn:
         raise ConfigError(
             f"the forward of the model takes modules out of a {self.__class__.__name__} in the list of its blocks; "
             f"with a {BLOCK} block, call that module itself, or let it be an nn.ModuleList, whose modules are blocks"
         )
+
+    __iter__ = __getitem__ = _refuse_parts
 
 
 class AbsentModule(StandIn):

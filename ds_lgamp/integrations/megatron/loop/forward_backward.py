@@ -9,7 +9,6 @@ from weakref import WeakKeyDictionary, WeakSet, proxy
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -41,6 +40,8 @@ from ds_lgamp.watch.this_rank import this_rank
 
 _OF_SHAPES = ("hidden_size", "sequence_parallel", "pipeline_dtype", "variable_seq_lengths")
 """The fields of the model's configuration that determine the shapes of tensors."""
+_GROUPS = ["tp", "cp", "embd", "pos_embd", "pp", "dp_cp"]
+"""The groups of ``parallel_state`` that Megatron-core's schedules collect."""
 
 
 class ForwardBackward:
@@ -98,7 +99,7 @@ class ForwardBackward:
             _as_list(data_iterator, len(models)),
             models,
             num_microbatches,
-            pg_collection if pg_collection is not None else global_groups(),
+            pg_collection or ProcessGroupCollection.use_mpu_process_groups(_GROUPS),
             forward_only,
             collect_non_loss_data,
             first_val_step,
@@ -149,18 +150,6 @@ class ForwardBackward:
         spec = replace(spec, defers_gathers=True, recomputes=False)
         spec = spec.evaluation(micro_batches) if forward_only else spec
         return spec, program_of(spec, rank)
-
-
-def global_groups() -> ProcessGroupCollection:
-    """Returns the groups of ``parallel_state``, as Megatron-core's schedules collect them."""
-    groups = ProcessGroupCollection()
-    groups.tp = parallel_state.get_tensor_model_parallel_group()
-    groups.cp = parallel_state.get_context_parallel_group()
-    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
-    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
-    groups.pp = parallel_state.get_pipeline_model_parallel_group()
-    groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
-    return groups
 
 
 def _as_list(iterators: Any, chunks: int) -> list[Iterator[Any] | None]:
@@ -218,7 +207,8 @@ class Pipeline:
         try:
             self._shapes, self._batch, self._timing.timers = shapes, batch, batch.config.timers
             training = not batch.forward_only
-            state = BatchState(batch.micro_batches, _no_data, training, program=program)
+            # forward_step reads its micro-batches itself.
+            state = BatchState(batch.micro_batches, lambda _: (None, None), training, program=program)
             here = this_rank.whereabouts
             watched = here.in_batch(executor, f"batch {here.batch + 1}", training, self._patience)
             with watched, executor.run_batch(state):
@@ -285,11 +275,6 @@ class Pipeline:
 
     def _loss_gradient(self, loss: torch.Tensor, micro_batches: int) -> torch.Tensor:
         return self._running().loss_gradient(loss, micro_batches)
-
-
-def _no_data(micro_batch: int) -> tuple[None, None]:
-    """Returns no data: ``forward_step`` reads its micro-batch itself."""
-    return None, None
 
 
 def _all_pipelines(pipeline: dist.ProcessGroup) -> list[list[int]]:

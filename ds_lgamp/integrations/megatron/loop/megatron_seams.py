@@ -17,13 +17,9 @@ TESTED = " or ".join([", ".join(TESTED_VERSIONS[:-1]), TESTED_VERSIONS[-1]])
 
 NAMES = {
     "megatron.core.enums": ("ModelType",),
-    "megatron.core.parallel_state": (
-        *("get_context_parallel_group", "get_data_parallel_group", "get_embedding_group"),
-        *("get_pipeline_model_parallel_group", "get_position_embedding_group", "get_tensor_model_parallel_group"),
-        *("initialize_model_parallel", "set_virtual_pipeline_model_parallel_world_size"),
-    ),
+    "megatron.core.parallel_state": ("initialize_model_parallel", "set_virtual_pipeline_model_parallel_world_size"),
     "megatron.core.pipeline_parallel.schedules": ("get_forward_backward_func",),
-    "megatron.core.process_groups_config": ("ProcessGroupCollection",),
+    "megatron.core.process_groups_config.ProcessGroupCollection": ("use_mpu_process_groups",),
     "megatron.core.transformer.enums.LayerType": ("decoder",),
     "megatron.core.transformer.pipeline_parallel_layer_layout.PipelineParallelLayerLayout": (
         "get_num_stages_from_str",
@@ -76,7 +72,6 @@ SHARDING_NAMES = {
         *("broadcast_params", "disable_forward_pre_hook", "enable_forward_pre_hook", "finish_grad_sync"),
         *("scale_gradients", "zero_grad_buffer"),
     ),
-    "megatron.core.process_groups_config.ProcessGroupCollection": ("use_mpu_process_groups",),
     "megatron.core.rerun_state_machine": ("get_rerun_state_machine",),
 }
 """The same for stages 2 and 3."""

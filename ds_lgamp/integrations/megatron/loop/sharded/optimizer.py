@@ -122,7 +122,7 @@ class ShardedOptimizer(MixedPrecisionOptimizer):
             )
         master = MASTER if kind is None else MASTER_OF_DISTRIBUTED
         state = self._state.sharded(model_sharded_state_dict, is_loading, master)
-        if kind is None and not self._has_master_weights:
+        if kind is None and not (self.config.fp16 or self.config.bf16):
             return state
         scaler = {} if self.grad_scaler is None else {"grad_scaler": self.grad_scaler.state_dict()}
         return {"optimizer": state, **scaler}
@@ -154,10 +154,6 @@ class ShardedOptimizer(MixedPrecisionOptimizer):
     def state_dict(self, is_loading: bool = False) -> dict[str, Any]:
         """Raises ConfigError: other formats than ``torch_dist`` are refused."""
         raise ConfigError("the state of sharded chunks is saved by --ckpt-format torch_dist alone; use it")
-
-    @property
-    def _has_master_weights(self) -> bool:
-        return self.config.fp16 or self.config.bf16
 
 
 def build_sharded_optimizer(build: Callable[..., Any], zero_stage: int) -> Callable[..., Any]:
