@@ -32,7 +32,7 @@ MEANINGLESS = ("resident_chunks", "defer_gathers", "asynchronous_save", "keep_la
 and 3."""
 _WITH_DEEPSPEED = "remove it, or train with DeepSpeed's engine"
 _ON_THE_DEVICE = f"but in Megatron-LM's training loop everything stays on the device; {_WITH_DEEPSPEED}"
-_REFUSED_KEYS = {
+REFUSED_KEYS = {
     "reproducible": (False, "which needs DeepSpeed's engine; set --deterministic-mode"),
     "overlap_update": (False, "but Megatron-LM's own optimizer updates all at once; remove it"),
     "nonfinite": (
@@ -81,7 +81,7 @@ def check_file(config: dict[str, Any], settings: LgampConfig) -> Job:
     stage = (config.get("zero_optimization") or {}).get("stage") or 0
     if stage not in (0, 1, 2, 3):
         raise ConfigError(f"zero_optimization.stage is {stage!r}; set 0, 1, 2 or 3")
-    for key, (harmless, reason) in _REFUSED_KEYS.items():
+    for key, (harmless, reason) in REFUSED_KEYS.items():
         if (value := getattr(settings, key)) != harmless:
             raise ConfigError(f"{BLOCK}.{key} is {value!r}, {reason}")
     for name, ranks in active(config).items():

@@ -174,12 +174,13 @@ def _running(timer: Any) -> Iterator[None]:
         timer.stop()
 
 
-_OF_ONE_CHUNK = {
+OF_ONE_CHUNK = {
     "perform_rl_step": "model for inference has no chunks",
     "mtp_num_layers": "chunk on the only pipeline rank would train an embedding of its own",
     "has_cond_embedder": "embedders in the chunks of the only pipeline rank would differ after the first step",
 }
 """Settings that need the whole model in one chunk on the only pipeline rank, and why."""
+TOO_FEW_RANKS = "use more pipeline ranks, or set chunks_per_rank to 1"
 
 
 def refuse_settings(settings: Any, chunks_on_one_rank: bool) -> None:
@@ -189,11 +190,9 @@ def refuse_settings(settings: Any, chunks_on_one_rank: bool) -> None:
         settings: Megatron-LM's arguments, or a TransformerConfig.
         chunks_on_one_rank: whether one pipeline rank has all chunks, and there are several.
     """
-    for name, reason in _OF_ONE_CHUNK.items() if chunks_on_one_rank else ():
+    for name, reason in OF_ONE_CHUNK.items() if chunks_on_one_rank else ():
         if value := getattr(settings, name, None):
-            raise ConfigError(
-                f"{name} is {value!r}, whose {reason}; use more pipeline ranks, or set chunks_per_rank to 1"
-            )
+            raise ConfigError(f"{name} is {value!r}, whose {reason}; {TOO_FEW_RANKS}")
 
 
 def refuse_unsupported(batch: Batch) -> None:
