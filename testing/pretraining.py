@@ -136,7 +136,7 @@ def words_of(
     script: str = "pretrain_gpt.py",
     model: str = MODEL,
 ) -> list[str]:
-    """Returns the words behind the launcher of ranks in :func:`trained`. The run writes for TensorBoard into the folder
+    """Returns the words after the launcher of ranks in :func:`trained`. The run writes for TensorBoard into the folder
     ``events``."""
     path = str(megatron_tree() / script)
     words = ["-m", "testing.cpu_shim", *launcher.split(), path, *f"{model} {training} {PLATFORM} {flags}".split()]

@@ -205,7 +205,7 @@ def test_what_a_part_returns_under_no_grad_travels():
     assert_same(Distilling(), *BATCH)
 
 
-class AddingBehind(AddingGpt):
+class AddingAfter(AddingGpt):
     def forward(self, tokens, labels, asked):
         hidden = first = self.embedding(tokens)
         hidden = self.through(hidden)
@@ -213,7 +213,7 @@ class AddingBehind(AddingGpt):
 
 
 def test_every_kind_of_call_is_looked_at_after_the_blocks():
-    layers = layers_of(AddingBehind(), dummy_inputs={**DUMMY, "asked": False})
+    layers = layers_of(AddingAfter(), dummy_inputs={**DUMMY, "asked": False})
     in_layers(layers, *BATCH, False)
     with pytest.raises(ConfigError, match="output depends on what 'embedding' returned before them"):
         in_layers(layers, *BATCH, True)

@@ -117,15 +117,15 @@ class Centering(nn.Module):
 
 
 class Centered(TiedGpt):
-    def __init__(self, ahead: nn.Module, behind: nn.Module):
+    def __init__(self, before: nn.Module, after: nn.Module):
         super().__init__()
-        self.ahead, self.behind = ahead, behind
+        self.before, self.after = before, after
 
     def forward(self, idx, targets=None):
-        hidden = self.ahead(self.transformer["wte"](idx))
+        hidden = self.before(self.transformer["wte"](idx))
         for block in self.transformer["h"]:
             hidden = block(hidden)
-        logits = self.head(self.behind(hidden))
+        logits = self.head(self.after(hidden))
         return logits, None if targets is None else cross_entropy(logits, targets)
 
 
@@ -234,14 +234,14 @@ def test_modules_and_parameters_before_the_blocks_and_after_them_may_lie_in_list
     assert_gradients(model, loss, expected)
 
 
-@pytest.mark.parametrize("where", ["ahead", "behind"])
+@pytest.mark.parametrize("where", ["before", "after"])
 def test_a_tensor_of_the_script_that_the_forward_changes_in_place_is_refused(where):
     model = PositionsGpt()
 
     def forward(tokens, labels):
-        hidden = model.embedding(tokens.add_(1).remainder_(VOCABULARY) if where == "ahead" else tokens)
+        hidden = model.embedding(tokens.add_(1).remainder_(VOCABULARY) if where == "before" else tokens)
         hidden = model.blocks(hidden)
-        return cross_entropy(model.head(hidden), labels.add_(1).remainder_(VOCABULARY) if where == "behind" else labels)
+        return cross_entropy(model.head(hidden), labels.add_(1).remainder_(VOCABULARY) if where == "after" else labels)
 
     model.forward = forward
     with pytest.raises(ConfigError, match="changes in place a tensor that it gets, but .* several times for every mi"):

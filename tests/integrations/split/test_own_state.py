@@ -1,4 +1,4 @@
-"""What a model's own forward keeps in attributes counts once for every micro-batch. A trial leaves nothing behind."""
+"""What a model's own forward keeps in attributes counts once for every micro-batch. A trial leaves no traces."""
 
 import copy
 import itertools

@@ -99,7 +99,7 @@ def test_what_the_first_call_masks_travels_too():
         assert torch.equal(in_layers(layers, *arguments), model(*arguments)), keep
 
 
-class ConditionedBehind(Conditioned):
+class ConditionedAfter(Conditioned):
     def forward(self, tokens, labels, time=None):
         hidden = self.embedding(tokens)
         scale = 1.0 if time is None else 1 + self.condition(time)[:, None]
@@ -108,7 +108,7 @@ class ConditionedBehind(Conditioned):
 
 
 def test_what_dummy_inputs_do_not_show_after_the_blocks_is_refused_in_any_call():
-    model, batch, time = ConditionedBehind(), micro_batch(NAME, 0), torch.rand(2, 1)
+    model, batch, time = ConditionedAfter(), micro_batch(NAME, 0), torch.rand(2, 1)
     layers = layers_of(model)
     assert torch.equal(in_layers(layers, *batch), model(*batch))
     with pytest.raises(ConfigError, match="depends on what 'condition' returned before them; set ds_lgamp.dummy_inp"):
@@ -119,7 +119,7 @@ def test_what_dummy_inputs_do_not_show_after_the_blocks_is_refused_in_any_call()
         assert torch.equal(in_layers(layers, *arguments), model(*arguments))
 
 
-class BeginningWithZeros(ConditionedBehind):
+class BeginningWithZeros(ConditionedAfter):
     """Its head begins with zeros, as the last layers of diffusion transformers do."""
 
     def __init__(self):

@@ -143,7 +143,7 @@ def test_no_gradient_is_reduced_twice_not_even_in_the_first_batch(trained, name)
             assert len({count[kind] for count in counts}) == 1
 
 
-def test_gradients_are_whole_on_request_and_checked_ahead_of_their_reduction():
+def test_gradients_are_whole_on_request_and_checked_before_their_reduction():
     for _sharded, whole, of_all_reduce in run_on_ranks(2, look_at_gradients, before_init=prepare_process):
         assert whole == pytest.approx(of_all_reduce, rel=1e-5) != _sharded
 
