@@ -151,7 +151,8 @@ def order_of_chunks(log):
 
 
 def expected_order(chunks):
-    """Returns the expected events. Gathers run one chunk earlier. Neighbouring events with the same name count as one."""
+    """Returns the expected events. A chunk is gathered while the one before it runs. Neighbouring events with the same
+    name count as one."""
     forward = [f"F{chunk}" for chunk in range(chunks)]
     for number in range(chunks - 2):
         forward.insert(1 + 2 * number, "gather")
