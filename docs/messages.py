@@ -206,10 +206,21 @@ def section_of(file: str) -> str:
 def messages(section: str) -> str:
     """The messages of a section: what each says, and what it asks to do."""
     texts = {text for place in raised() if section_of(place.file) == section for text in place.texts}
+    texts.update(_of_tables(section))
     # A word alone is the argument of a function that passes on an error.
     split = map(_split, (text for text in texts if " " in text))
     rows = sorted(split, key=lambda row: (row[0].lstrip(f"{VALUE} '").lower(), row))
     return table(["message", "what to do"], rows)
+
+
+def _of_tables(section: str) -> Iterator[str]:
+    """Yields the messages of which the code has a table."""
+    if section == "megatron":
+        from ds_lgamp.integrations.megatron.loop.arguments import REFUSED_KEYS
+        from ds_lgamp.integrations.megatron.loop.batch import OF_ONE_CHUNK, TOO_FEW_RANKS
+
+        yield from (f"ds_lgamp.{key} is {VALUE}, {reason}" for key, (_, reason) in REFUSED_KEYS.items())
+        yield from (f"{name} is {VALUE}, whose {reason}; {TOO_FEW_RANKS}" for name, reason in OF_ONE_CHUNK.items())
 
 
 def _split(text: str) -> tuple[str, str]:

@@ -59,6 +59,20 @@ class Losses(NamedTuple):
     validation: dict[int, float]
 
 
+def assert_close(losses: Losses, reference: Losses, tolerance: float = 1e-6) -> None:
+    assert losses.training == pytest.approx(reference.training, rel=tolerance)
+    assert losses.validation == pytest.approx(reference.validation, rel=tolerance)
+
+
+def after_the_checkpoint(losses: Losses) -> Losses:
+    return Losses(*({at: loss for at, loss in kind.items() if at > EVALUATED_EVERY} for kind in losses))
+
+
+def go_back(folder: Path) -> None:
+    """Makes the checkpoint of the evaluated iteration the latest in a folder."""
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(EVALUATED_EVERY))
+
+
 def megatron_tree() -> Path:
     """Returns the Megatron-LM tree that MEGATRON_LM_PATH names. Skips the test without one."""
     tree = os.environ.get("MEGATRON_LM_PATH")
@@ -122,7 +136,7 @@ def words_of(
     script: str = "pretrain_gpt.py",
     model: str = MODEL,
 ) -> list[str]:
-    """Returns the words behind the launcher of ranks in :func:`trained`. The run writes for TensorBoard into the folder
+    """Returns the words after the launcher of ranks in :func:`trained`. The run writes for TensorBoard into the folder
     ``events``."""
     path = str(megatron_tree() / script)
     words = ["-m", "testing.cpu_shim", *launcher.split(), path, *f"{model} {training} {PLATFORM} {flags}".split()]

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
+from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.hierarchy import Hierarchy
 from ds_lgamp.schedule.offload import Offload
 from ds_lgamp.schedule.orders import default_placement
@@ -15,7 +16,9 @@ from ds_lgamp.schedule.placement import (
     split_by_count,
     split_by_speed,
 )
+from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.schedule.validate import validate
 
 MOST_MICRO_BATCHES = 100_000
 """The most micro-batches of a step. A program of more would take minutes to build, or not fit into memory."""
@@ -182,3 +185,10 @@ def program_spec(
         )
     except ValueError as error:
         raise ConfigError(f"{BLOCK}.{error}") from None
+
+
+def program_of(spec: ProgramSpec, pipeline_rank: int) -> list[Action]:
+    """The program of a pipeline rank. Raises ProgramError if that of any rank is faulty, or if they deadlock."""
+    program = build_program(spec)
+    validate(spec, program)
+    return program[pipeline_rank]

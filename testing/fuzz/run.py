@@ -34,7 +34,7 @@ def run_checkpoints(count: int, seed: int) -> Tally:
 
 
 def run_configs(count: int, seed: int) -> Tally:
-    """Runs the cases in fresh processes, because each engine leaves threads behind."""
+    """Runs the cases in fresh processes, because each engine leaves threads."""
     tally, case, end = Tally(), seed, seed + count
     with tempfile.TemporaryDirectory() as name:
         progress = Path(name) / "case"
@@ -43,7 +43,7 @@ def run_configs(count: int, seed: int) -> Tally:
             try:
                 (outcomes,) = run_on_ranks(1, configs.run_cases, case, together, str(progress), seconds=LIMIT)
             except AssertionError as error:
-                # The process hung or died: the case is a defect, and those after it start anew.
+                # The process hung or died: the case is a defect, and the cases after it start anew.
                 reached = int(progress.read_text())
                 if reached > case:
                     (outcomes,) = run_on_ranks(1, configs.run_cases, case, reached - case, str(progress), seconds=LIMIT)
@@ -62,13 +62,13 @@ def run_configs(count: int, seed: int) -> Tally:
 def run_trainings(count: int, seed: int) -> Tally:
     tally, cases = Tally(), {case: trainings.of_case(case) for case in range(seed, seed + count)}
     for case, outcome in train_all(cases).items():
-        told = f"{cases[case].told}: {outcome.text}" if outcome.kind.startswith("defect") else outcome.text
-        tally.add(case, outcome._replace(text=told))
+        text = f"{cases[case].description}: {outcome.text}" if outcome.kind.startswith("defect") else outcome.text
+        tally.add(case, outcome._replace(text=text))
     return tally
 
 
 def train_all(cases: dict[int, trainings.Training], limit: int = trainings.LIMIT) -> dict[int, Outcome]:
-    """Runs trainings, many in the same processes. Those behind one that ended its processes start anew.
+    """Runs trainings, many in the same processes. The trainings after one that ended its processes start anew.
 
     Args:
         cases: by number.
@@ -93,8 +93,8 @@ def _train_some(world_size: int, cases: list[tuple[int, trainings.Training]], li
             end = str(error)
         else:
             end = ""
-        told = {case: trainings.outcome_of(Path(name), world_size, case, end) for case, _ in cases}
-    outcomes = {case: outcome for case, outcome in told.items() if outcome is not None}
+        found = {case: trainings.outcome_of(Path(name), world_size, case, end) for case, _ in cases}
+    outcomes = {case: outcome for case, outcome in found.items() if outcome is not None}
     if not outcomes:
         raise AssertionError(f"no training began: {end}")
     return outcomes

@@ -37,12 +37,12 @@ class Model(nn.Module):
     def forward(self, {parameters}):
         {start}
         x = self.embed(tokens)
-        {ahead}
+        {before_blocks}
         for number, block in enumerate({walk}):
-            {before}
+            {before_block}
             x = block(x{block_arguments})
-            {after}
-        {behind}
+            {after_block}
+        {after_blocks}
         logits = self.head(x)
         {end}
         {model_return}

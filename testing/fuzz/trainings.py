@@ -53,8 +53,7 @@ class Training(NamedTuple):
         return self.pipeline_ranks * self.data_ranks
 
     @property
-    def told(self) -> str:
-        """What a person needs to know of it."""
+    def description(self) -> str:
         zero, block = self.config["zero_optimization"], self.config["ds_lgamp"]
         ranks = f"{self.pipeline_ranks} x {self.data_ranks} ranks"
         return f"{', '.join(self.ways)}; {ranks}, {self.micro_batches} micro-batches, {zero}, {block}, {self.optimizer}"
@@ -235,23 +234,23 @@ def _compare(found: Trained, expected: Trained) -> Outcome:
     for name, tensor in found.state.items():
         truth = expected.state[name]
         if tensor.shape != truth.shape or not torch.allclose(tensor.double(), truth.double(), NEAR, NEAR):
-            few, those = tensor.flatten()[:3].tolist(), truth.flatten()[:3].tolist()
-            return Outcome("defect: other values", f"{name} is {few} instead of {those}")
+            few, others = tensor.flatten()[:3].tolist(), truth.flatten()[:3].tolist()
+            return Outcome("defect: other values", f"{name} is {few} instead of {others}")
     return Outcome("equal")
 
 
 def outcome_of(folder: Path, ranks: int, case: int, end: str) -> Outcome | None:
     """Reads what the ranks wrote of a case. None if it began on no rank.
 
-    The first rank that failed or was refused tells, since others then only miss it. If none did, but not all came to
-    an end, the case has come to ``end``.
+    The outcome is that of the first rank that failed or was refused, since the other ranks then only miss it. If none
+    was, but not all came to an end, the case has come to ``end``.
     """
     lines = [line for rank in range(ranks) for line in _lines(folder / f"rank{rank}") if line[1] == case]
     if not lines:
         return None
-    told = [Outcome(kind, text) for _, _, kind, text in sorted(lines) if kind not in ("begins", "equal")]
-    if told:
-        return told[0]
+    others = [Outcome(kind, text) for _, _, kind, text in sorted(lines) if kind not in ("begins", "equal")]
+    if others:
+        return others[0]
     if sum(kind == "equal" for _, _, kind, _ in lines) == ranks:
         return Outcome("equal")
     stacks = [text for rank in range(ranks) for text in _text(folder / f"stack{rank}")]

@@ -9,8 +9,24 @@ from deepspeed.runtime.pipe.module import PipelineModule
 
 from ds_lgamp.integrations.deepspeed.hook.deepspeed_seams import ATTRIBUTES, LOOKUPS
 from ds_lgamp.integrations.hosts import resolve
-from ds_lgamp.integrations.megatron.loop.megatron_seams import TRAINING_LOOKUPS, VALIDATING
 from testing.pretraining import megatron_tree
+
+TRAINING_LOOKUPS = {
+    "megatron.training.checkpointing.load_checkpoint": ("_load_base_checkpoint",),
+    "megatron.training.training.dummy_train_step": ("get_num_microbatches", "get_rerun_state_machine"),
+    "megatron.training.training.evaluate": ("get_forward_backward_func",),
+    "megatron.training.training.evaluate_and_print_results": ("evaluate",),
+    "megatron.training.training.save_checkpoint_and_time": ("save_checkpoint",),
+    "megatron.training.training.setup_model_and_optimizer": ("get_megatron_optimizer", "get_model", "load_checkpoint"),
+    "megatron.training.training.train": (
+        *("calc_params_l2_norm", "curr_iteration", "dummy_train_step", "get_forward_backward_func", "grad_sync_func"),
+        *("no_sync_func", "param_sync_func"),
+    ),
+}
+"""The names that each function of Megatron-LM must look up when it is called: ``install_training`` replaces the
+functions, and the executor takes the work of the hooks. A trace takes the number of the step."""
+VALIDATING = ("megatron.training.initialize.initialize_megatron", "megatron.training.arguments.parse_and_validate_args")
+"""The function that looks up ``validate_args``: up to 0.17, and from 0.18 on."""
 
 
 def names_in(code: CodeType) -> Iterator[str]:

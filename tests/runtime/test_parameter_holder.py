@@ -2,19 +2,18 @@
 
 import pytest
 
-from ds_lgamp.integrations.megatron.loop.data_parallel import DistributedData, ShardedData
+from ds_lgamp.integrations.megatron.loop.data_parallel import DistributedData
 from ds_lgamp.runtime.chunk import ParameterHolder
 
 BETWEEN_NODES = ["refresh", "wait_refresh", "combine", "wait_combine"]
 TO_THE_HOST = ["load", "wait_load", "store", "wait_store"]
 
 
-@pytest.mark.parametrize("made", [DistributedData, ShardedData])
 @pytest.mark.parametrize("method", BETWEEN_NODES + TO_THE_HOST)
-def test_an_action_that_a_partition_lacks_is_an_error(made, method):
+def test_an_action_that_a_holder_lacks_is_an_error(method):
     what = "hierarchical shards" if method in BETWEEN_NODES else "offloading"
-    with pytest.raises(NotImplementedError, match=f"{made.__name__} cannot run a program with {what}"):
-        getattr(made(), method)(0)
+    with pytest.raises(NotImplementedError, match=f"DistributedData cannot run a program with {what}"):
+        getattr(DistributedData(), method)(0)
 
 
 def test_a_partition_that_cannot_reduce_is_never_made():

@@ -1,5 +1,5 @@
-"""Attributes that forwards set: the model's own forward sets those of blocks and of its own modules, blocks set their
-own."""
+"""Attributes that forwards set: the model's own forward sets attributes of blocks and of its own modules, and a block
+sets its own."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -22,9 +22,7 @@ class SetAttributes:
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         self._modules = [dict(block.named_modules()) for block in blocks]
         self._unset: list[dict[Attribute, Any]] = [{} for _ in blocks]
-        """By block: its attributes that forwards set, with the values before the first time."""
-        self._writes: list[dict[str, Any]] = [{} for _ in blocks]
-        """The same of what forwards wrote to the blocks themselves."""
+        """By block: its attributes that forwards set, with the values from before the first time."""
         self._snapshots: list[Snapshot] = []
 
     @contextmanager
@@ -38,13 +36,11 @@ class SetAttributes:
 
     def before_write(self, index: int, name: str) -> None:
         """Called before a forward sets or deletes an attribute of block ``index`` itself."""
-        self._writes[index].setdefault(name, vars(self._modules[index][""]).get(name, MISSING))
+        self._unset[index].setdefault(Attribute("", name), vars(self._modules[index][""]).get(name, MISSING))
 
     def of(self, index: int) -> Mapping[Attribute, Any]:
         """Returns what the forward has set for block ``index``, which it calls now."""
         unset, modules = self._unset[index], self._modules[index]
-        for name, before in self._writes[index].items():
-            unset.setdefault(Attribute("", name), before)
         if self._snapshots:
             paths = {id(vars(module)): path for path, module in modules.items()}
             for holder, name, before in self._snapshots[index].changed():
@@ -67,11 +63,7 @@ def _holder(module: nn.Module, name: str) -> dict[str, Any]:
 
 class OwnState:
     """The attributes of the modules whose code runs in every part of the forward, such as counters. Each part runs the
-    code before the blocks again, so what that sets counts once.
-
-    Args:
-        modules: those modules.
-    """
+    code before the blocks again, so what that sets counts once."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = modules
@@ -113,7 +105,7 @@ class OwnState:
 
 def tensors_set_in_training(block: nn.Module, call: Callable[[], Any]) -> list[Attribute]:
     """Returns the attributes of ``block`` that its ``call`` sets, in training, to tensors that depend on parameters,
-    such as the balancing loss of experts. They have their old values again afterwards."""
+    such as the balancing loss of experts. Afterwards they have their old values again."""
     before, found = Snapshot(block.modules()), []
     paths = {id(vars(module)): (path, vars(module)) for path, module in block.named_modules()}
     with restored_modes(block), Buffers(block.named_modules()).restored(), suppress(Exception):

@@ -20,7 +20,7 @@ from ds_lgamp.integrations.split.state import Snapshot
 
 
 class Autocast(NamedTuple):
-    """Whether autocast is on for a type of device, and to which dtype it casts."""
+    """Whether autocast is on for a type of device, and its dtype."""
 
     device_type: str
     enabled: bool
@@ -28,11 +28,9 @@ class Autocast(NamedTuple):
 
     @classmethod
     def on(cls, device_type: str) -> "Autocast":
-        """Returns what holds here."""
         return cls(device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
 
     def entered(self) -> AbstractContextManager[None]:
-        """Returns a context in which it holds."""
         if self == self.on(self.device_type):
             return nullcontext()
         return torch.autocast(self.device_type, self.dtype, self.enabled)
@@ -54,7 +52,6 @@ class BlockArguments(NamedTuple):
 
     @property
     def values(self) -> Iterator[Any]:
-        """All that the block gets besides hidden states."""
         return chain(self.positional, self.named.values(), self.attributes.values())
 
 
@@ -82,9 +79,9 @@ class Survey(NamedTuple):
     travels_to_blocks: frozenset[Result]
     """Results of parts before the blocks on which depends what blocks get besides hidden states."""
     travels_to_loss: frozenset[Result]
-    """Those on which the loss depends other than through hidden states."""
+    """Such results on which the loss depends other than through hidden states."""
     travels_to_output: frozenset[Result]
-    """Those on which any output does."""
+    """Such results on which any output depends."""
     reads_after: bool
     """Whether the forward reads, after the blocks, parameters of modules that ran before them."""
     arguments: Arguments
@@ -103,7 +100,7 @@ class DryRun(NamedTuple):
     blocks: list[BlockArguments]
     """What every block gets besides hidden states."""
     entries: dict[int, Tensor]
-    """The hidden states that enter a block, where they are others than the block before it returned."""
+    """The hidden states that enter a block, where the block before it did not return them."""
     places: tuple[tuple[int, ...], ...]
     """For every block, the places of the tensors that it gets from the block before it besides hidden states."""
 
@@ -153,7 +150,7 @@ class Call:
         return len(self.positional), tuple(self.named), *map(_kind, leaves)
 
     def checks_graph(self, wanted: bool) -> bool:
-        """Returns what was ``wanted`` first. A forward that is recomputed must save the same tensors."""
+        """Returns what was ``wanted`` first: a recomputed forward must save the same tensors."""
         if self._checks_graph is None:
             self._checks_graph = wanted
         return self._checks_graph
@@ -163,10 +160,6 @@ class Call:
         other = Call(positional, named, self.shapes, self.is_whole)
         other.own_state = self.own_state
         return other
-
-    def forget_blocks(self) -> None:
-        """Lets go of what the blocks get, which none needs any more."""
-        self.blocks = None
 
 
 _CHOICES = 64

@@ -1,5 +1,5 @@
-"""Checks of a split forward, by the arguments that have shown how to split it, where all parameters are here but those
-of blocks: what its parts compute depends on nothing that other ranks lack."""
+"""Checks, by the arguments that have shown how to split a forward, that what its parts compute depends on nothing that
+other ranks lack. All parameters are here except those of blocks."""
 
 import operator
 from collections.abc import Mapping
@@ -35,15 +35,9 @@ _DEPENDS = (
 
 
 @torch.no_grad()
-def check_imagined(split: SplitForward, shown: Survey) -> None:
-    """Raises ConfigError if ranks without the parts before the blocks cannot know the shapes of what these return."""
-    split.dry_run_without_parts(Call(*shown.arguments))
-
-
-@torch.no_grad()
 def results_after(split: SplitForward, shown: Survey) -> tuple[set[Result], set[Result]]:
     """Returns the results of parts before the blocks with whose numbers the loss changes other than through hidden
-    states, and those with which any output does: autograd's graph does not lead to those that are detached. Where only
+    states, and the results with which any output changes: autograd's graph does not lead to detached ones. Where only
     the loss counts, so do outputs that depend on hidden states, as the loss does."""
     call = Call(*shown.arguments, shown.shapes_before)
     run, zeros = split.dry_run_without_parts(call)
@@ -81,7 +75,7 @@ def check_travels(split: SplitForward, shown: Survey) -> None:
             with split.parts_before.absent(call.shapes, given):
                 output = split.output(call, hidden.clone)
         # A hook of a part may have kept what the part would return.
-        missing |= shown.travels_to_output.difference(() if is_imagined(output) else reached(output, given))
+        missing |= shown.travels_to_output.difference(() if is_imagined(output) else reached(output, given.items())[0])
     for result in missing:
         raise ConfigError(
             f"the forward of the model uses what '{result.path}' returned besides hidden states, but gets it from a "
@@ -139,9 +133,9 @@ def check_parts(split: SplitForward, shown: Survey) -> None:
 
 
 def check_foreign(split: SplitForward, shown: Survey) -> None:
-    """Raises ConfigError if a block computes with a tensor that the forward made outside of it, and that is none of its
-    arguments. Works for models too large to compute: blocks run with imagined tensors for their arguments, parameters
-    and buffers, so a real tensor has come by another way. A block that cannot be imagined is not checked."""
+    """Raises ConfigError if a block computes with a tensor that the forward made outside of it and did not pass to it.
+    Works for models too large to compute: blocks run with imagined tensors for their arguments, parameters and buffers,
+    so a real tensor has come another way. A block that cannot be imagined is not checked."""
     call = Call(*shown.arguments)
     with split.original.undisturbed():
         with torch.no_grad(), _NewTensors() as new:
@@ -157,7 +151,7 @@ def check_foreign(split: SplitForward, shown: Survey) -> None:
                     foreign.append(tensor)
 
             with suppress(UnknownShape, PlaceholderUsed):
-                # The block's own tensors are copies, which none of those is that were made.
+                # The block's own tensors are copies, so that none of them counts as made outside.
                 positional, named, attributes = tree_map_only(
                     Tensor, torch.clone, ((hidden, *others.positional), dict(others.named), dict(others.attributes))
                 )

@@ -1,7 +1,7 @@
 """A model's own forward, split at its blocks.
 
 The forward itself runs, with stand-ins for some of its modules. So masks, position ids, rotary tables and the loss are
-those of the model, whatever its architecture. A stand-in for a block remembers what the block gets, and returns hidden
+the model's own, whatever its architecture. A stand-in for a block remembers what the block gets, and returns hidden
 states. A stand-in for a module before the blocks, such as the embedding, returns zeros of the right shape.
 """
 
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.call import Autocast, BlockArguments, Call, Calls, DryRun, Needs, Survey
-from ds_lgamp.integrations.split.outputs import LackingOutputs, LossGraph
+from ds_lgamp.integrations.split.outputs import LossGraph, lacking_outputs, without
 from ds_lgamp.integrations.split.parts import Attribute, Original, Part, Result, Sides, place_of
 from ds_lgamp.integrations.split.stand_ins import (
     NONE,
@@ -70,7 +70,9 @@ class SplitForward:
             for attribute in shown.tensor_attributes
             for module in _modules_at(attribute.path, self.blocks)
         ]
-        self._loss_graph, self._lacking = LossGraph(model, sides.of_last_layer.values()), LackingOutputs()
+        self._loss_graph = LossGraph(model, sides.of_last_layer.values())
+        self._lacking: dict[Any, frozenset[int]] = {}
+        """Which outputs the last layer cannot compute, by kind of call."""
 
     def begin(self, call: Call) -> tuple[Tensor, list[Tensor]]:
         """Returns the hidden states that enter the first block, and what travels with them."""
@@ -245,8 +247,11 @@ class SplitForward:
             self._loss_graph.check(call.signature, roots, inputs, leaves)
         if not call.is_whole or torch.is_grad_enabled():
             return output
-        run = partial(self._output_again, call, hidden, given)
-        return self._lacking.left_out(call, output, self.parts_before.no_leaves(), run)
+        kind = call.signature, call.needs
+        if kind not in self._lacking:
+            run = partial(self._output_again, call, hidden, given)
+            self._lacking[kind] = lacking_outputs(tree_leaves(output), self.parts_before.no_leaves(), run)
+        return without(output, self._lacking[kind]) if self._lacking[kind] else output
 
     @torch.inference_mode(False)
     def _output_again(
@@ -257,7 +262,7 @@ class SplitForward:
         given: Mapping[Result, Tensor],
         leaves: Leaves | None,
     ) -> tuple[Any, Results]:
-        """Returns the model's output once more, and all results, with those that are ``given`` instead of zeros. With
+        """Returns the model's output once more, and all results: the ``given`` ones, and zeros for the rest. With
         ``leaves``, what is absent depends on them."""
         copies = tree_map_only(Tensor, Tensor.clone, (call.positional, call.named, hidden, {**given, **travels}))
         positional, named, hidden, known = copies
@@ -304,7 +309,7 @@ class SplitForward:
 
 
 def _modules_at(path: str, blocks: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """Yields the module that each of the blocks has under this name. Some of several kinds may have none."""
+    """Yields the module that each of the blocks has under this name. Blocks of another kind may have none."""
     for block in blocks:
         module = dict(block.named_modules()).get(path)
         if module is not None:

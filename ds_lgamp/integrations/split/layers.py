@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.integrations.split.call import Arguments, Call, Calls, Survey
-from ds_lgamp.integrations.split.checks import check_foreign, check_imagined, check_parts, check_travels, results_after
+from ds_lgamp.integrations.split.checks import check_foreign, check_parts, check_travels, results_after
 from ds_lgamp.integrations.split.comparison import Comparison
 from ds_lgamp.integrations.split.forward import SplitForward
 from ds_lgamp.integrations.split.outputs import NotReturned
@@ -50,7 +50,8 @@ class Block(Tree):
 
 
 class End(Tree):
-    """What follows the blocks. Takes hidden states, with what travels with them, returns the model's output."""
+    """What follows the blocks. Takes hidden states, with what travels with them, returns the model's output. If it
+    shares parameters with what precedes the blocks, it is that, too."""
 
     def __init__(self, parts: Mapping[str, Part], split: SplitForward, calls: Calls) -> None:
         super().__init__(parts)
@@ -60,12 +61,8 @@ class End(Tree):
         hidden, *travels = as_tuple(inputs)
         return self._split.finish(self._calls.current, hidden, travels)
 
-
-class Ends(End):
-    """What precedes and what follows the blocks, as one module, because they share parameters. Called, it finishes."""
-
     def begin(self, call: Call) -> Tensors:
-        """Takes a call, returns hidden states, with what travels with them."""
+        """Returns the hidden states that enter the first block, with what travels with them."""
         return together(*self._split.begin(call))
 
 
@@ -96,7 +93,9 @@ class SplitLayers:
         self._split = split = SplitForward(original, shown, loss_in)
         with original.evaluating():
             if original.on_several_ranks:
-                check_imagined(split, shown)
+                # Raises if ranks without the parts before the blocks cannot know the shapes of what these return.
+                with torch.no_grad():
+                    split.dry_run_without_parts(Call(*shown.arguments))
             split.travelling.add(*results_after(split, shown))
             if shown.travels_to_blocks or shown.travels_to_output:
                 check_travels(split, shown)
@@ -105,11 +104,8 @@ class SplitLayers:
             for index, (name, block) in enumerate(blocks.named.items())
         ]
         sides = split.sides
-        if sides.are_shared:
-            ends = Ends(sides.of_last_layer, split, self.calls)
-            self.modules: list[nn.Module] = [ends, *own_blocks, ends]
-        else:
-            self.modules = [Beginning(sides.before, split), *own_blocks, End(sides.after, split, self.calls)]
+        end = End(sides.of_last_layer, split, self.calls)
+        self.modules = [end if sides.are_shared else Beginning(sides.before, split), *own_blocks, end]
         with original.evaluating(training):
             check_parts(split, shown)
         try:
@@ -122,11 +118,11 @@ class SplitLayers:
 
     def _compare(self, shown: Survey) -> None:
         first = self.modules[0]
-        layers = [first.begin if isinstance(first, Ends) else first, *self.modules[1:]]
+        layers = [first.begin if isinstance(first, End) else first, *self.modules[1:]]
         Comparison(self._split, layers, self.calls).check(shown.arguments)
 
     def _warn_of_attributes(self, before: Snapshot) -> None:
-        """Warns of attributes that the model's own forward sets, if a script that reads them finds those of other
+        """Warns of attributes that the model's own forward sets, if a script that reads them finds values of other
         micro-batches."""
         holders = {id(vars(module)) for module in self._split.own_state.modules}
         changed = {name for holder, name, _ in before.changed() if holder in holders}
@@ -155,7 +151,7 @@ def together(hidden: Tensor, others: Sequence[Tensor]) -> Tensors:
 
 
 class OwnModelLayers(SplitLayers):
-    """The layers of a module that is none of transformers.
+    """The layers of a module that is no model of transformers.
 
     Args:
         model: its forward calls the blocks of a list one after another.
@@ -201,7 +197,7 @@ class OwnModelLayers(SplitLayers):
         return positional, dict(named)
 
     def _needed_for_loss(self, shown: Survey) -> list[str]:
-        """Returns the arguments among those of a small call without which the forward runs, but returns no loss."""
+        """Returns the arguments of a small call without which the forward runs, but returns no loss."""
         positional, named = shown.arguments
 
         def returns_loss(*left_out: str) -> bool:

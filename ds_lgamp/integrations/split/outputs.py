@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_unflatten
 
 from ds_lgamp.config import BLOCK, ConfigError
-from ds_lgamp.integrations.split.call import Call
 from ds_lgamp.integrations.split.parts import Part, Result, parameters_of
 from ds_lgamp.integrations.split.stand_ins import Leaves, Results
 from ds_lgamp.integrations.split.travelling import is_alike, other_numbers_like, walk
@@ -60,35 +59,21 @@ Run = Callable[[Mapping[Result, Tensor], Leaves | None], tuple[Any, Results]]
 depends on them. Returns all results, too."""
 
 
-class LackingOutputs:
-    """Knows which outputs the last layer cannot compute, for every kind of call."""
-
-    def __init__(self) -> None:
-        self._known: dict[Any, frozenset[int]] = {}
-
-    def left_out(self, call: Call, output: Any, leaves: Leaves, run: Run) -> Any:
-        """Returns the ``output`` of a call with :class:`NotComputed` in place of tensors that the last layer cannot
-        compute.
-
-        Args:
-            leaves: a list for every part that the last layer lacks.
-            run: computes the output once more. It is called for the first call of a kind.
-        """
-        kind = call.signature, call.needs
-        if kind not in self._known:
-            self._known[kind] = _lacking(tree_leaves(output), leaves, run)
-        if not (lacking := self._known[kind]):
-            return output
-        values, structure = tree_flatten(output)
-        return tree_unflatten(
-            [NotComputed() if place in lacking else each for place, each in enumerate(values)], structure
-        )
+def without(output: Any, lacking: Collection[int]) -> Any:
+    """Returns the ``output`` with :class:`NotComputed` at the places ``lacking``."""
+    values, structure = tree_flatten(output)
+    return tree_unflatten([NotComputed() if place in lacking else each for place, each in enumerate(values)], structure)
 
 
-def _lacking(outputs: list[Any], leaves: Leaves, run: Run) -> frozenset[int]:
+def lacking_outputs(outputs: list[Any], leaves: Leaves, run: Run) -> frozenset[int]:
     """Returns the places in ``outputs`` of tensors that the last layer cannot compute: autograd's graph leads from them
     to ``leaves``, or they are others with other numbers there. Graphs do not show what is detached, nor numbers what
-    the model multiplies with zeros that are trained later."""
+    the model multiplies with zeros that are trained later.
+
+    Args:
+        leaves: a list for every part that the last layer lacks.
+        run: computes the output once more.
+    """
     with torch.enable_grad():
         connected, zeros = run({}, leaves)
         made = {id(leaf) for each in leaves.values() for leaf in each}
@@ -104,7 +89,7 @@ class LossGraph:
 
     Args:
         model: the model.
-        parts: those of the last layer.
+        parts: the parts of the last layer.
     """
 
     def __init__(self, model: nn.Module, parts: Collection[Part]) -> None:
@@ -123,7 +108,7 @@ class LossGraph:
             signature: that of the call.
             roots: the loss, or all outputs.
             inputs: the nodes that made what the last layer got, or take its gradients.
-            zeros: on which the results of each stand-in depend.
+            zeros: the leaves on which the results of each stand-in depend.
         """
         if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(roots)):
             return

@@ -13,12 +13,10 @@ from ds_lgamp.runtime.recompute import RandomSource, undisturbed
 
 
 class Blocks(NamedTuple):
-    """The blocks, where they are in the model."""
+    """The blocks: the list that contains them, and its name in the model, such as ``model.layers``."""
 
     path: str
-    """The name of the list in the model, such as ``model.layers``."""
     container: nn.Module
-    """The list."""
 
     @property
     def named(self) -> dict[str, nn.Module]:
@@ -27,7 +25,7 @@ class Blocks(NamedTuple):
 
     @property
     def kinds(self) -> list[nn.Module]:
-        """The first block of every kind. Those of one kind have modules of the same classes under the same names."""
+        """The first block of every kind. Blocks of one kind have modules of the same classes under the same names."""
         kinds: dict[Any, nn.Module] = {}
         for block in self.named.values():
             kinds.setdefault(tuple((path, type(module)) for path, module in block.named_modules()), block)
@@ -35,7 +33,7 @@ class Blocks(NamedTuple):
 
     @property
     def chain(self) -> list[str]:
-        """Returns the names of the modules that contain the list, outermost first. The first one is the model, ""."""
+        """The names of the modules that contain the list, outermost first. The first one is the model, ""."""
         parts = self.path.split(".")
         return [".".join(parts[:depth]) for depth in range(len(parts))]
 
@@ -73,7 +71,7 @@ def find_blocks(model: nn.Module, chosen: str | None, planned: Collection[str] =
 
 
 def _modules_in(container: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the modules in ``container`` by their names there, and those in lists in it, which nobody can call."""
+    """Yields the modules in ``container`` by their names there, also out of lists in it, which nobody can call."""
     for name, module in container._modules.items():
         if module is None:
             continue
@@ -125,18 +123,17 @@ class Original(NamedTuple):
         return (self.settings.pipeline_ranks or 1) > 1
 
     def undisturbed(self) -> AbstractContextManager[None]:
-        """Returns a context after which the generators are as before it."""
         return undisturbed(self.random_sources)
 
     def seed(self, number: int) -> None:
-        """Seeds all generators."""
         for source in self.random_sources:
             source.seed(number)
 
     @contextmanager
     def evaluating(self, training: Iterable[nn.Module] = ()) -> Iterator[None]:
-        """Switches the model to evaluation inside the block, so that it drops nothing at random, but for some modules
-        in ``training``, and for those that contain the blocks: their forward may compute a loss in training only."""
+        """Switches the model to evaluation inside the block, so that it drops nothing at random. Modules in
+        ``training`` train, and so do the modules that contain the blocks: their forward may compute a loss in training
+        only."""
         with restored_modes(self.model):
             self.model.eval()
             for module in [*training, *(self.model.get_submodule(path) for path in self.blocks.chain)]:
@@ -163,10 +160,9 @@ the calls of each in one forward."""
 
 
 class Attribute(NamedTuple):
-    """An attribute of a module in a block."""
+    """An attribute of a module in a block, whose ``path`` is "" for the block itself."""
 
     path: str
-    """The name of the module in the block; "" for the block itself."""
     name: str
 
 
@@ -174,16 +170,17 @@ class Sides(NamedTuple):
     """The parts of a model, by their names in it."""
 
     before: Mapping[str, Part]
-    """Those that run before the blocks."""
+    """The parts that run before the blocks."""
     after: Mapping[str, Part]
-    """All others."""
+    """All other parts."""
     are_shared: bool
     """Whether what follows the blocks computes with parameters of parts before them, too."""
 
     @classmethod
     def of(cls, model: nn.Module, before: Iterable[str], after: Iterable[str], are_shared: bool) -> "Sides":
         """Returns the parts with these names. They are shared also where both sides hold the same parameter."""
-        first, last = ({path: part_of(model, path) for path in paths} for paths in (before, after))
+        places = ({path: place_of(model, path) for path in paths} for paths in (before, after))
+        first, last = ({path: holder[name] for path, (holder, name) in side.items()} for side in places)
         parameters = {id(each) for each in parameters_of(first.values())}
         return cls(first, last, are_shared or not parameters.isdisjoint(map(id, parameters_of(last.values()))))
 
@@ -203,12 +200,6 @@ class Sides(NamedTuple):
 def model_of(model: Any) -> Any:
     """Returns the model inside ``model``, which peft may have wrapped."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def part_of(model: nn.Module, path: str) -> Part:
-    """Returns the part with this name."""
-    registry, name = place_of(model, path)
-    return registry[name]
 
 
 def place_of(model: nn.Module, path: str) -> tuple[dict[str, Any], str]:

@@ -62,7 +62,7 @@ class BlockStandIn(StandIn):
     Args:
         block: the block.
         index: its number.
-        attributes: those of all blocks that forwards set.
+        attributes: what forwards set of all blocks.
         visit: called in place of the block.
     """
 
@@ -88,21 +88,17 @@ class BlockStandIn(StandIn):
     def forward(self, *positional: Any, **named: Any) -> Any:
         return self._visit(self._index, *apart(positional, named))
 
-    def __iter__(self) -> NoReturn:
-        self._refuse_parts()
-
-    def __getitem__(self, _: Any) -> NoReturn:
-        self._refuse_parts()
-
-    def _refuse_parts(self) -> NoReturn:
+    def _refuse_parts(self, *_: Any) -> NoReturn:
         raise ConfigError(
             f"the forward of the model takes modules out of a {self.__class__.__name__} in the list of its blocks; "
             f"with a {BLOCK} block, call that module itself, or let it be an nn.ModuleList, whose modules are blocks"
         )
 
+    __iter__ = __getitem__ = _refuse_parts
+
 
 class AbsentModule(StandIn):
-    """The stand-in for a module that may be on another rank. A call of it is refused."""
+    """The stand-in for a module that may be on another rank. It refuses calls."""
 
     def __init__(self, module: nn.Module, refuse: Callable[[], NoReturn]) -> None:
         super().__init__(module)
@@ -113,7 +109,7 @@ class AbsentModule(StandIn):
 
 
 class AbsentTensor(Tensor):
-    """The stand-in for a tensor that may be on another rank. Functions of it are refused."""
+    """The stand-in for a tensor that may be on another rank. It refuses functions."""
 
     refuse: Callable[[], NoReturn]
 
@@ -143,7 +139,6 @@ class Placeholder(Tensor):
 
     @classmethod
     def of(cls, block: int, place: int) -> "Placeholder":
-        """Returns that for the tensor at a place after the hidden states."""
         stand_in = torch.empty(0).as_subclass(cls)
         stand_in.block, stand_in.place = block, place
         return stand_in
@@ -155,8 +150,8 @@ class Placeholder(Tensor):
 
 @contextmanager
 def replacing(stand_ins: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
-    """Runs stand-ins inside the block. Each has the dictionary of a module that it belongs to, and its name there,
-    which may be new."""
+    """Runs stand-ins inside the block, each given with the dictionary of a module and its name there, which may be
+    new."""
     missing = object()
     own = [registry.get(name, missing) for registry, name, _ in stand_ins]
     for registry, name, stand_in in stand_ins:
@@ -217,7 +212,6 @@ class PartsBefore:
             yield results
 
     def no_leaves(self) -> Leaves:
-        """Returns empty lists for all parts."""
         return {path: [] for path in self._parts}
 
     @contextmanager
@@ -275,7 +269,7 @@ class PartsBefore:
 
 
 class PartResults:
-    """What parts have returned in a forward."""
+    """What parts return in a forward."""
 
     def __init__(self) -> None:
         self.tensors: Results = {}

@@ -25,7 +25,7 @@ class Named(NamedTuple):
 
 
 def named_globals(model: nn.Module) -> list[Named]:
-    """Returns the globals, but functions, classes and modules, that forwards name. Those of torch name none that
+    """Returns the globals that forwards name, except functions, classes and modules. Forwards of torch name none that
     count."""
     found: dict[int, Named] = {}
     for kind in _classes(model):
@@ -86,8 +86,8 @@ class Snapshot:
     reference.
 
     Args:
-        modules: without those in them.
-        depth: how far to search. With 1, only containers in attributes count, and none of those that every module has.
+        modules: without the modules in them.
+        depth: how far to search. With 1, only containers in attributes count, except attributes that every module has.
         named: other values.
     """
 
@@ -105,7 +105,7 @@ class Snapshot:
                 self._search(value, depth, (id(holder), name))
 
     def restore(self, leaving: Collection[Place] = ()) -> None:
-        """Gives everything back, but for attributes at the places ``leaving``, and what is in them."""
+        """Gives everything back, except attributes at the places ``leaving`` and what is in them."""
         for attributes, before in self._attributes:
             for name in differing(attributes, before):
                 if (id(attributes), name) not in leaving:
@@ -148,7 +148,7 @@ class Snapshot:
 
 
 MISSING: Any = object()
-"""In place of an attribute that is not there."""
+"""Stands for an attribute that is not there."""
 
 
 def set_or_delete(attributes: dict[str, Any], name: str, value: Any) -> None:
@@ -199,8 +199,8 @@ def restored(modules: Iterable[nn.Module], depth: int = 1, named: Iterable[Named
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[Snapshot]:
     """Gives a model back after the block all that its modules held, with the globals that their forwards name, and the
-    values of its buffers. Forwards that run inside leave nothing behind: no counters, no caches, no submodules in place
-    of others. Yields what is there before."""
+    values of its buffers. Forwards that run inside leave no counters, caches or other submodules. Yields what is there
+    before."""
     buffers = Buffers(model.named_modules()).restored()
     with buffers, restored(model.modules(), _DEPTH, named_globals(model)) as before:
         yield before
@@ -214,27 +214,22 @@ def leave_out_hosts() -> None:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Returns how often a tensor was changed in place; 0 for those of torch.inference_mode, which do not count it."""
+    """Returns how often a tensor was changed in place; 0 for a tensor of torch.inference_mode, which has no count."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 class Buffers:
-    """The buffers of some modules, to compare and to restore.
-
-    Args:
-        owners: the modules, without those in them, by the names that their buffers shall have.
-    """
+    """The buffers of ``owners``, which are modules by their names, without the modules in them."""
 
     def __init__(self, owners: Iterable[tuple[str, nn.Module]]) -> None:
         self._owners = list(owners)
         self._before: dict[str, tuple[Tensor, int]] = {}
 
     def remember(self) -> None:
-        """Remembers the buffers as they are."""
         self._before = {name: (buffer, version_of(buffer)) for name, buffer in self._named()}
 
     def changed(self) -> str | None:
-        """Returns the name of a buffer that has changed since they were remembered; None if none has."""
+        """Returns the name of a buffer that has changed since :meth:`remember`; None if none has."""
         for name, buffer in self._named():
             own, version = self._before.get(name, (buffer, version_of(buffer)))
             if buffer is not own or version_of(buffer) != version:

@@ -1,7 +1,7 @@
 """Finds out, by one small forward of the model, which of its modules run before the blocks and which after them."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import count
@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
@@ -27,7 +26,7 @@ from ds_lgamp.integrations.split.parts import (
 )
 from ds_lgamp.integrations.split.stand_ins import BlockStandIn, Placeholder, PlaceholderUsed, replacing, watch_calls
 from ds_lgamp.integrations.split.state import Buffers
-from ds_lgamp.integrations.split.travelling import Uses, walk
+from ds_lgamp.integrations.split.travelling import Uses, reached
 from ds_lgamp.integrations.split.trial_arguments import in_words
 
 
@@ -91,15 +90,15 @@ class _Walk:
         }
         self._buffers = {path: Buffers(part.named_modules()) for path, part in self._without_parameters.items()}
         self._changing: set[str] = set()
-        """The parts without parameters that change their buffers. Others need no layer."""
+        """The parts without parameters that change their buffers. Other such parts need no layer."""
         self._anywhere: set[str] = set()
-        """Those of them that need none either, because blocks get what they return."""
+        """The changing parts that need no layer either, because blocks get what they return."""
         self._read_before: list[str] = []
         """Modules of which parameters were read before the blocks, but not by the module itself."""
         self._reads_after = False
         self._used_after: set[str] = set()
         self._ran_last: str | None = None
-        """The last of them that was called."""
+        """The part among them that was called last."""
         self._visits = 0
         self._in_turn = True
         """Whether the forward has called each block after the one before it in the list."""
@@ -184,22 +183,16 @@ class _Walk:
         # What follows reads parameters for itself.
         self._owners.clear()
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        results, leaves = self._reached(outputs)
+        results, leaves = reached(outputs, self._results)
         self._travels_to_output |= results
         # Frozen blocks may run without gradients.
         if self._original.only_loss and self._hidden.requires_grad:
-            results, leaves = self._reached([leaf for leaf in outputs if _depends(leaf, self._hidden)])
+            results, leaves = reached([leaf for leaf in outputs if _depends(leaf, self._hidden)], self._results)
         if any(leaf is inside for leaf in leaves for inside in self._inside):
             raise self.refusal(_BESIDE)
         if any(leaf is earlier for leaf in leaves for earlier in self._returned[:-1]):
             raise self.refusal("after the blocks its forward computes with what an earlier one than the last returned")
         self._travels_to_loss |= results
-
-    def _reached(self, tensors: Sequence[Tensor]) -> tuple[set[Result], list[Tensor]]:
-        """Returns on which results of parts before the blocks, and on which other leaves, ``tensors`` depend."""
-        nodes = {get_gradient_edge(tensor).node: result for result, tensor in self._results}
-        reached, leaves = walk(tensors, nodes)
-        return {nodes[node] for node in reached}, leaves
 
     def _starts(self, path: str) -> None:
         self._running = self._running or path
@@ -207,7 +200,7 @@ class _Walk:
             self._buffers[path].remember()
 
     def _uses(self, tensor: Tensor) -> None:
-        """Called with tensors with which a function computes. Those that are parameters show which parts it needs."""
+        """Called with a tensor with which a function computes. A parameter shows which parts the forward needs."""
         owners = self._owners.get(id(tensor), []) if isinstance(tensor, nn.Parameter) else []
         if not owners or self._running in owners:
             return
@@ -257,8 +250,8 @@ class _Walk:
         module is frozen."""
         if not tensor.is_floating_point():
             return tensor
-        # Also where the forward calls the module under torch.no_grad(). Each gets a node of its own, which those of
-        # torch.chunk do not have. Forwards may change it in place, which is forbidden with a leaf.
+        # Also where the forward calls the module under torch.no_grad(). Each result gets a node of its own, which
+        # results of torch.chunk lack. Forwards may change it in place, which is forbidden with a leaf.
         with torch.enable_grad():
             tracked = tensor.requires_grad_().clone()
         result = Result(path, call, next(numbers))
@@ -317,16 +310,16 @@ class _Walk:
         return self._inside[-1].clone()
 
     def _check_others(self, others: BlockArguments) -> None:
-        """Finds from which parts the tensors are that a block gets besides hidden states. Those from parts without
-        parameters may be computed on every rank, as those of rotary embeddings whose tables grow: these parts need no
-        layer. Raises ConfigError if they depend on more than parts before the blocks."""
+        """Finds from which parts the tensors come that a block gets besides hidden states. Every rank may compute what
+        parts without parameters return, such as rotary embeddings whose tables grow: these parts need no layer. Raises
+        ConfigError if the tensors depend on more than parts before the blocks."""
         leaves = [leaf for leaf in tree_leaves([*others.values]) if isinstance(leaf, Tensor)]
         for leaf in leaves:
             self._uses(leaf)
         if any(isinstance(leaf, Placeholder) and leaf.block != self._visits - 1 for leaf in leaves):
             raise self.refusal("a block gets what another one returned than the one right before it")
-        results, foreign = self._reached(
-            [leaf for leaf in leaves if type(leaf) is not Placeholder and leaf.requires_grad]
+        results, foreign = reached(
+            [leaf for leaf in leaves if type(leaf) is not Placeholder and leaf.requires_grad], self._results
         )
         if self._are_foreign(foreign):
             raise self.refusal("its blocks get another tensor that depends on parameters, besides hidden states")
@@ -339,7 +332,7 @@ class _Walk:
         if self._hidden._version != self._version:
             raise self.refusal("its forward changes hidden states in place between blocks")
         if hidden is not self._hidden and isinstance(hidden, Tensor) and hidden.requires_grad:
-            results, others = self._reached([hidden])
+            results, others = reached([hidden], self._results)
             if self._are_foreign(others):
                 raise self.refusal(
                     "its forward computes between blocks with parameters, or with what an earlier block returned"

@@ -1,11 +1,11 @@
 """What blocks, or what follows them, compute with besides the hidden states that they get: results of parts before the
 blocks, which have to travel with hidden states from the first layer to all others, and code between two blocks.
 
-It is found out twice: autograd's graph leads there from what blocks get, or that becomes something else with other
-numbers there.
+There are two ways to find it: autograd's graph leads there from what blocks get, or blocks get something else once the
+numbers there are others.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,12 +21,8 @@ from ds_lgamp.integrations.split.stand_ins import NONE, Placeholder, Results
 
 
 class Uses(TorchFunctionMode):
-    """Tells with which tensors functions compute.
-
-    Args:
-        use: called with each of them.
-        also_sizes: whether who asks for a size needs the tensor, too. Dtypes and devices need no values.
-    """
+    """Calls ``use`` with every tensor with which a function computes; if ``also_sizes``, also with a tensor whose size
+    it asks for. Dtypes and devices need no values."""
 
     def __init__(self, use: Callable[[Tensor], None], also_sizes: bool = False) -> None:
         super().__init__()
@@ -44,8 +40,8 @@ class Uses(TorchFunctionMode):
 
 
 def walk(roots: Any, ends: Collection[Any]) -> tuple[set[Any], list[Tensor]]:
-    """Follows autograd's graph from those tensors in ``roots`` that have gradients down to its leaves, or to the nodes
-    ``ends``. Returns which of these it reached, and the leaves."""
+    """Follows autograd's graph from the tensors in ``roots`` to its leaves or to the nodes ``ends``. Returns which of
+    these nodes it reached, and the leaves."""
     seen: set[Any] = {None}
     reached, leaves = set(), []
     tensors = (leaf for leaf in tree_leaves(roots) if isinstance(leaf, Tensor) and leaf.requires_grad)
@@ -64,14 +60,15 @@ def walk(roots: Any, ends: Collection[Any]) -> tuple[set[Any], list[Tensor]]:
     return reached, leaves
 
 
-def reached(values: Any, results: Mapping[Result, Tensor]) -> set[Result]:
-    """Returns the results to which autograd's graph leads from the tensors in ``values``."""
-    nodes = {get_gradient_edge(tensor).node: result for result, tensor in results.items() if tensor.requires_grad}
-    return {nodes[node] for node in walk(values, nodes)[0]}
+def reached(values: Any, results: Iterable[tuple[Result, Tensor]]) -> tuple[set[Result], list[Tensor]]:
+    """Returns the results to which autograd's graph leads from the tensors in ``values``, and the other leaves."""
+    nodes = {get_gradient_edge(tensor).node: result for result, tensor in results if tensor.requires_grad}
+    found, leaves = walk(values, nodes)
+    return {nodes[node] for node in found}, leaves
 
 
 def random_results(like: Mapping[Result, Tensor]) -> Results:
-    """Returns random numbers for results, in the shapes of these, that autograd follows."""
+    """Returns random results of these shapes, which autograd follows."""
     # Forwards may change them in place, which is forbidden with leaves.
     return {result: numbers_like(tensor).requires_grad_().clone() for result, tensor in like.items()}
 
@@ -93,8 +90,8 @@ def random_like(like: Tensor, seed: int) -> Tensor:
 
 
 def is_alike(first: Any, second: Any) -> bool:
-    """Whether tensors in both values are equal, but for rounding. Everything else may differ, and what stands in for a
-    tensor of another block."""
+    """Whether the tensors in two values are equal, except for rounding. All that is no tensor may differ, and so may
+    placeholders."""
     pairs = zip(tree_flatten(first)[0], tree_flatten(second)[0], strict=True)
     return all(
         _are_close(one, other) for one, other in pairs if isinstance(one, Tensor) and not isinstance(one, Placeholder)
@@ -152,7 +149,7 @@ class Travelling:
         return self._known[key]
 
     def add(self, for_loss: Collection[Result], for_output: Collection[Result]) -> None:
-        """Lets more results travel in calls that come."""
+        """Lets more results travel in later calls."""
         self._for_loss.update(for_loss)
         self._for_output.update(for_output)
 
@@ -167,7 +164,7 @@ class Travelling:
         """
 
         def entering(given: Mapping[Result, Tensor], changed: Collection[int] = ()) -> list[Any]:
-            """Returns what enters every block, with other hidden states after those blocks that are ``changed``."""
+            """Returns what enters every block, with other hidden states after the blocks ``changed``."""
             run, _ = self._run_dry(call, given, lambda index, hidden: _filled(hidden, index, index in changed))
             return [(run.entries.get(index), block) for index, block in enumerate(run.blocks)]
 
@@ -208,7 +205,7 @@ def uses(run: DryRun, results: Mapping[Result, Tensor]) -> set[Result]:
     tensors = [
         each for each in given if isinstance(each, Tensor) and type(each) is not Placeholder and each.requires_grad
     ]
-    return reached(tensors, results) if tensors else set()
+    return reached(tensors, results.items())[0] if tensors else set()
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
@@ -227,8 +224,8 @@ def _others(run: DryRun) -> Iterator[Any]:
 
 
 def _filled(like: Tensor, index: int, changed: bool) -> Tensor:
-    """Returns random numbers for the hidden states after block ``index``. Every block has its own, because the next one
-    may get the difference of those after two blocks. If they are ``changed``, they are others again."""
+    """Returns random hidden states after block ``index``, or other ones if they are ``changed``. Every block has its
+    own, because the next one may get the difference between the hidden states after two blocks."""
     return other_numbers_like(like) * (1 + index) if changed else random_like(like, 3 + index)
 
 

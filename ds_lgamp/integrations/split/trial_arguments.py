@@ -49,8 +49,8 @@ def _value(name: str, value: Any) -> Any:
 
 def inputs_of(model: nn.Module) -> Arguments:
     """Returns the model's own ``dummy_inputs``. If it has none, what it makes of a text by its tokenizer, as models of
-    sentence-transformers do; else token ids for the first parameter of its forward, for those without a default, and
-    for labels."""
+    sentence-transformers do; else token ids for the first parameter of its forward, for parameters without a default,
+    and for labels."""
     model = model_of(model)
     own = getattr(model, "dummy_inputs", None)
     if own is not None:

@@ -91,7 +91,7 @@ class ForwardWithoutBlocks:
     def _visiting(self, visit: Visit, returns_placeholders: bool) -> Iterator[None]:
         """Runs the stand-ins of blocks inside the block, where the model has its own forward."""
         self._visit, self.visits, self._returns_placeholders = visit, 0, returns_placeholders
-        # It sees all modules, also those that a forward makes.
+        # It sees all modules, also modules that a forward makes.
         registration = register_module_module_registration_hook(self._refuse_module)
         try:
             with replacing(self._stand_ins), self._unchanged_buffers():

@@ -1,6 +1,8 @@
 """A model of transformers as the layers of a pipeline."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from inspect import signature
 from typing import Any
 
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.integrations.split.call import Arguments
 from ds_lgamp.integrations.split.layers import SplitLayers
+from ds_lgamp.integrations.split.outputs import NotInTraining
 from ds_lgamp.integrations.split.parts import Original, find_blocks, model_of
 from ds_lgamp.integrations.split.state import untouched
 from ds_lgamp.integrations.split.survey import survey
@@ -80,10 +83,35 @@ class ModelLayers(SplitLayers):
     @staticmethod
     def training_output(loss: Tensor) -> Any:
         """Returns what the engine returns for a call in training."""
-        # Here, because importing transformers takes seconds, and only its models need it.
-        from ds_lgamp.integrations.transformers.output import TrainingOutput
+        return _training_output()(loss=loss)
 
-        return TrainingOutput(loss=loss)
+
+@cache
+def _training_output() -> Any:
+    """Returns the class of outputs in training."""
+    # Here, because importing transformers takes seconds, and only its models need it.
+    from transformers.utils import ModelOutput
+
+    @dataclass
+    class TrainingOutput(ModelOutput):
+        """The loss of a micro-batch. Everything else of a model's output stays on the rank that computed it."""
+
+        loss: Tensor | None = None
+
+        def __getattr__(self, name: str) -> Any:
+            raise NotInTraining(f"'loss', not '{name}'")
+
+        def __getitem__(self, key: Any) -> Any:
+            if isinstance(key, str) and key not in self:
+                raise NotInTraining(f"'loss', not '{key}'")
+            return super().__getitem__(key)
+
+        def get(self, key: Any, *default: Any) -> Any:
+            """As a dictionary's. Raises NotInTraining for a missing key if the caller expects it, and gives no
+            default."""
+            return super().get(key, *default) if default else self[key]
+
+    return TrainingOutput
 
 
 def _loss_in(output: Any) -> Any:

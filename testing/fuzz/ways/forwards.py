@@ -1,21 +1,21 @@
 """Ways in which forwards and blocks are built: values that steer Python, shared and odd parts, in-place operations."""
 
 VALUES: dict[str, dict[str, str]] = {
-    "an item steers ahead of blocks": {"ahead": "if tokens.sum().item() % 2:\n    x = x * 0.5"},
-    "hidden values steer ahead of blocks": {"ahead": "if x.mean() > 0:\n    x = x * 0.5"},
+    "an item steers before blocks": {"before_blocks": "if tokens.sum().item() % 2:\n    x = x * 0.5"},
+    "hidden values steer before blocks": {"before_blocks": "if x.mean() > 0:\n    x = x * 0.5"},
     "values steer inside blocks": {"inside": "if y.mean() > 0:\n    y = y * 2"},
-    "values steer behind blocks": {"behind": "if x.mean() > 0:\n    x = x * 0.5"},
-    "values steer behind the head": {"end": "+\nif tokens[0, 0] % 2 == 0:\n    loss = loss * 2"},
+    "values steer after blocks": {"after_blocks": "if x.mean() > 0:\n    x = x * 0.5"},
+    "values steer after the head": {"end": "+\nif tokens[0, 0] % 2 == 0:\n    loss = loss * 2"},
     "values choose the blocks": {"walk": "self.blocks[tokens[0, 0].item() % 2 :]"},
-    "values skip a block": {"before": "if number == 1 and tokens[0, 0].item() % 2:\n    continue"},
-    "values steer between blocks": {"after": "if tokens[0, number].item() % 2:\n    x = x * 0.5"},
-    "an assertion looks at values ahead of blocks": {"ahead": "assert not torch.isnan(x).any()"},
-    "an assertion in a module ahead of blocks": {
+    "values skip a block": {"before_block": "if number == 1 and tokens[0, 0].item() % 2:\n    continue"},
+    "values steer between blocks": {"after_block": "if tokens[0, number].item() % 2:\n    x = x * 0.5"},
+    "an assertion looks at values before blocks": {"before_blocks": "assert not torch.isnan(x).any()"},
+    "an assertion in a module before blocks": {
         "top": "class Checked(nn.Embedding):\n    def forward(self, tokens):\n        y = super().forward(tokens)\n"
         "        assert not torch.isnan(y).any()\n        return y",
         "model_init": "self.embed = Checked(VOCABULARY, WIDTH)",
     },
-    "an item in a module ahead of blocks": {
+    "an item in a module before blocks": {
         "top": "class Scaling(nn.Embedding):\n    def forward(self, tokens):\n"
         "        return super().forward(tokens) / (1 + tokens.max().item())",
         "model_init": "self.embed = Scaling(VOCABULARY, WIDTH)",
@@ -24,35 +24,42 @@ VALUES: dict[str, dict[str, str]] = {
     "a check of the range of tokens": {
         "start": 'if tokens.max() >= VOCABULARY:\n    raise ValueError("there is no such token")'
     },
-    "a mask as an index ahead of blocks": {"ahead": "x = x.clone()\nx[tokens == 0] = 0.0"},
-    "a mask as an index in a module ahead of blocks": {
+    "a mask as an index before blocks": {"before_blocks": "x = x.clone()\nx[tokens == 0] = 0.0"},
+    "a mask as an index in a module before blocks": {
         "top": "class Masking(nn.Embedding):\n    def forward(self, tokens):\n"
         "        y = super().forward(tokens).clone()\n"
         "        y[tokens < 4] = y[tokens >= 4].mean()\n        return y",
         "model_init": "self.embed = Masking(VOCABULARY, WIDTH)",
     },
-    "a mask as an index behind blocks": {
+    "a mask as an index after blocks": {
         "end": "chosen = targets != 0\nloss = F.cross_entropy(logits[chosen], targets[chosen])"
     },
     "positions from nonzero": {
-        "ahead": "rows, columns = (tokens > 3).nonzero(as_tuple=True)\n"
+        "before_blocks": "rows, columns = (tokens > 3).nonzero(as_tuple=True)\n"
         "x = x.index_put((rows, columns), torch.zeros(WIDTH))"
     },
-    "a packed sequence ahead of blocks": {
+    "a packed sequence before blocks": {
         "model_init": "self.gru = nn.GRU(WIDTH, WIDTH, batch_first=True)",
-        "ahead": "lengths = torch.full((len(x),), x.shape[1])\n"
+        "before_blocks": "lengths = torch.full((len(x),), x.shape[1])\n"
         "packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)\n"
         "x = x + nn.utils.rnn.pad_packed_sequence(self.gru(packed)[0], batch_first=True)[0]",
     },
-    "a loop as long as a value says": {"ahead": "for _ in range(int(tokens.max()) % 3):\n    x = torch.tanh(x)"},
-    "a list of values": {"ahead": "x = x * torch.tensor([row[0] / 8 for row in tokens.tolist()])[:, None, None]"},
+    "a loop as long as a value says": {
+        "before_blocks": "for _ in range(int(tokens.max()) % 3):\n    x = torch.tanh(x)"
+    },
+    "a list of values": {
+        "before_blocks": "x = x * torch.tensor([row[0] / 8 for row in tokens.tolist()])[:, None, None]"
+    },
     "a number from values to blocks": {
-        "ahead": "scale = tokens.float().mean().item() / 8",
+        "before_blocks": "scale = tokens.float().mean().item() / 8",
         "block_parameters": "+, scale",
         "block_arguments": "+, scale",
         "inside": "y = y * scale",
     },
-    "the mode steers": {"ahead": "if self.training:\n    x = x * 0.5", "inside": "if self.training:\n    y = y * 0.5"},
+    "the mode steers": {
+        "before_blocks": "if self.training:\n    x = x * 0.5",
+        "inside": "if self.training:\n    y = y * 0.5",
+    },
     "gradients steer": {"inside": "if torch.is_grad_enabled():\n    y = y * 0.5"},
 }
 
@@ -66,7 +73,7 @@ SHARED: dict[str, dict[str, str]] = {
     "one dropout for all blocks": {
         "model_init": "self.dropout = nn.Dropout(0.0)",
         "made": "for block in model.blocks:\n    block.dropout = model.dropout",
-        "ahead": "x = self.dropout(x)",
+        "before_blocks": "x = self.dropout(x)",
         "inside": "y = self.dropout(y)",
     },
     "one table for all blocks": {
@@ -84,16 +91,16 @@ SHARED: dict[str, dict[str, str]] = {
     "the last block left out": {"walk": "self.blocks[:-1]"},
     "a tied head": {"made": "model.head.weight = model.embed.weight"},
     "the embedding used as the head": {
-        "behind": "x = x + 0.1 * F.linear(F.linear(x, self.embed.weight), self.embed.weight.t())"
+        "after_blocks": "x = x + 0.1 * F.linear(F.linear(x, self.embed.weight), self.embed.weight.t())"
     },
     "blocks with one weight": {"made": "model.blocks[2].mix.weight = model.blocks[0].mix.weight"},
-    "a norm ahead of blocks and behind them": {
+    "a norm before blocks and after them": {
         "model_init": "self.norm = nn.LayerNorm(WIDTH)",
-        "ahead": "x = self.norm(x)",
-        "behind": "x = self.norm(x)",
+        "before_blocks": "x = self.norm(x)",
+        "after_blocks": "x = self.norm(x)",
     },
-    "an embedding of tokens and targets": {"behind": "x = x + 0.1 * self.embed(tokens.roll(1, 1))"},
-    "an embedding called twice": {"ahead": "x = x + 0.5 * self.embed(tokens.roll(1, 1))"},
+    "an embedding of tokens and targets": {"after_blocks": "x = x + 0.1 * self.embed(tokens.roll(1, 1))"},
+    "an embedding called twice": {"before_blocks": "x = x + 0.5 * self.embed(tokens.roll(1, 1))"},
     "a part called twice in a block": {"inside": "y = y + self.mix(self.norm(y))"},
     "a model of the model": {
         "top": "class Inner(nn.Module):\n    def __init__(self, blocks):\n        super().__init__()\n"
@@ -127,7 +134,7 @@ HYBRID: dict[str, dict[str, str]] = {
         "made": "model.blocks[1] = Same()",
     },
     "blocks get different arguments": {
-        "ahead": "mask = (tokens % 2).float().unsqueeze(-1)",
+        "before_blocks": "mask = (tokens % 2).float().unsqueeze(-1)",
         "block_parameters": "+, mask=None",
         "block_arguments": "+, **({'mask': mask} if number % 2 else {})",
         "inside": "y = y if mask is None else y * mask",
@@ -138,19 +145,19 @@ HYBRID: dict[str, dict[str, str]] = {
         "inside": "y = y + self.wide(y)",
     },
     "a block without parameters": {"made": "model.blocks[1].norm = model.blocks[1].mix = nn.Identity()"},
-    "blocks that return tuples": {"block_return": "return x + y, y", "after": "x, rest = x"},
+    "blocks that return tuples": {"block_return": "return x + y, y", "after_block": "x, rest = x"},
     "blocks that return tuples of which the last is used": {
         "block_return": "return x + y, y",
-        "after": "x, rest = x",
-        "behind": "x = x + rest",
+        "after_block": "x, rest = x",
+        "after_blocks": "x = x + rest",
     },
     "blocks that pass something on": {
-        "ahead": "rest = None",
+        "before_blocks": "rest = None",
         "block_parameters": "+, rest",
         "block_arguments": "+, rest",
         "inside": "y = y if rest is None else y + 0.1 * rest",
         "block_return": "return x + y, y",
-        "after": "x, rest = x",
+        "after_block": "x, rest = x",
     },
     "blocks in an nn.Sequential": {
         "blocks": "nn.Sequential(*(Block(number) for number in range({count})))",
@@ -165,14 +172,14 @@ HYBRID: dict[str, dict[str, str]] = {
     },
     "code between blocks": {
         "model_init": "self.mixes = nn.Parameter(torch.rand(8))",
-        "ahead": "first = x",
-        "before": "x = x + self.mixes[number] * first",
+        "before_blocks": "first = x",
+        "before_block": "x = x + self.mixes[number] * first",
     },
-    "code behind every block": {"after": "x = x * 0.9"},
-    "a copy of hidden states between blocks": {"after": "if number == 1:\n    x = x.detach() + 0.0 * x"},
-    "blocks get what modules ahead computed": {
+    "code after every block": {"after_block": "x = x * 0.9"},
+    "a copy of hidden states between blocks": {"after_block": "if number == 1:\n    x = x.detach() + 0.0 * x"},
+    "blocks get what modules before them computed": {
         "model_init": "self.condition = nn.Linear(WIDTH, WIDTH)",
-        "ahead": "condition = self.condition(x)",
+        "before_blocks": "condition = self.condition(x)",
         "block_parameters": "+, condition",
         "block_arguments": "+, condition",
         "inside": "y = y + condition",
@@ -195,23 +202,23 @@ HYBRID: dict[str, dict[str, str]] = {
 }
 
 IN_PLACE: dict[str, dict[str, str]] = {
-    "added in place ahead of blocks": {"ahead": "x += 1.0"},
+    "added in place before blocks": {"before_blocks": "x += 1.0"},
     "added in place to a copy of a block's input": {"inside_first": "x = x.clone()\nx += 1.0"},
     "added in place to a block's first line": {"inside_first": "x = x.mul_(0.9)"},
-    "multiplied in place between blocks": {"after": "x.mul_(0.9)"},
-    "multiplied in place behind blocks": {"behind": "x.mul_(0.9)"},
+    "multiplied in place between blocks": {"after_block": "x.mul_(0.9)"},
+    "multiplied in place after blocks": {"after_blocks": "x.mul_(0.9)"},
     "multiplied in place inside blocks": {"inside": "y = (y + 0.0).mul_(0.9)"},
-    "an index assigned ahead of blocks": {"ahead": "x = x.clone()\nx[:, 0] = 0.0"},
+    "an index assigned before blocks": {"before_blocks": "x = x.clone()\nx[:, 0] = 0.0"},
     "an index assigned inside blocks": {"inside": "y = y.clone()\ny[:, 0] = 0.0"},
-    "an index assigned between blocks": {"after": "x = x.clone()\nx[:, 0] = 0.0"},
+    "an index assigned between blocks": {"after_block": "x = x.clone()\nx[:, 0] = 0.0"},
     "logits divided in place": {
         "end": "logits.div_(2.0)\nloss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())"
     },
     "targets masked in place": {"start": "targets[targets == 0] = -100"},
     "tokens changed in place": {"start": "tokens.remainder_(7)"},
-    "targets changed in place behind blocks": {"behind": "targets.add_(1).remainder_(VOCABULARY)"},
+    "targets changed in place after blocks": {"after_blocks": "targets.add_(1).remainder_(VOCABULARY)"},
     "a view that is filled": {
-        "ahead": "out = torch.empty_like(x)\nout[..., :4] = x[..., 4:]\nout[..., 4:] = x[..., :4]\nx = out"
+        "before_blocks": "out = torch.empty_like(x)\nout[..., :4] = x[..., 4:]\nout[..., 4:] = x[..., :4]\nx = out"
     },
     "an operation with an output given": {
         "inside": "scale = torch.empty(WIDTH)\ntorch.linspace(0.5, 1, WIDTH, out=scale)\ny = y * scale"

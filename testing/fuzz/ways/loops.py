@@ -41,13 +41,13 @@ CONTAINERS: dict[str, dict[str, str]] = {
     },
     "a forward that writes into its dictionary": {
         **_DICTIONARY,
-        "ahead": 'features["embedded"] = x',
+        "before_blocks": 'features["embedded"] = x',
         "arguments": '{"tokens": tokens, "targets": targets}',
     },
     "a forward that writes into its dictionary and reads it": {
         **_DICTIONARY,
-        "ahead": 'features["embedded"] = x',
-        "behind": 'x = x + features["embedded"]',
+        "before_blocks": 'features["embedded"] = x',
+        "after_blocks": 'x = x + features["embedded"]',
         "arguments": '{"tokens": tokens, "targets": targets}',
     },
     "a forward that pops from its dictionary": {
@@ -90,32 +90,32 @@ CONTAINERS: dict[str, dict[str, str]] = {
     },
     "an optional argument": {
         "parameters": "+, scale=None",
-        "ahead": "if scale is not None:\n    x = x * scale",
+        "before_blocks": "if scale is not None:\n    x = x * scale",
         "arguments": "+, *([0.5] if number % 2 else [])",
     },
     "a number that changes": {
         "parameters": "+, scale=1.0",
-        "ahead": "x = x * scale",
+        "before_blocks": "x = x * scale",
         "arguments": "+, scale=1.0 + number",
     },
     "a number as a tensor": {
         "parameters": "+, scale=None",
-        "ahead": "if scale is not None:\n    x = x * scale",
+        "before_blocks": "if scale is not None:\n    x = x * scale",
         "arguments": "+, scale=torch.tensor(1.0 + number)",
     },
     "a tensor with a gradient of the script": {
         "parameters": "+, offset=None",
-        "ahead": "if offset is not None:\n    x = x + offset",
+        "before_blocks": "if offset is not None:\n    x = x + offset",
         "arguments": "+, offset=0.1 * torch.ones(WIDTH)",
     },
     "a flag that changes": {
         "parameters": "+, double=False",
-        "ahead": "if double:\n    x = x * 2",
+        "before_blocks": "if double:\n    x = x * 2",
         "arguments": "+, double=number % 2 == 1",
     },
     "a word that changes": {
         "parameters": '+, kind="tanh"',
-        "ahead": "x = getattr(torch, kind)(x)",
+        "before_blocks": "x = getattr(torch, kind)(x)",
         "arguments": '+, kind=("tanh", "sigmoid")[number % 2]',
     },
     "a mask for blocks": {
@@ -134,13 +134,13 @@ CONTAINERS: dict[str, dict[str, str]] = {
     },
     "a function as an argument": {
         "parameters": "+, function=None",
-        "ahead": "if function:\n    x = function(x)",
+        "before_blocks": "if function:\n    x = function(x)",
         "arguments": "+, function=torch.tanh",
     },
     "more arguments than names": {"parameters": "tokens, *rest", "start": "targets = rest[0] if rest else tokens"},
     "arguments by any name": {
         "parameters": "tokens, targets, **named",
-        "ahead": 'x = x * named.get("scale", 1.0)',
+        "before_blocks": 'x = x * named.get("scale", 1.0)',
         "arguments": "tokens, targets, scale=1.0 + number",
     },
 }
@@ -167,9 +167,9 @@ SETTINGS: dict[str, dict[str, str]] = {
         "end": "+\nloss = loss * self.temperature",
         "before_step": "model.temperature = 1.0 + step",
     },
-    "a temperature ahead of blocks by step": {
+    "a temperature before blocks by step": {
         "model_init": "self.temperature = 1.0",
-        "ahead": "x = x * self.temperature",
+        "before_blocks": "x = x * self.temperature",
         "before_step": "model.temperature = 1.0 + step",
     },
     "a temperature after every call": {
@@ -190,12 +190,12 @@ SETTINGS: dict[str, dict[str, str]] = {
     "a setting in an object by micro-batch": {
         "top": "class Config:\n    scale = 1.0",
         "model_init": "self.config = Config()",
-        "ahead": "x = x * self.config.scale",
+        "before_blocks": "x = x * self.config.scale",
         "before_call": "model.config.scale = 1.0 + number",
     },
     "a setting in a dictionary by micro-batch": {
         "model_init": 'self.config = {"scale": 1.0}',
-        "ahead": 'x = x * self.config["scale"]',
+        "before_blocks": 'x = x * self.config["scale"]',
         "before_call": 'model.config["scale"] = 1.0 + number',
     },
     "a setting in a list of blocks by micro-batch": {
@@ -205,7 +205,7 @@ SETTINGS: dict[str, dict[str, str]] = {
     },
     "a setting in a global by micro-batch": {
         "top": "SETTINGS = {'scale': 1.0}",
-        "ahead": "x = x * SETTINGS['scale']",
+        "before_blocks": "x = x * SETTINGS['scale']",
         "before_call": "SETTINGS['scale'] = 1.0 + number",
     },
     "a setting in a global by step": {
@@ -219,7 +219,7 @@ SETTINGS: dict[str, dict[str, str]] = {
     },
     "a flag by micro-batch": {
         "model_init": "self.doubles = False",
-        "ahead": "if self.doubles:\n    x = x * 2",
+        "before_blocks": "if self.doubles:\n    x = x * 2",
         "before_call": "model.doubles = number % 2 == 1",
     },
     "a depth by step": {
@@ -229,7 +229,7 @@ SETTINGS: dict[str, dict[str, str]] = {
     },
     "a function by micro-batch": {
         "model_init": "self.function = torch.tanh",
-        "ahead": "x = self.function(x)",
+        "before_blocks": "x = self.function(x)",
         "before_call": "model.function = (torch.tanh, torch.sigmoid)[number % 2]",
     },
     "an activation by step": {
@@ -242,7 +242,7 @@ SETTINGS: dict[str, dict[str, str]] = {
     },
     "a dropout on or off by step": {
         "model_init": "self.dropout = nn.Dropout(0.0)",
-        "ahead": "x = x + self.dropout(x)",
+        "before_blocks": "x = x + self.dropout(x)",
         "before_step": "model.dropout.p = float(step % 2)",
     },
     "a slope of activations by micro-batch": {
@@ -260,7 +260,7 @@ SETTINGS: dict[str, dict[str, str]] = {
         "before_step": "engine.train()\nif step == 1:\n    model.blocks[0].eval()",
     },
     "a part that evaluates in some micro-batches": {
-        "ahead": "if self.embed.training:\n    x = x * 0.5",
+        "before_blocks": "if self.embed.training:\n    x = x * 0.5",
         "before_call": "model.embed.train(number % 2 == 0)",
     },
     "a buffer by micro-batch": {
@@ -270,17 +270,17 @@ SETTINGS: dict[str, dict[str, str]] = {
     },
     "a buffer by step": {
         "model_init": 'self.register_buffer("scale", torch.ones(1))',
-        "ahead": "x = x * self.scale",
+        "before_blocks": "x = x * self.scale",
         "before_step": "model.scale.fill_(1.0 + step)",
     },
     "a new buffer by step": {
         "model_init": 'self.register_buffer("scale", torch.ones(1))',
-        "ahead": "x = x * self.scale",
+        "before_blocks": "x = x * self.scale",
         "before_step": "model.scale = torch.ones(1) * (1.0 + step)",
     },
     "a tensor attribute by micro-batch": {
         "model_init": "self.scale = torch.ones(1)",
-        "ahead": "x = x * self.scale",
+        "before_blocks": "x = x * self.scale",
         "before_call": "model.scale = torch.ones(1) * (1.0 + number)",
     },
     "a tensor attribute by step in blocks": {
@@ -309,7 +309,7 @@ SETTINGS: dict[str, dict[str, str]] = {
 BETWEEN: dict[str, dict[str, str]] = {
     "evaluation after every call": {"after_calls": _EVALUATED},
     "evaluation after every step": {"after_step": _EVALUATED_STEP},
-    "evaluation ahead of training": {"begin": f"step = 0\n{_EVALUATED_STEP}"},
+    "evaluation before training": {"begin": f"step = 0\n{_EVALUATED_STEP}"},
     "the model called after every step": {"after_step": _evaluated("0", "model")},
     "an evaluation that fails": {
         "after_step": "engine.eval()\ntry:\n    with torch.no_grad():\n"

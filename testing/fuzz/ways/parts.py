@@ -13,9 +13,9 @@ PARAMETERS: dict[str, dict[str, str]] = {
         "model_init": "self.scale = nn.Parameter(torch.tensor(0.5))",
         "end": "+\nloss = loss * self.scale.exp()",
     },
-    "a number as a parameter ahead of blocks": {
+    "a number as a parameter before blocks": {
         "model_init": "self.scale = nn.Parameter(torch.tensor(0.5))",
-        "ahead": "x = x * self.scale",
+        "before_blocks": "x = x * self.scale",
     },
     "a transposed parameter": {
         "block_init": "self.matrix = nn.Parameter((0.3 * torch.randn(4, WIDTH)).t())",
@@ -28,9 +28,9 @@ PARAMETERS: dict[str, dict[str, str]] = {
         "block_init": "self.conv = nn.Conv2d(WIDTH, WIDTH, 3, padding=1).to(memory_format=torch.channels_last)",
         "inside": "y = y + self.conv(y.transpose(1, 2).unsqueeze(-1)).squeeze(-1).transpose(1, 2)",
     },
-    "a channels-last convolution ahead of blocks": {
+    "a channels-last convolution before blocks": {
         "model_init": "self.conv = nn.Conv2d(WIDTH, WIDTH, 3, padding=1).to(memory_format=torch.channels_last)",
-        "ahead": "x = x + self.conv(x.transpose(1, 2).unsqueeze(-1)).squeeze(-1).transpose(1, 2)",
+        "before_blocks": "x = x + self.conv(x.transpose(1, 2).unsqueeze(-1)).squeeze(-1).transpose(1, 2)",
     },
     "a part of a larger tensor as a parameter": {
         "block_init": "self.part = nn.Parameter(torch.rand(WIDTH, 4)[:, 1])",
@@ -65,16 +65,16 @@ PARAMETERS: dict[str, dict[str, str]] = {
         "inside": "y = y * self.scales[0] + self.scales[1]",
     },
     "parameters in a dictionary": {
-        "model_init": 'self.scales = nn.ParameterDict({"ahead": torch.rand(WIDTH), "behind": torch.rand(WIDTH)})',
-        "ahead": 'x = x * self.scales["ahead"]',
-        "behind": 'x = x * self.scales["behind"]',
+        "model_init": 'self.scales = nn.ParameterDict({"first": torch.rand(WIDTH), "last": torch.rand(WIDTH)})',
+        "before_blocks": 'x = x * self.scales["first"]',
+        "after_blocks": 'x = x * self.scales["last"]',
     },
     "weight norms": {"block_init": "nn.utils.parametrizations.weight_norm(self.mix)"},
     "spectral norms": {"block_init": "nn.utils.parametrizations.spectral_norm(self.mix)"},
-    "a parameter of the model ahead of blocks and behind them": {
+    "a parameter of the model before blocks and after them": {
         "model_init": "self.bias = nn.Parameter(torch.rand(WIDTH))",
-        "ahead": "x = x + self.bias",
-        "behind": "x = x + self.bias",
+        "before_blocks": "x = x + self.bias",
+        "after_blocks": "x = x + self.bias",
     },
     "a parameter of the model that blocks get": {
         "model_init": "self.bias = nn.Parameter(torch.rand(WIDTH))",
@@ -92,7 +92,7 @@ PARAMETERS: dict[str, dict[str, str]] = {
     },
     "whole numbers in a buffer": {
         "model_init": 'self.register_buffer("order", torch.arange(VOCABULARY).flip(0))',
-        "ahead": "x = x + 0.1 * self.embed(self.order[tokens])",
+        "before_blocks": "x = x + 0.1 * self.embed(self.order[tokens])",
     },
     "fp64 in a buffer": {
         "block_init": 'self.register_buffer("precise", torch.rand(WIDTH, dtype=torch.float64))',
@@ -132,25 +132,25 @@ def _activations() -> dict[str, dict[str, str]]:
 ACTIVATIONS = _activations()
 
 HOOKS: dict[str, dict[str, str]] = {
-    "a hook behind every block": {
+    "a hook after every block": {
         "made": "for block in model.blocks:\n"
         "    block.register_forward_hook(lambda module, given, output: output * 0.9)"
     },
-    "a hook ahead of every block": {
+    "a hook before every block": {
         "made": "for block in model.blocks:\n"
         "    block.register_forward_pre_hook(lambda module, given: (given[0] * 0.9, *given[1:]))"
     },
-    "a hook behind the embedding": {
+    "a hook after the embedding": {
         "made": "model.embed.register_forward_hook(lambda module, given, output: output * 0.9)"
     },
-    "a hook behind parts of blocks": {
+    "a hook after parts of blocks": {
         "made": "for block in model.blocks:\n"
         "    block.mix.register_forward_hook(lambda module, given, output: output * 0.9)"
     },
-    "a hook behind the model": {
+    "a hook after the model": {
         "made": "model.register_forward_hook(lambda module, given, output: output * 2)",
     },
-    "a hook ahead of the model": {
+    "a hook before the model": {
         "made": "model.register_forward_pre_hook(lambda module, given: ((given[0] + 1) % VOCABULARY, *given[1:]))",
     },
     "a hook that counts calls": {
@@ -163,7 +163,7 @@ HOOKS: dict[str, dict[str, str]] = {
         "    block.mix.register_full_backward_hook(lambda module, given, output: (given[0] * 0.5,))"
     },
     "a hook of gradients of hidden states": {
-        "ahead": "if x.requires_grad:\n    x.register_hook(lambda gradient: gradient * 0.5)"
+        "before_blocks": "if x.requires_grad:\n    x.register_hook(lambda gradient: gradient * 0.5)"
     },
     "a hook of gradients inside blocks": {
         "inside": "if y.requires_grad:\n    y.register_hook(lambda gradient: gradient * 0.5)"
@@ -178,12 +178,12 @@ HOOKS: dict[str, dict[str, str]] = {
         "inside": "y = Halved.apply(y)",
     },
     "a stopped gradient inside blocks": {"inside": "y = y + y.detach()"},
-    "a stopped gradient ahead of blocks": {"ahead": "x = x.detach() + 0.5 * x"},
+    "a stopped gradient before blocks": {"before_blocks": "x = x.detach() + 0.5 * x"},
     "a part without gradients inside blocks": {
         "inside": "with torch.no_grad():\n    scale = y.abs().mean()\ny = y / scale"
     },
-    "a part without gradients ahead of blocks": {
-        "ahead": "with torch.no_grad():\n    scale = x.abs().mean()\nx = x / scale"
+    "a part without gradients before blocks": {
+        "before_blocks": "with torch.no_grad():\n    scale = x.abs().mean()\nx = x / scale"
     },
     "an autocast in the forward": {
         "top": "def autocast():\n    return torch.autocast('cpu', torch.bfloat16)",

@@ -3,90 +3,90 @@
 BESIDE: dict[str, dict[str, str]] = {
     "a mask in attributes of blocks": {
         "block_init": "self.keep = None",
-        "ahead": "keep = (tokens % 2).float().unsqueeze(-1)",
-        "before": "block.keep = keep",
+        "before_blocks": "keep = (tokens % 2).float().unsqueeze(-1)",
+        "before_block": "block.keep = keep",
         "inside": "y = y * self.keep",
     },
     "a length in attributes of blocks": {
-        "before": "block.length = tokens.shape[1]",
+        "before_block": "block.length = tokens.shape[1]",
         "inside": "y = y / self.length",
     },
     "a number from values in attributes of blocks": {
-        "before": "block.scale = tokens.float().mean().item() / 8",
+        "before_block": "block.scale = tokens.float().mean().item() / 8",
         "inside": "y = y * self.scale",
     },
     "a result with a gradient in attributes of blocks": {
         "model_init": "self.condition = nn.Linear(WIDTH, WIDTH)",
-        "ahead": "condition = self.condition(x)",
-        "before": "block.condition = condition",
+        "before_blocks": "condition = self.condition(x)",
+        "before_block": "block.condition = condition",
         "inside": "y = y + self.condition",
     },
     "a mask in a global dictionary": {
         "top": "SHARED = {}",
-        "ahead": 'SHARED["keep"] = (tokens % 2).float().unsqueeze(-1)',
+        "before_blocks": 'SHARED["keep"] = (tokens % 2).float().unsqueeze(-1)',
         "inside": 'y = y * SHARED["keep"]',
     },
     "a mask in a global variable": {
         "top": "KEEP = None",
         "start": "global KEEP",
-        "ahead": "KEEP = (tokens % 3).float().unsqueeze(-1)",
+        "before_blocks": "KEEP = (tokens % 3).float().unsqueeze(-1)",
         "inside": "y = y * KEEP",
     },
     "a number in a global variable": {
         "top": "LENGTH = 1",
         "start": "global LENGTH",
-        "ahead": "LENGTH = tokens.shape[1] + tokens[0, 0].item() % 4",
+        "before_blocks": "LENGTH = tokens.shape[1] + tokens[0, 0].item() % 4",
         "inside": "y = y * 2 / LENGTH",
     },
     "a mask in a context variable": {
         "top": 'from contextvars import ContextVar\n\nKEEP = ContextVar("keep")',
-        "ahead": "token = KEEP.set((tokens % 2).float().unsqueeze(-1))",
+        "before_blocks": "token = KEEP.set((tokens % 2).float().unsqueeze(-1))",
         "inside": "y = y * KEEP.get()",
-        "behind": "KEEP.reset(token)",
+        "after_blocks": "KEEP.reset(token)",
     },
     "a mask in a thread's variable": {
         "top": "import threading\n\nLOCAL = threading.local()",
-        "ahead": "LOCAL.keep = (tokens % 2).float().unsqueeze(-1)",
+        "before_blocks": "LOCAL.keep = (tokens % 2).float().unsqueeze(-1)",
         "inside": "y = y * LOCAL.keep",
     },
     "a mask in a closure": {
         "model_init": "shared = {}\nself.note = lambda keep: shared.update(keep=keep)",
         "made": "shared = model.note.__closure__[0].cell_contents\nfor block in model.blocks:\n"
         '    block.read = lambda: shared["keep"]',
-        "ahead": "self.note((tokens % 2).float().unsqueeze(-1))",
+        "before_blocks": "self.note((tokens % 2).float().unsqueeze(-1))",
         "inside": "y = y * self.read()",
     },
     "a mask on the model, which blocks refer to": {
         "model_init": "self.keep = None",
         "made": "for block in model.blocks:\n    block.owner = [model]",
-        "ahead": "self.keep = (tokens % 2).float().unsqueeze(-1)",
+        "before_blocks": "self.keep = (tokens % 2).float().unsqueeze(-1)",
         "inside": "y = y * self.owner[0].keep",
     },
     "a mask in an object that model and blocks share": {
         "top": "class Context:\n    keep = None",
         "model_init": "self.context = Context()",
         "made": "for block in model.blocks:\n    block.context = model.context",
-        "ahead": "self.context.keep = (tokens % 2).float().unsqueeze(-1)",
+        "before_blocks": "self.context.keep = (tokens % 2).float().unsqueeze(-1)",
         "inside": "y = y * self.context.keep",
     },
     "a mask in an attribute of a submodule": {
         "block_init": "self.mix.keep = None",
-        "ahead": "keep = (tokens % 2).float().unsqueeze(-1)",
-        "before": "block.mix.keep = keep",
+        "before_blocks": "keep = (tokens % 2).float().unsqueeze(-1)",
+        "before_block": "block.mix.keep = keep",
         "inside": "y = y * self.mix.keep",
     },
     "a mask in an attribute of a class": {
-        "ahead": "Block.keep = (tokens % 2).float().unsqueeze(-1)",
+        "before_blocks": "Block.keep = (tokens % 2).float().unsqueeze(-1)",
         "inside": "y = y * Block.keep",
     },
     "a mask in a list that blocks pop": {
         "top": "QUEUE = []",
-        "before": "QUEUE.append((tokens % 2).float().unsqueeze(-1))",
+        "before_block": "QUEUE.append((tokens % 2).float().unsqueeze(-1))",
         "inside": "y = y * QUEUE.pop()",
     },
     "a buffer that the forward fills for the blocks": {
         "block_init": 'self.register_buffer("scale", torch.ones(1), persistent=False)',
-        "before": "block.scale.fill_(tokens[0, 0].item() / 8)",
+        "before_block": "block.scale.fill_(tokens[0, 0].item() / 8)",
         "inside": "y = y * self.scale",
     },
     "a block's output that a later block reads by reference": {
@@ -105,22 +105,22 @@ BESIDE: dict[str, dict[str, str]] = {
         "end": "+\nloss = loss + 0.1 * sum(block.term for block in self.blocks)",
     },
     "a dictionary that blocks change": {
-        "ahead": 'state = {"depth": 0}',
+        "before_blocks": 'state = {"depth": 0}',
         "block_parameters": "+, state",
         "block_arguments": "+, state",
         "inside": 'state["depth"] += 1\ny = y / state["depth"]',
     },
     "a list that blocks fill for the loss": {
-        "ahead": "outputs = []",
+        "before_blocks": "outputs = []",
         "block_parameters": "+, outputs",
         "block_arguments": "+, outputs",
         "inside": "outputs.append(y)",
         "end": "+\nloss = loss + 0.1 * sum(output.pow(2).mean() for output in outputs)",
     },
     "hidden states of all depths": {
-        "ahead": "depths = [x]",
-        "after": "depths.append(x)",
-        "behind": "x = sum(depths) / len(depths)",
+        "before_blocks": "depths = [x]",
+        "after_block": "depths.append(x)",
+        "after_blocks": "x = sum(depths) / len(depths)",
     },
 }
 
@@ -133,15 +133,15 @@ LASTING: dict[str, dict[str, str]] = {
         "top": "COUNTS = {}",
         "inside": "COUNTS[self.number] = COUNTS.get(self.number, 0) + 1\ny = y * (1 + 0.2 * (COUNTS[self.number] % 3))",
     },
-    "a counter in the forward, ahead of blocks": {
+    "a counter in the forward, before blocks": {
         "model_init": "self.calls = 0",
-        "ahead": "self.calls += 1\nx = x * (1 + 0.2 * (self.calls % 3))",
+        "before_blocks": "self.calls += 1\nx = x * (1 + 0.2 * (self.calls % 3))",
     },
-    "a counter in the forward, behind blocks": {
+    "a counter in the forward, after blocks": {
         "model_init": "self.calls = 0",
-        "behind": "self.calls += 1\nx = x * (1 + 0.2 * (self.calls % 3))",
+        "after_blocks": "self.calls += 1\nx = x * (1 + 0.2 * (self.calls % 3))",
     },
-    "a counter in a module ahead of blocks": {
+    "a counter in a module before blocks": {
         "top": "class Counting(nn.Embedding):\n    calls = 0\n\n    def forward(self, tokens):\n"
         "        self.calls += 1\n        return super().forward(tokens) * (1 + 0.2 * (self.calls % 3))",
         "model_init": "self.embed = Counting(VOCABULARY, WIDTH)",
@@ -177,9 +177,9 @@ LASTING: dict[str, dict[str, str]] = {
         "block_init": "self.batch_norm = nn.BatchNorm1d(WIDTH)",
         "inside": "y = self.batch_norm(y.transpose(1, 2)).transpose(1, 2)",
     },
-    "a batch norm ahead of blocks": {
+    "a batch norm before blocks": {
         "model_init": "self.batch_norm = nn.BatchNorm1d(WIDTH)",
-        "ahead": "x = self.batch_norm(x.transpose(1, 2)).transpose(1, 2)",
+        "before_blocks": "x = self.batch_norm(x.transpose(1, 2)).transpose(1, 2)",
     },
     "a table that is made when a length first comes": {
         "block_init": "self.table = None",
@@ -189,7 +189,7 @@ LASTING: dict[str, dict[str, str]] = {
     },
     "a table by length in a dictionary of the model": {
         "model_init": "self.tables = {}",
-        "ahead": "if x.shape[1] not in self.tables:\n"
+        "before_blocks": "if x.shape[1] not in self.tables:\n"
         "    self.tables[x.shape[1]] = torch.linspace(0, 1, x.shape[1]).unsqueeze(-1)\n"
         "x = x + self.tables[x.shape[1]]",
     },
@@ -202,13 +202,13 @@ LASTING: dict[str, dict[str, str]] = {
         "block_init": "self.first = None",
         "inside": "if self.first is None:\n    self.first = y.detach().abs().mean()\ny = y / self.first",
     },
-    "a cache of the first values that come ahead of blocks": {
+    "a cache of the first values that come before blocks": {
         "model_init": "self.first = None",
-        "ahead": "if self.first is None:\n    self.first = tokens.float().mean()\nx = x * self.first / 8",
+        "before_blocks": "if self.first is None:\n    self.first = tokens.float().mean()\nx = x * self.first / 8",
     },
     "a switch that a short input throws": {
         "model_init": 'self.kind = "long"',
-        "ahead": 'if tokens.shape[1] < 5:\n    self.kind = "short"\nif self.kind == "short":\n    x = x * 2',
+        "before_blocks": 'if tokens.shape[1] < 5:\n    self.kind = "short"\nif self.kind == "short":\n    x = x * 2',
     },
     "a switch in blocks that a short input throws": {
         "block_init": 'self.kind = "long"',
@@ -216,11 +216,11 @@ LASTING: dict[str, dict[str, str]] = {
     },
     "a module that is made at the first call": {
         "model_init": "self.late = None",
-        "ahead": "if self.late is None:\n    self.late = nn.Identity()\n    x = x * 1\nx = self.late(x)",
+        "before_blocks": "if self.late is None:\n    self.late = nn.Identity()\n    x = x * 1\nx = self.late(x)",
     },
     "the last output kept on the model": {
         "model_init": "self.last = None",
-        "ahead": "if self.last is not None:\n    x = x + 0.1 * self.last.mean()",
+        "before_blocks": "if self.last is not None:\n    x = x + 0.1 * self.last.mean()",
         "end": "+\nself.last = logits.detach()",
     },
     "a memory of the last hidden states in blocks": {

@@ -2,8 +2,9 @@
 ``get_forward_backward_func()`` returns."""
 
 import sys
+import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from inspect import signature
 from types import ModuleType
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from ds_lgamp.config import LgampConfig
 from ds_lgamp.runtime.measure import CollectiveCounter
 from testing import cpu_shim
+from testing.ranks import run_on_ranks
 from tests.integrations.megatron.core_models import SEQUENCE, VOCABULARY, build_model, initialise
 
 SEQUENCES, STEPS = 2, 3
@@ -332,6 +334,36 @@ class Training:
         dist.all_reduce(sums, group=parallel_state.get_pipeline_model_parallel_group())
         dist.all_reduce(sums, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         return float(sums[0] / sums[1])
+
+
+class Case(NamedTuple):
+    """A function with assertions, which runs on every rank."""
+
+    ranks: int
+    function: Callable[..., None]
+    arguments: tuple[Any, ...] = ()
+
+
+def outcomes_of(cases: dict[str, Case], chosen: Collection[str]) -> dict[str, str]:
+    """Runs the chosen cases, those on as many ranks in the same processes. Returns the tracebacks of each: "" if it
+    raised nothing."""
+    found = {}
+    for ranks in sorted({case.ranks for case in cases.values()}):
+        some = {name: case for name, case in cases.items() if case.ranks == ranks and name in chosen}
+        if some:
+            on_ranks = run_on_ranks(ranks, run_in_turn, some, before_init=prepare_process)
+            found |= {name: "".join(tracebacks[name] for tracebacks in on_ranks) for name in some}
+    return found
+
+
+def run_in_turn(cases: dict[str, Case]) -> dict[str, str]:
+    found = dict.fromkeys(cases, "")
+    for name, case in cases.items():
+        try:
+            case.function(*case.arguments)
+        except Exception:
+            found[name] = traceback.format_exc()
+    return found
 
 
 def one_or_all(items: list[Any]) -> Any:

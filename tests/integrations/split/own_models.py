@@ -31,6 +31,24 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, -2), labels.flatten())
 
 
+class Gpt(nn.Module):
+    """An embedding, blocks and a head. Tests derive models that replace a part of it."""
+
+    def __init__(self, block: Any = Attention, blocks: int = 3) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.blocks = nn.ModuleList(block(causal=True) for _ in range(blocks))
+
+    def through(self, hidden: Tensor, *given: Any, **named: Any) -> Tensor:
+        """Runs the blocks, which all get what is ``given``."""
+        for block in self.blocks:
+            hidden = block(hidden, *given, **named)
+        return hidden
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        return cross_entropy(self.head(self.through(self.embedding(tokens))), labels)
+
+
 class TiedGpt(nn.Module):
     """Its parts lie in an nn.ModuleDict, its head is the embedding, and it returns a tuple."""
 

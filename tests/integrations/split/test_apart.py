@@ -6,9 +6,9 @@ from torch import nn
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.split.call import Call
-from tests.integrations.split.own_models import VOCABULARY, WIDTH, Attention, cross_entropy, micro_batch
-from tests.integrations.split.test_own_models import in_layers, in_layers_apart, layers_of
-from tests.integrations.split.test_travelling import NAME, assert_same
+from tests.integrations.split.own_models import VOCABULARY, WIDTH, Attention, Gpt, cross_entropy, micro_batch
+from tests.integrations.split.splitting import assert_same, in_layers, in_layers_apart, layers_of
+from tests.integrations.split.test_travelling import NAME
 
 BATCH = micro_batch(NAME, 0)
 DUMMY = {"tokens": [[0] * 4], "labels": [[0] * 4]}
@@ -21,14 +21,12 @@ class Adding(Attention):
         return super().forward(hidden if added is None else hidden + added)
 
 
-class Gpt(nn.Module):
+class AddingGpt(Gpt):
     def __init__(self):
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
-        self.blocks = nn.ModuleList(Adding(causal=True) for _ in range(3))
+        super().__init__(Adding)
 
 
-class Tasks(Gpt):
+class Tasks(AddingGpt):
     """Its blocks get the parameter of a task."""
 
     def __init__(self):
@@ -37,9 +35,7 @@ class Tasks(Gpt):
 
     def forward(self, tokens, labels, task):
         hidden = self.embedding(tokens)
-        for block in self.blocks:
-            hidden = block(hidden, self.tasks[int(task)])
-        return cross_entropy(self.head(hidden), labels)
+        return cross_entropy(self.head(self.through(hidden, self.tasks[int(task)])), labels)
 
 
 @pytest.mark.parametrize("number", [int, torch.tensor])
@@ -55,9 +51,7 @@ class ScalingTasks(Tasks):
 
     def forward(self, tokens, labels, task):
         hidden = self.embedding(tokens)
-        for block in self.blocks:
-            hidden = block(hidden, 2 * self.tasks[task])
-        return cross_entropy(self.head(hidden), labels)
+        return cross_entropy(self.head(self.through(hidden, 2 * self.tasks[task])), labels)
 
 
 def test_a_number_may_decide_of_what_blocks_get_something():
@@ -67,12 +61,10 @@ def test_a_number_may_decide_of_what_blocks_get_something():
         assert torch.equal(in_layers_apart(layers, *BATCH, task), model(*BATCH, task))
 
 
-class LongOnes(Gpt):
+class LongOnes(AddingGpt):
     def forward(self, tokens, labels):
         hidden = first = self.embedding(tokens)
-        for block in self.blocks:
-            hidden = block(hidden, first if tokens.shape[1] > 4 else None)
-        return cross_entropy(self.head(hidden), labels)
+        return cross_entropy(self.head(self.through(hidden, first if tokens.shape[1] > 4 else None)), labels)
 
 
 def test_a_length_may_decide_what_travels():
@@ -82,12 +74,12 @@ def test_a_length_may_decide_what_travels():
         assert torch.equal(in_layers_apart(layers, *batch), model(*batch))
 
 
-class InEvaluation(Gpt):
+class InEvaluation(AddingGpt):
     def forward(self, tokens, labels):
         hidden = first = self.embedding(tokens)
-        for block in self.blocks:
-            hidden = block(hidden, torch.zeros_like(hidden) if self.training else 2 * first)
-        return cross_entropy(self.head(hidden), labels)
+        return cross_entropy(
+            self.head(self.through(hidden, torch.zeros_like(hidden) if self.training else 2 * first)), labels
+        )
 
 
 def test_the_mode_may_decide_what_travels():
@@ -110,16 +102,14 @@ class Encoder(nn.Module):
         return (memory, memory.square()) if self.training else memory
 
 
-class Encoding(Gpt):
+class Encoding(AddingGpt):
     def __init__(self):
         super().__init__()
         self.encoder = Encoder(nn.Embedding(VOCABULARY, WIDTH))
 
     def forward(self, tokens, labels):
         memory, hidden = self.encoder(tokens), self.embedding(labels)
-        for block in self.blocks:
-            hidden = block(hidden, sum(memory) if self.encoder.training else memory)
-        return cross_entropy(self.head(hidden), labels)
+        return cross_entropy(self.head(self.through(hidden, sum(memory) if self.encoder.training else memory)), labels)
 
 
 def test_a_part_may_return_other_things_in_training():
@@ -131,7 +121,7 @@ def test_a_part_may_return_other_things_in_training():
         assert torch.equal(in_layers_apart(layers, *batch), model(*batch))
 
 
-class Casting(Gpt):
+class Casting(AddingGpt):
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
@@ -139,9 +129,7 @@ class Casting(Gpt):
     def forward(self, tokens, labels):
         hidden = self.linear(self.embedding(tokens))
         added = torch.full([WIDTH], 1.2345678).to(hidden.dtype)
-        for block in self.blocks:
-            hidden = block(hidden, added)
-        return cross_entropy(self.head(hidden), labels)
+        return cross_entropy(self.head(self.through(hidden, added)), labels)
 
 
 def test_blocks_get_the_dtype_of_their_own_call():
@@ -153,7 +141,7 @@ def test_blocks_get_the_dtype_of_their_own_call():
         assert run.blocks[0].positional[0].dtype is dtype
 
 
-class SharingModule(Gpt):
+class SharingModule(AddingGpt):
     """Its encoder has the module that embeds for its blocks, too, and calls it first."""
 
     def __init__(self):
@@ -163,8 +151,7 @@ class SharingModule(Gpt):
     def forward(self, tokens, labels):
         memory, hidden = self.encoder(tokens), self.embedding(labels)
         first = hidden
-        for block in self.blocks:
-            hidden = block(hidden, memory * first)
+        hidden = self.through(hidden, memory * first)
         return cross_entropy(self.head(hidden + first), labels)
 
 
@@ -181,7 +168,7 @@ class Chunking(nn.Module):
         return self.embedding(tokens).chunk(2, dim=-1)
 
 
-class Modulating(Gpt):
+class Modulating(AddingGpt):
     """Scales and shifts after its blocks."""
 
     def __init__(self, modulate):
@@ -190,8 +177,7 @@ class Modulating(Gpt):
 
     def forward(self, tokens, labels):
         hidden, modulation = self.embedding(tokens), self.chunking(labels)
-        for block in self.blocks:
-            hidden = block(hidden)
+        hidden = self.through(hidden)
         return cross_entropy(self.head(self.modulate(hidden, *modulation)), labels)
 
 
@@ -202,7 +188,7 @@ def test_each_of_the_chunks_of_one_tensor_travels(modulate):
     assert_same(Modulating(modulate), *BATCH)
 
 
-class Distilling(Gpt):
+class Distilling(AddingGpt):
     def __init__(self):
         super().__init__()
         self.teacher = nn.Embedding(VOCABULARY, WIDTH).requires_grad_(False)
@@ -211,8 +197,7 @@ class Distilling(Gpt):
         with torch.no_grad():
             target = self.teacher(tokens)
         hidden = self.embedding(tokens)
-        for block in self.blocks:
-            hidden = block(hidden)
+        hidden = self.through(hidden)
         return cross_entropy(self.head(hidden), labels) + (hidden - target).square().mean()
 
 
@@ -220,22 +205,21 @@ def test_what_a_part_returns_under_no_grad_travels():
     assert_same(Distilling(), *BATCH)
 
 
-class AddingBehind(Gpt):
+class AddingAfter(AddingGpt):
     def forward(self, tokens, labels, asked):
         hidden = first = self.embedding(tokens)
-        for block in self.blocks:
-            hidden = block(hidden)
+        hidden = self.through(hidden)
         return cross_entropy(self.head(hidden + first if asked else hidden), labels)
 
 
 def test_every_kind_of_call_is_looked_at_after_the_blocks():
-    layers = layers_of(AddingBehind(), dummy_inputs={**DUMMY, "asked": False})
+    layers = layers_of(AddingAfter(), dummy_inputs={**DUMMY, "asked": False})
     in_layers(layers, *BATCH, False)
     with pytest.raises(ConfigError, match="output depends on what 'embedding' returned before them"):
         in_layers(layers, *BATCH, True)
 
 
-class Differences(Gpt):
+class Differences(AddingGpt):
     """Its blocks may get the difference of what the two blocks before them returned."""
 
     def forward(self, tokens, labels, asked):
@@ -251,12 +235,10 @@ def test_differences_of_what_blocks_returned_are_refused():
         in_layers(layers, *BATCH, True)
 
 
-class Means(Gpt):
+class Means(AddingGpt):
     def forward(self, tokens, labels, asked):
         hidden = self.embedding(tokens)
-        for block in self.blocks:
-            hidden = block(hidden, 1 + hidden.mean() if asked else None)
-        return cross_entropy(self.head(hidden), labels)
+        return cross_entropy(self.head(self.through(hidden, 1 + hidden.mean() if asked else None)), labels)
 
 
 @torch.no_grad()

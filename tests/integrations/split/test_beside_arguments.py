@@ -14,7 +14,7 @@ from ds_lgamp.integrations.split import comparison
 from ds_lgamp.integrations.split.call import Call
 from ds_lgamp.integrations.split.state import Snapshot
 from tests.integrations.split.own_models import LENGTH, VOCABULARY, WIDTH, cross_entropy
-from tests.integrations.split.test_own_models import layers_of
+from tests.integrations.split.splitting import layers_of
 
 GLOBAL: dict[str, object] = {}
 CONTEXT: ContextVar[object] = ContextVar("kept", default=None)

@@ -5,21 +5,17 @@ import torch
 from torch import nn
 
 from ds_lgamp.config import ConfigError
-from tests.integrations.split.own_models import VOCABULARY, WIDTH, Attention, PositionsGpt, cross_entropy, micro_batch
-from tests.integrations.split.test_own_models import in_layers, layers_of
-from tests.integrations.split.test_travelling import NAME, assert_same
+from tests.integrations.split.own_models import WIDTH, Attention, Gpt, PositionsGpt, cross_entropy, micro_batch
+from tests.integrations.split.splitting import assert_same, in_layers, layers_of
+from tests.integrations.split.test_travelling import NAME
 
 
-class Between(nn.Module):
+class Between(Gpt):
     """Calls ``between(model, number, hidden, first)`` after every block but the last."""
 
     def __init__(self, between):
-        super().__init__()
-        self.between = between
-        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
-        self.scales = nn.Parameter(torch.rand(3))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.blocks = nn.ModuleList(Attention(causal=True) for _ in range(4))
+        super().__init__(blocks=4)
+        self.between, self.scales, self.norm = between, nn.Parameter(torch.rand(3)), nn.LayerNorm(WIDTH)
 
     def forward(self, tokens, labels, asked=True):
         hidden = first = self.embedding(tokens)

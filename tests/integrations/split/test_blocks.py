@@ -8,8 +8,8 @@ from torch import nn
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.split.call import Call
-from tests.integrations.split.own_models import VOCABULARY, WIDTH, cross_entropy, micro_batch
-from tests.integrations.split.test_own_models import gradients_of, in_layers, in_layers_apart, layers_of
+from tests.integrations.split.own_models import WIDTH, Gpt, cross_entropy, micro_batch
+from tests.integrations.split.splitting import assert_gradients, in_layers, in_layers_apart, layers_of
 
 BATCH = micro_batch("a GPT", 0)
 
@@ -47,10 +47,9 @@ class Scaled(Mixing):
 KINDS = [Mixing, Recurrent, Scaled]
 
 
-class Model(nn.Module):
+class Model(Gpt):
     def __init__(self, blocks, walk):
         super().__init__()
-        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
         self.blocks, self.walk = blocks, walk
 
     def forward(self, tokens, labels):
@@ -61,13 +60,11 @@ class Model(nn.Module):
 
 
 def assert_same(model):
-    layers, expected = layers_of(model), model(*BATCH)
-    wanted = gradients_of(model, expected)
+    layers = layers_of(model)
     for run in (in_layers, in_layers_apart):
-        loss = run(layers, *BATCH)
+        expected, loss = model(*BATCH), run(layers, *BATCH)
         assert torch.equal(loss, expected)
-        for name, gradient in gradients_of(model, loss).items():
-            torch.testing.assert_close(gradient, wanted[name])
+        assert_gradients(model, loss, expected)
 
 
 def leaves(container):

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.split.trial_arguments import given_inputs, inputs_of
-from tests.integrations.split.own_models import LENGTH, VOCABULARY, WIDTH, Attention, cross_entropy, micro_batch
-from tests.integrations.split.test_own_models import gradients_of, in_layers, in_layers_apart, layers_of
+from tests.integrations.split.own_models import LENGTH, VOCABULARY, WIDTH, Attention, Gpt, micro_batch
+from tests.integrations.split.splitting import assert_gradients, in_layers, in_layers_apart, layers_of
 
 NUMBERS = st.integers(0, 9) | st.floats(0, 1) | st.booleans()
 ROWS = st.lists(st.lists(NUMBERS, min_size=2, max_size=2), min_size=1, max_size=3)
@@ -100,9 +100,7 @@ def test_a_forward_may_write_to_the_containers_that_it_gets(ranks: int) -> None:
     expected = model(features_of(given["input_ids"]))["embedding"]
     found = in_layers_apart(layers, given)["embedding"]
     assert torch.equal(found, expected) and list(given) == ["input_ids", "ids"]
-    wanted = gradients_of(model, expected.square().sum())
-    for name, gradient in gradients_of(model, found.square().sum()).items():
-        torch.testing.assert_close(gradient, wanted[name])
+    assert_gradients(model, found.square().sum(), expected.square().sum())
 
 
 class OfTexts(Embedder):
@@ -139,17 +137,9 @@ def test_methods_that_make_no_features_of_texts_do_not_count(model: Any) -> None
 
 
 def test_a_forward_may_take_any_number_of_arguments_by_position():
-    class Gpt(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
-            self.blocks = nn.ModuleList(Attention(causal=True) for _ in range(2))
-
+    class Taking(Gpt):
         def forward(self, tokens, *rest):
-            hidden = self.embedding(tokens)
-            for block in self.blocks:
-                hidden = block(hidden)
-            return cross_entropy(self.head(hidden), rest[0])
+            return super().forward(tokens, rest[0])
 
-    model, (tokens, labels) = Gpt(), micro_batch("", 0)
+    model, (tokens, labels) = Taking(), micro_batch("", 0)
     assert torch.equal(in_layers(layers_of(model), tokens, labels), model(tokens, labels))

@@ -5,50 +5,44 @@ import torch
 from torch import nn
 
 from ds_lgamp.config import ConfigError
-from tests.integrations.split.own_models import VOCABULARY, WIDTH, Attention, TiedGpt, cross_entropy, micro_batch
-from tests.integrations.split.test_own_models import gradients_of, in_layers, layers_of
+from tests.integrations.split.own_models import Attention, Gpt, TiedGpt, cross_entropy, micro_batch
+from tests.integrations.split.splitting import assert_gradients, in_layers, layers_of
 
 BATCH = micro_batch("a GPT", 0)
 
 
-class Gpt(nn.Module):
+class ReturningGpt(Gpt):
     """Returns what ``output`` makes of its loss and its logits."""
 
-    def __init__(self, output, block=Attention):
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
-        self.blocks, self.output = nn.ModuleList(block(causal=True) for _ in range(2)), output
+    def __init__(self, output):
+        super().__init__(blocks=2)
+        self.output = output
 
     def forward(self, tokens, labels=None, scale=None):
-        hidden = self.embedding(tokens)
-        for block in self.blocks:
-            hidden = block(hidden)
-        logits = self.head(hidden)
+        logits = self.head(self.through(self.embedding(tokens)))
         loss = None if labels is None else cross_entropy(logits, labels)
         return self.output(loss if scale is None or loss is None else loss * scale, logits)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
 def test_a_loss_of_one_element_keeps_its_shape(shape):
-    model = Gpt(lambda loss, _: loss.reshape(shape))
+    model = ReturningGpt(lambda loss, _: loss.reshape(shape))
     layers, expected = layers_of(model), model(*BATCH)
     loss = layers.loss_of(in_layers(layers, *BATCH))
     assert loss.shape == shape and torch.equal(loss, expected)
-    wanted = gradients_of(model, expected)
-    for name, gradient in gradients_of(model, loss).items():
-        torch.testing.assert_close(gradient, wanted[name])
+    assert_gradients(model, loss, expected)
     assert layers.training_output(torch.tensor(2.0)).shape == shape
 
 
 def test_a_number_is_the_loss_also_beside_other_tensors_of_one_element():
-    model = Gpt(lambda loss, logits: {"mean": logits.mean().reshape(1), "loss": loss})
+    model = ReturningGpt(lambda loss, logits: {"mean": logits.mean().reshape(1), "loss": loss})
     layers = layers_of(model)
     assert torch.equal(layers.loss_of(in_layers(layers, *BATCH)), model(*BATCH)["loss"])
 
 
 @pytest.mark.parametrize("count", [0, 2])
 def test_no_loss_and_several_are_refused(count):
-    model = Gpt(lambda loss, logits: [logits.detach(), *[loss.reshape(1)] * count])
+    model = ReturningGpt(lambda loss, logits: [logits.detach(), *[loss.reshape(1)] * count])
     with pytest.raises(ConfigError, match=f"returned {count} numbers with a gradient"):
         layers_of(model)
 
@@ -63,9 +57,11 @@ OPTIONAL = {
 
 @pytest.mark.parametrize("output", OPTIONAL)
 def test_a_call_in_training_without_what_the_loss_needs_is_told_so_at_once(output):
-    model = Gpt(OPTIONAL[output]).train()
+    model = ReturningGpt(OPTIONAL[output]).train()
     layers = layers_of(model)
-    sentence = "got no 'labels', without which the forward of Gpt returns no loss; .* set ds_lgamp.outputs to 'all'"
+    sentence = (
+        "got no 'labels', without which the forward of ReturningGpt returns no loss; .* set ds_lgamp.outputs to 'all'"
+    )
     for named in ({}, {"labels": None}, {"scale": 2}):
         with pytest.raises(ConfigError, match=sentence):
             layers.arguments(BATCH[:1], named)
@@ -73,7 +69,7 @@ def test_a_call_in_training_without_what_the_loss_needs_is_told_so_at_once(outpu
 
 
 def test_without_training_a_call_needs_no_labels():
-    model = Gpt(OPTIONAL["logits alone"])
+    model = ReturningGpt(OPTIONAL["logits alone"])
     layers = layers_of(model)
     with torch.no_grad():
         assert torch.equal(in_layers(layers, BATCH[0]), model(BATCH[0]))
@@ -83,7 +79,7 @@ def test_without_training_a_call_needs_no_labels():
 
 
 def test_an_argument_that_the_loss_does_not_need_may_be_left_out():
-    model = Gpt(OPTIONAL["logits alone"])
+    model = ReturningGpt(OPTIONAL["logits alone"])
     numbers = {"tokens": [[0] * 4], "labels": [[0] * 4], "scale": 0.5}
     layers = layers_of(model, dummy_inputs=numbers)
     assert torch.equal(in_layers(layers, *BATCH), model(*BATCH))

@@ -20,7 +20,7 @@ from tests.integrations.split.own_models import (
     cross_entropy,
     micro_batch,
 )
-from tests.integrations.split.test_own_models import gradients_of, in_layers, layers_of
+from tests.integrations.split.splitting import assert_gradients, gradients_of, in_layers, layers_of
 
 
 class Autocasting(TiedGpt):
@@ -37,9 +37,7 @@ def test_blocks_run_in_the_autocast_that_the_forward_enters_around_them():
     expected = model(*batch)[1]
     loss = in_layers(layers_of(model), *batch)[1]
     assert torch.equal(loss, expected)
-    wanted = gradients_of(model, expected)
-    for parameter, gradient in gradients_of(model, loss).items():
-        torch.testing.assert_close(gradient, wanted[parameter], rtol=1e-2, atol=1e-4)
+    assert_gradients(model, loss, expected, rtol=1e-2, atol=1e-4)
 
 
 def test_without_its_own_autocast_the_forward_keeps_the_one_around_the_layers():
@@ -119,15 +117,15 @@ class Centering(nn.Module):
 
 
 class Centered(TiedGpt):
-    def __init__(self, ahead: nn.Module, behind: nn.Module):
+    def __init__(self, before: nn.Module, after: nn.Module):
         super().__init__()
-        self.ahead, self.behind = ahead, behind
+        self.before, self.after = before, after
 
     def forward(self, idx, targets=None):
-        hidden = self.ahead(self.transformer["wte"](idx))
+        hidden = self.before(self.transformer["wte"](idx))
         for block in self.transformer["h"]:
             hidden = block(hidden)
-        logits = self.head(self.behind(hidden))
+        logits = self.head(self.after(hidden))
         return logits, None if targets is None else cross_entropy(logits, targets)
 
 
@@ -200,10 +198,8 @@ def test_a_model_that_peft_has_wrapped_gets_the_dummy_inputs_of_its_own():
     model, batch = peft.get_peft_model(TiedGpt(), config), micro_batch("a tied GPT", 0)
     expected, loss = model(*batch)[1], in_layers(layers_of(model), *batch)[1]
     assert torch.equal(loss, expected)
-    wanted, found = gradients_of(model, expected), gradients_of(model, loss)
-    assert wanted.keys() == found.keys() and sum(each is not None for each in found.values()) == 14
-    for name, gradient in found.items():
-        torch.testing.assert_close(gradient, wanted[name])
+    found = assert_gradients(model, loss, expected)
+    assert sum(each is not None for each in found.values()) == 14
 
 
 class Codebooks(nn.Module):
@@ -235,19 +231,17 @@ def test_modules_and_parameters_before_the_blocks_and_after_them_may_lie_in_list
     ]
     expected, loss = model(*batch)[1], in_layers(layers, *batch)[1]
     assert torch.equal(loss, expected)
-    wanted = gradients_of(model, expected)
-    for name, gradient in gradients_of(model, loss).items():
-        torch.testing.assert_close(gradient, wanted[name])
+    assert_gradients(model, loss, expected)
 
 
-@pytest.mark.parametrize("where", ["ahead", "behind"])
+@pytest.mark.parametrize("where", ["before", "after"])
 def test_a_tensor_of_the_script_that_the_forward_changes_in_place_is_refused(where):
     model = PositionsGpt()
 
     def forward(tokens, labels):
-        hidden = model.embedding(tokens.add_(1).remainder_(VOCABULARY) if where == "ahead" else tokens)
+        hidden = model.embedding(tokens.add_(1).remainder_(VOCABULARY) if where == "before" else tokens)
         hidden = model.blocks(hidden)
-        return cross_entropy(model.head(hidden), labels.add_(1).remainder_(VOCABULARY) if where == "behind" else labels)
+        return cross_entropy(model.head(hidden), labels.add_(1).remainder_(VOCABULARY) if where == "after" else labels)
 
     model.forward = forward
     with pytest.raises(ConfigError, match="changes in place a tensor that it gets, but .* several times for every mi"):

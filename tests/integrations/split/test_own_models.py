@@ -4,17 +4,14 @@ import weakref
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_lgamp.config import ConfigError, LgampConfig
-from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources
 from ds_lgamp.integrations.deepspeed.plain.layers import layers_of as plain_layers_of
 from ds_lgamp.integrations.split.call import Call
-from ds_lgamp.integrations.split.layers import Ends, OwnModelLayers
 from ds_lgamp.integrations.split.outputs import NotInTraining
 from tests.integrations.split.own_models import (
-    BLOCKS,
     IMAGES,
     MODELS,
     VOCABULARY,
@@ -28,48 +25,7 @@ from tests.integrations.split.own_models import (
     make,
     micro_batch,
 )
-
-
-def layers_of(model: nn.Module, **settings: object) -> OwnModelLayers:
-    return OwnModelLayers(model, layer_sources(torch.device("cpu")), LgampConfig(**settings))
-
-
-def split(name: str, model: nn.Module) -> OwnModelLayers:
-    return layers_of(model, **BLOCKS.get(name, {}))
-
-
-def in_layers(layers: OwnModelLayers, *arguments: Tensor) -> object:
-    """Calls the layers of the model one after another."""
-    call = Call(*layers.arguments(arguments, {}))
-    layers.calls.all = [call]
-    first, *blocks, last = layers.modules
-    hidden = first.begin(call) if isinstance(first, Ends) else first(call)
-    for block in blocks:
-        hidden = block(hidden)
-    return last(hidden)
-
-
-def in_layers_apart(layers: OwnModelLayers, *arguments: Tensor) -> object:
-    """Calls the layers of the model one after another, each as if it were the only one on its rank."""
-
-    def alone(layer: nn.Module, hidden: object = None) -> object:
-        call = Call(*layers.arguments(arguments, {}))
-        layers.calls.all, layers.calls._in_chunk = [call], None
-        if hidden is not None:
-            return layer(hidden)
-        return layer.begin(call) if isinstance(layer, Ends) else layer(call)
-
-    first, *others = layers.modules
-    hidden = alone(first)
-    for layer in others:
-        hidden = alone(layer, hidden)
-    return hidden
-
-
-def gradients_of(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
-    model.zero_grad()
-    loss.backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
+from tests.integrations.split.splitting import assert_gradients, in_layers, layers_of, split
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -79,9 +35,7 @@ def test_layers_compute_what_the_model_does(name):
     expected = loss_of(name, model, batch)
     loss = loss_of(name, lambda *arguments: in_layers(layers, *arguments), batch)
     assert torch.equal(loss, expected)
-    wanted = gradients_of(model, expected)
-    for parameter, gradient in gradients_of(model, loss).items():
-        torch.testing.assert_close(gradient, wanted[parameter], rtol=1e-6, atol=1e-8)
+    assert_gradients(model, loss, expected)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -255,11 +209,7 @@ def test_what_the_dummy_inputs_do_not_need_belongs_to_the_end_at_which_the_model
         expected = model(*batch, *others)
         loss = in_layers(layers_of(model), *batch, *others)
         assert torch.equal(loss, expected)
-        wanted = gradients_of(model, expected)
-        for name, gradient in gradients_of(model, loss).items():
-            assert (gradient is None) == (wanted[name] is None)
-            if gradient is not None:
-                torch.testing.assert_close(gradient, wanted[name], rtol=1e-6, atol=1e-8)
+        assert_gradients(model, loss, expected)
 
 
 class Denoising(PositionsGpt):

@@ -1,4 +1,4 @@
-"""What a model's own forward keeps in attributes counts once for every micro-batch. A trial leaves nothing behind."""
+"""What a model's own forward keeps in attributes counts once for every micro-batch. A trial leaves no traces."""
 
 import copy
 import itertools
@@ -11,9 +11,9 @@ from torch import nn
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.split.state import Snapshot, untouched
-from tests.integrations.split.own_models import VOCABULARY, WIDTH, Attention, cross_entropy
+from tests.integrations.split.own_models import Attention, Gpt, cross_entropy
+from tests.integrations.split.splitting import layers_of
 from tests.integrations.split.test_beside_arguments import batches, in_turn, trained
-from tests.integrations.split.test_own_models import layers_of
 
 
 class WarmUp(nn.Module):
@@ -29,18 +29,19 @@ class WarmUp(nn.Module):
         return hidden * min(1.0, len(self.seen) / 10)
 
 
-class Counting(nn.Module):
+class Counting(Gpt):
     """Counts its calls, its tokens and its losses."""
 
     def __init__(self, counts):
         super().__init__()
-        self.embedding, self.head, self.warm_up = (
-            nn.Embedding(VOCABULARY, WIDTH),
-            nn.Linear(WIDTH, VOCABULARY),
+        self.warm_up, self.counts, self.calls, self.tokens, self.losses, self.length = (
             WarmUp(),
+            counts,
+            0,
+            {"all": 0},
+            [],
+            None,
         )
-        self.blocks = nn.ModuleList(Attention(causal=True) for _ in range(3))
-        self.counts, self.calls, self.tokens, self.losses, self.length = counts, 0, {"all": 0}, [], None
 
     def forward(self, tokens, labels):
         hidden = self.embedding(tokens)
@@ -53,9 +54,7 @@ class Counting(nn.Module):
             hidden = self.warm_up(hidden)
         if "length" in self.counts:
             self.length = tokens.shape[1]
-        for block in self.blocks:
-            hidden = block(hidden)
-        loss = cross_entropy(self.head(hidden), labels)
+        loss = cross_entropy(self.head(self.through(hidden)), labels)
         if "losses" in self.counts:
             self.losses.append(loss.item())
         # Also after the blocks, where the code before them has run again.

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ds_lgamp.config import ConfigError
-from tests.integrations.split.test_own_models import gradients_of, in_layers, layers_of
+from tests.integrations.split.splitting import gradients_of, in_layers, layers_of
 
 SMALL = {"n_layer": 3, "n_embd": 32, "n_head": 4, "n_query_groups": 4, "head_size": 8, "intermediate_size": 64}
 LITGPT = ["pythia-14m", "Llama-3.2-1B", "gemma-2b", "phi-2"]

@@ -8,9 +8,8 @@ from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.split.call import Call
 from tests.integrations.split.own_models import (
     LENGTH,
-    VOCABULARY,
     WIDTH,
-    Attention,
+    Gpt,
     MixingGpt,
     PositionsGpt,
     RotaryGpt,
@@ -18,24 +17,10 @@ from tests.integrations.split.own_models import (
     make,
     micro_batch,
 )
-from tests.integrations.split.test_own_models import ReadsTwice, gradients_of, in_layers, layers_of
+from tests.integrations.split.splitting import assert_gradients, assert_same, in_layers, layers_of
+from tests.integrations.split.test_own_models import ReadsTwice
 
 NAME = "a GPT that mixes"
-
-
-def assert_same(model: nn.Module, *batch: object, **settings: object) -> list[tuple]:
-    """Checks that the layers of ``model`` compute what it does. Returns what every layer got."""
-    layers, seen = layers_of(model, **settings), []
-    for layer in layers.modules[1:]:
-        layer.register_forward_pre_hook(lambda _layer, inputs: seen.append(inputs))
-    expected, loss = model(*batch), in_layers(layers, *batch)
-    assert torch.equal(loss, expected)
-    wanted, found = gradients_of(model, expected), gradients_of(model, loss)
-    for name, gradient in found.items():
-        assert (gradient is None) == (wanted[name] is None), name
-        if gradient is not None:
-            torch.testing.assert_close(gradient, wanted[name], rtol=1e-5, atol=1e-7)
-    return seen
 
 
 def test_only_what_is_needed_travels():
@@ -71,21 +56,18 @@ def test_finding_what_travels_saves_no_tensors_that_a_recomputation_would_not():
     assert saved[: len(saved) // 2] == saved[len(saved) // 2 :]
 
 
-class Conditioned(nn.Module):
+class Conditioned(Gpt):
     """Its blocks get what a layer makes of an argument, if there is one."""
 
     def __init__(self):
         super().__init__()
-        self.embedding, self.condition = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(1, WIDTH)
-        self.blocks = nn.ModuleList(Attention(causal=True) for _ in range(3))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
+        # Before the blocks, where an unused part belongs to the first layer.
+        self.condition, self.blocks = nn.Linear(1, WIDTH), self._modules.pop("blocks")
 
     def forward(self, tokens, labels, time=None):
         hidden = self.embedding(tokens)
         rotation = None if time is None else 1 + self.condition(time)[:, None]
-        for block in self.blocks:
-            hidden = block(hidden, rotation)
-        return cross_entropy(self.head(hidden), labels)
+        return cross_entropy(self.head(self.through(hidden, rotation)), labels)
 
 
 def test_something_travels_only_in_calls_that_need_it():
@@ -105,9 +87,7 @@ class Dropping(Conditioned):
     def forward(self, tokens, labels, time=None, keep=None):
         hidden = self.embedding(tokens)
         rotation = None if time is None else torch.where(keep[:, None], self.condition(time), self.nothing)[:, None]
-        for block in self.blocks:
-            hidden = block(hidden, rotation)
-        return cross_entropy(self.head(hidden), labels)
+        return cross_entropy(self.head(self.through(hidden, rotation)), labels)
 
 
 def test_what_the_first_call_masks_travels_too():
@@ -119,17 +99,16 @@ def test_what_the_first_call_masks_travels_too():
         assert torch.equal(in_layers(layers, *arguments), model(*arguments)), keep
 
 
-class ConditionedBehind(Conditioned):
+class ConditionedAfter(Conditioned):
     def forward(self, tokens, labels, time=None):
         hidden = self.embedding(tokens)
         scale = 1.0 if time is None else 1 + self.condition(time)[:, None]
-        for block in self.blocks:
-            hidden = block(hidden)
+        hidden = self.through(hidden)
         return cross_entropy(self.head(hidden * scale), labels)
 
 
 def test_what_dummy_inputs_do_not_show_after_the_blocks_is_refused_in_any_call():
-    model, batch, time = ConditionedBehind(), micro_batch(NAME, 0), torch.rand(2, 1)
+    model, batch, time = ConditionedAfter(), micro_batch(NAME, 0), torch.rand(2, 1)
     layers = layers_of(model)
     assert torch.equal(in_layers(layers, *batch), model(*batch))
     with pytest.raises(ConfigError, match="depends on what 'condition' returned before them; set ds_lgamp.dummy_inp"):
@@ -140,7 +119,7 @@ def test_what_dummy_inputs_do_not_show_after_the_blocks_is_refused_in_any_call()
         assert torch.equal(in_layers(layers, *arguments), model(*arguments))
 
 
-class BeginningWithZeros(ConditionedBehind):
+class BeginningWithZeros(ConditionedAfter):
     """Its head begins with zeros, as the last layers of diffusion transformers do."""
 
     def __init__(self):
@@ -173,20 +152,18 @@ def test_blocks_may_get_a_mask_of_values_before_them():
     assert_same(Masked(), *micro_batch(NAME, 0), pipeline_ranks=2)
 
 
-class Translating(nn.Module):
+class Translating(Gpt):
     """An encoder, and a decoder whose blocks attend to what it returned."""
 
     def __init__(self):
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        super().__init__(lambda causal: nn.TransformerDecoderLayer(WIDTH, 2, 16, 0.0, batch_first=True))
         self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 2, 16, 0.0, batch_first=True), 1)
-        self.decoder = nn.ModuleList(nn.TransformerDecoderLayer(WIDTH, 2, 16, 0.0, batch_first=True) for _ in range(3))
+
+    def encoded(self, tokens):
+        return self.encoder(self.embedding(tokens))
 
     def forward(self, tokens, labels):
-        memory, hidden = self.encoder(self.embedding(tokens)), self.embedding(labels)
-        for block in self.decoder:
-            hidden = block(hidden, memory)
-        return cross_entropy(self.head(hidden), labels)
+        return cross_entropy(self.head(self.through(self.embedding(labels), self.encoded(tokens))), labels)
 
 
 def test_a_decoder_attends_to_what_its_encoder_returned():
@@ -200,11 +177,8 @@ class Positioned(Translating):
         super().__init__()
         self.position = nn.Parameter(torch.rand(WIDTH))
 
-    def forward(self, tokens, labels):
-        memory, hidden = self.encoder(self.embedding(tokens) + self.position), self.embedding(labels)
-        for block in self.decoder:
-            hidden = block(hidden, memory)
-        return cross_entropy(self.head(hidden), labels)
+    def encoded(self, tokens):
+        return self.encoder(self.embedding(tokens) + self.position)
 
 
 def test_an_encoder_gets_a_parameter_in_the_dtype_that_the_engine_gives_to_the_model():
@@ -221,9 +195,7 @@ class Padded(Translating):
         padding = torch.arange(tokens.shape[1]).expand_as(tokens) > 2
         memory = self.encoder(self.embedding(tokens), src_key_padding_mask=padding)
         hidden = self.embedding(labels)
-        for block in self.decoder:
-            hidden = block(hidden, memory, memory_key_padding_mask=padding)
-        return cross_entropy(self.head(hidden), labels)
+        return cross_entropy(self.head(self.through(hidden, memory, memory_key_padding_mask=padding)), labels)
 
 
 def test_an_encoder_of_torch_may_mask_padding():
@@ -260,10 +232,7 @@ def test_outputs_may_be_what_parts_before_the_blocks_returned():
     layers = layers_of(model, outputs="all")
     expected, output = model(*batch), in_layers(layers, *batch)
     assert all(map(torch.equal, output, expected))
-    wanted = gradients_of(model, sum(expected[:2]))
-    for name, gradient in gradients_of(model, sum(output[:2])).items():
-        if gradient is not None:
-            torch.testing.assert_close(gradient, wanted[name], rtol=1e-5, atol=1e-7)
+    assert_gradients(model, sum(output[:2]), sum(expected[:2]), rtol=1e-5, atol=1e-7)
 
 
 class Reconstructing(PositionsGpt):
@@ -280,13 +249,8 @@ def test_what_is_detached_travels_to_the_loss():
         assert len(inputs[0]) == 2
 
 
-class Skipping(nn.Module):
+class Skipping(Gpt):
     """Its last block gets what the first one returned."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
-        self.blocks = nn.ModuleList(Attention(causal=True) for _ in range(3))
 
     def forward(self, tokens, labels, skips=True):
         first = self.blocks[0](self.embedding(tokens))

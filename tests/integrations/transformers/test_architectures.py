@@ -95,13 +95,31 @@ def test_a_model_that_cannot_be_split_is_refused_by_name(case):
         layers_of(make(config, head, **settings))
 
 
-def test_a_module_that_runs_on_both_sides_of_the_blocks_is_refused():
+HOOKED = {
+    "a module runs on both sides": (
+        *("lm_head", lambda model, logits: logits + model.model.embed_tokens(torch.zeros(1).long()).sum()),
+        "'model.embed_tokens' runs before the blocks and again after them",
+    ),
+    "a parameter is read before the blocks without its module": (
+        *("model.embed_tokens", lambda model, hidden: hidden + model.lm_head.weight.sum()),
+        "reads a parameter of 'lm_head' before the blocks without calling it",
+    ),
+}
+"""Hooks after modules, with which the model is refused."""
+
+
+@pytest.mark.parametrize("case", HOOKED)
+def test_what_belongs_to_both_sides_of_the_blocks_is_refused(case):
+    path, hook, sentence = HOOKED[case]
+    with pytest.raises(ConfigError, match=sentence):
+        layers_of(hooked(path, hook))
+
+
+def hooked(path, hook):
+    """Makes a Llama in which ``hook`` changes what the module at this path returns."""
     model = make("Llama")
-    model.lm_head.register_forward_hook(
-        lambda _, __, logits: logits + model.model.embed_tokens(torch.zeros(1).long()).sum()
-    )
-    with pytest.raises(ConfigError, match="'model.embed_tokens' runs before the blocks and again after them"):
-        layers_of(model)
+    model.get_submodule(path).register_forward_hook(lambda _, __, returned: hook(model, returned))
+    return model
 
 
 def test_a_parameter_that_is_read_after_the_blocks_alone_makes_both_ends_one_module():
@@ -111,25 +129,20 @@ def test_a_parameter_that_is_read_after_the_blocks_alone_makes_both_ends_one_mod
     assert_same(whole(model, batch), in_layers(model, batch))
 
 
-def test_a_head_that_is_read_without_a_call_leaves_the_ends_apart():
-    model = make("Llama")
-    model.model.norm.register_forward_hook(lambda _, __, hidden: hidden + model.lm_head.weight.sum())
-    first, *_, last = layers_of(model).modules
-    assert first is not last
+READS = {
+    "a head": (lambda model, hidden: hidden + model.lm_head.weight.sum(), False),
+    "the data type of a parameter": (lambda model, hidden: hidden.to(model.model.embed_tokens.weight.dtype), False),
+    "the shape of a parameter": (lambda model, hidden: hidden / model.model.embed_tokens.weight.shape[0], True),
+}
+"""What is read after the blocks without a call, and whether that makes both ends one module: a shape is one of a
+parameter's values."""
 
 
-def test_a_data_type_that_is_asked_of_a_parameter_makes_no_ends_one_module():
-    model = make("Llama")
-    model.model.norm.register_forward_hook(lambda _, __, hidden: hidden.to(model.model.embed_tokens.weight.dtype))
-    first, *_, last = layers_of(model).modules
-    assert first is not last
-
-
-def test_a_parameter_that_is_read_before_the_blocks_without_its_module_is_refused():
-    model = make("Llama")
-    model.model.embed_tokens.register_forward_hook(lambda _, __, hidden: hidden + model.lm_head.weight.sum())
-    with pytest.raises(ConfigError, match="reads a parameter of 'lm_head' before the blocks without calling it"):
-        layers_of(model)
+@pytest.mark.parametrize("case", READS)
+def test_what_is_read_after_the_blocks_may_make_both_ends_one_module(case):
+    hook, are_one = READS[case]
+    first, *_, last = layers_of(hooked("model.norm", hook)).modules
+    assert (first is last) == are_one
 
 
 def test_what_a_hook_before_the_blocks_keeps_for_one_after_them_is_refused():
@@ -249,13 +262,6 @@ def test_a_survey_leaves_the_model_and_its_generators_as_they_were():
     assert model.transformer.h[0].__dict__["forward"] is own
     assert all("forward" not in vars(block) for block in model.transformer.h[1:])
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_a_shape_that_is_asked_of_a_parameter_is_one_of_its_values():
-    model = make("Llama")
-    model.model.norm.register_forward_hook(lambda _, __, hidden: hidden / model.model.embed_tokens.weight.shape[0])
-    first, *_, last = layers_of(model).modules
-    assert first is last
 
 
 def test_blocks_that_share_parameters_are_refused():

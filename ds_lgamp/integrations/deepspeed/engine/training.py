@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -38,6 +38,7 @@ from ds_lgamp.integrations.deepspeed.model.recomputation import (
     switch_on,
 )
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import SharedBuffers
+from ds_lgamp.integrations.program_spec import program_of
 from ds_lgamp.integrations.split.state import leave_out_hosts
 from ds_lgamp.integrations.tracing import trace_if_asked
 from ds_lgamp.optimizers.updates import HostUpdateError
@@ -51,10 +52,7 @@ from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.messages import laid_out
 from ds_lgamp.runtime.ring import ring_links
 from ds_lgamp.runtime.stored_inputs import StoredInputs
-from ds_lgamp.schedule.actions import Action
-from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.spec import ProgramSpec
-from ds_lgamp.schedule.validate import validate
 from ds_lgamp.watch.this_rank import this_rank
 
 _SHAPES_ADVICE = (
@@ -136,7 +134,7 @@ class Training:
             open_folder(self._live_folder)
         if settings.recompute == "selective":
             refuse_unless_offered(over_pipeline(module, offers_selective(module)))
-        self.program = lru_cache(maxsize=8)(self._build_program)
+        self.program = lru_cache(maxsize=8)(partial(program_of, pipeline_rank=module.stage_id))
         self.program(self.program_spec)
         prepare_optimizer(module, config, arguments)
         self._shared_buffers = SharedBuffers(layers)
@@ -144,13 +142,6 @@ class Training:
         self.live: LiveCheckpoint | None = None
         self.computes_input_gradients = False
         """Whether the current batch computes gradients of the script's arguments, below all that trains."""
-
-    def _build_program(self, spec: ProgramSpec) -> list[Action]:
-        """Returns the program of this pipeline rank. Raises ProgramError if that of any rank is faulty, or if they
-        deadlock."""
-        program = build_program(spec)
-        validate(spec, program)
-        return program[self.placed.stage_id]
 
     def partition_parameters(
         self, optimizer: torch.optim.Optimizer, prepare: Callable[[], None]

@@ -60,7 +60,7 @@ class OpenBatch:
                 executor.execute(action)
                 if action[:2] == last_compute:
                     # Masks of long sequences are large.
-                    self._calls.all[action.micro_batch].forget_blocks()
+                    self._calls.all[action.micro_batch].blocks = None
 
     def run_next(self) -> None:
         """Executes the next action."""

@@ -10,7 +10,7 @@ from torch import nn
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.integrations.deepspeed.model.module import BESIDE, NAMES_OF_MODEL, PlacedModule
 from ds_lgamp.integrations.deepspeed.plain.layers import Layers
-from ds_lgamp.integrations.split.layers import Ends
+from ds_lgamp.integrations.split.layers import End
 from ds_lgamp.integrations.split.parts import Tree
 
 _ENDS = "ends"
@@ -53,8 +53,8 @@ def topology_of(layers: Layers, settings: LgampConfig) -> ProcessTopology:
 def pipeline_module(layers: Layers, topology: ProcessTopology) -> PipelineModule:
     """Returns the layers as a PipelineModule. Collective over all ranks."""
     specs: list[Any] = list(layers.modules)
-    if isinstance(ends := specs[0], Ends):
-        specs[0] = TiedLayerSpec(_ENDS, SharedBeginning, ends, forward_fn=Ends.begin, tied_weight_attr=[])
+    if isinstance(ends := specs[0], End):
+        specs[0] = TiedLayerSpec(_ENDS, SharedBeginning, ends, forward_fn=End.begin, tied_weight_attr=[])
         specs[-1] = TiedLayerSpec(_ENDS, SharedEnd, ends, tied_weight_attr=[])
     module = PipelineModule(specs, topology=topology, partition_method=layers.partition_method)
     setattr(module, NAMES_OF_MODEL, any(isinstance(layer, Tree) for layer in layers.modules))

@@ -85,7 +85,7 @@ def gpt_layer_specs(
     reset_position_ids: bool = False,
     transformer_impl: TransformerImpl = "local",
 ) -> list[LayerSpec]:
-    """The layers of a GPT model, not yet built. DeepSpeed builds each on the pipeline rank that owns it.
+    """Returns the layers of a GPT model, not yet built. DeepSpeed builds each on the pipeline rank that owns it.
 
     Args:
         tie_embeddings: lets the first and the last layer share one weight. DeepSpeed keeps the copies equal.
@@ -203,7 +203,7 @@ class LanguageModelHead(nn.Module):
 
 
 def tied_logits(embedding: WordEmbedding, hidden: Tensor) -> Tensor:
-    """The logits [s, b, v] of the hidden state [s, b, h], with the weight of the word embedding."""
+    """Returns the logits [s, b, v] of the hidden state [s, b, h], with the weight of the word embedding."""
     if embedding.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden)
     else:
@@ -212,7 +212,7 @@ def tied_logits(embedding: WordEmbedding, hidden: Tensor) -> Tensor:
 
 
 def language_model_loss(logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
-    """The mean cross entropy over the tokens that count.
+    """Returns the mean cross entropy over the tokens that count.
 
     Args:
         logits: [s, b, v].

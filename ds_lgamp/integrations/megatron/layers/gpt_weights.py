@@ -36,7 +36,7 @@ _IN_SOME_MODELS = {name.replace("weight", "bias") for name in _IN_EVERY_LAYER} |
 
 
 def to_gpt_model(weights: Mapping[str, T], transformer_impl: TransformerImpl = "local") -> dict[str, T]:
-    """The ``weights`` of a pipeline by their names in a GPTModel of ``transformer_impl``.
+    """Returns the ``weights`` of a pipeline by their names in a GPTModel of ``transformer_impl``.
 
     Raises ConfigError if weights are missing or left over.
     """
@@ -45,7 +45,7 @@ def to_gpt_model(weights: Mapping[str, T], transformer_impl: TransformerImpl = "
 
 
 def from_gpt_model(state: Mapping[str, T], transformer_impl: TransformerImpl = "local") -> dict[str, T]:
-    """The weights of a GPTModel's ``state`` by their names in a pipeline of ``transformer_impl``.
+    """Returns the weights of a GPTModel's ``state`` by their names in a pipeline of ``transformer_impl``.
 
     Raises ConfigError if weights are missing or left over.
     """
@@ -55,7 +55,8 @@ def from_gpt_model(state: Mapping[str, T], transformer_impl: TransformerImpl = "
 
 
 def _names(given: Iterable[str], layer_name: re.Pattern[str], tied: bool) -> dict[str, str]:
-    """The name of every weight in a pipeline, with its name in the GPTModel, for the layers and kinds in ``given``."""
+    """Returns the name of every weight in a pipeline, with its name in the GPTModel, for the layers and kinds in
+    ``given``."""
     matches = [match for match in map(layer_name.fullmatch, given) if match]
     layers = max(1, len({match[1] for match in matches}))
     parts = _IN_EVERY_LAYER | (_IN_SOME_MODELS & {match[2] for match in matches})

@@ -169,8 +169,8 @@ def _mark_partial_gradients(layer: nn.Module) -> None:
 
 @functools.lru_cache
 def rotary_angles(rotary: Rotary, sequence_length: int, device: torch.device) -> Tensor:
-    """The angles by which attention turns queries and keys [s, 1, 1, channels]. They are constant, and all layers share
-    them."""
+    """Returns the angles by which attention turns queries and keys [s, 1, 1, channels]. They are constant, and all
+    layers share them."""
     embedding = RotaryEmbedding(
         rotary.channels, rotary_percent=rotary.percent, rotary_base=rotary.base, use_cpu_initialization=True
     )
@@ -237,14 +237,14 @@ class ScaledDotProductAttention(nn.Module):
 
 
 def document_numbers(tokens: Tensor, end_of_document: int) -> Tensor:
-    """The number of each token's document [b, s], counted within the sample. An end token is the last of its
+    """Returns the number of each token's document [b, s], counted within the sample. An end token is the last of its
     document."""
     ends = (tokens == end_of_document).int()
     return ends.cumsum(dim=1, dtype=torch.int32) - ends
 
 
 def document_positions(documents: Tensor) -> Tensor:
-    """The position of each token within its document [b, s], from the documents [b, s]."""
+    """Returns the position of each token within its document [b, s], from the documents [b, s]."""
     index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     begins = documents.diff(dim=1, prepend=documents[:, :1]) != 0
     return index - torch.where(begins, index, 0).cummax(dim=1).values
@@ -269,20 +269,20 @@ def _remembered(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @_remembered
 def _bias(attention_mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """What attention adds to its scores. torch makes it of a mask, too, but in every layer anew."""
+    """Returns what attention adds to its scores. torch makes it of a mask, too, but in every layer anew."""
     return torch.zeros_like(attention_mask, dtype=dtype).masked_fill_(attention_mask, float("-inf"))
 
 
 @_remembered
 def document_mask(documents: Tensor) -> Tensor:
-    """The attention mask [b, 1, s, s] from the documents [b, s]. It hides later tokens and other documents."""
+    """Returns the attention mask [b, 1, s, s] from the documents [b, s]. It hides later tokens and other documents."""
     sequence = documents.shape[1]
     future = torch.ones(sequence, sequence, dtype=torch.bool, device=documents.device).triu(diagonal=1)
     return ((documents[:, :, None] != documents[:, None, :]) | future)[:, None]
 
 
 def random_numbers(own: bool, device: torch.device) -> AbstractContextManager[None]:
-    """A context for random numbers under tensor parallelism.
+    """Returns a context for random numbers under tensor parallelism.
 
     Args:
         own: whether ranks compute different parts, so that each rank draws numbers of its own. Otherwise all ranks draw

@@ -30,6 +30,28 @@ PRECISIONS = ("bf16", "fp16")
 MEANINGLESS = ("resident_chunks", "defer_gathers", "asynchronous_save", "keep_last")
 """Keys of the block that have no effect, because Megatron-LM has its own way. ``resident_chunks`` has one at stages 2
 and 3."""
+_WITH_DEEPSPEED = "remove it, or train with DeepSpeed's engine"
+_ON_THE_DEVICE = f"but in Megatron-LM's training loop everything stays on the device; {_WITH_DEEPSPEED}"
+REFUSED_KEYS = {
+    "reproducible": (False, "which needs DeepSpeed's engine; set --deterministic-mode"),
+    "overlap_update": (False, "but Megatron-LM's own optimizer updates all at once; remove it"),
+    "nonfinite": (
+        None,
+        "but Megatron-LM has a check of its own, unless --no-check-for-nan-in-loss-and-grad is given; remove it",
+    ),
+    "offload_activations": ("none", _ON_THE_DEVICE),
+    "live_checkpoint": (
+        None,
+        "but Megatron-LM has checkpoints of its own; remove it, and set --save and --save-interval",
+    ),
+    "data_rank_speeds": (
+        None,
+        "but Megatron-LM's training loop gives every data-parallel rank as many micro-batches; " + _WITH_DEEPSPEED,
+    ),
+    "outputs": ("loss", "but Megatron-LM's forward_step gives the loss of a micro-batch; remove it"),
+}
+"""Keys of the block that Megatron-LM's loop cannot honour, each with the value at which it changes nothing, and the
+reason with the fix."""
 _OFFLOADED = ("offload_optimizer", "offload_param")
 _OF_ONE_RANK = ("rank", "local_rank", "tensorboard", "wandb")
 """Prefixes of arguments that may differ, because only one rank heeds them."""
@@ -54,66 +76,27 @@ class Job(NamedTuple):
 
 
 def check_file(config: dict[str, Any], settings: LgampConfig) -> Job:
-    """The job that a configuration file describes. Raises ConfigError for what Megatron-LM's training loop cannot
-    honour."""
+    """Returns the job that a configuration file describes. Raises ConfigError for what Megatron-LM's training loop
+    cannot honour."""
     stage = (config.get("zero_optimization") or {}).get("stage") or 0
     if stage not in (0, 1, 2, 3):
         raise ConfigError(f"zero_optimization.stage is {stage!r}; set 0, 1, 2 or 3")
-    if settings.reproducible:
-        raise ConfigError(f"{BLOCK}.reproducible is True, which needs DeepSpeed's engine; set --deterministic-mode")
-    if settings.overlap_update:
+    for key, (harmless, reason) in REFUSED_KEYS.items():
+        if (value := getattr(settings, key)) != harmless:
+            raise ConfigError(f"{BLOCK}.{key} is {value!r}, {reason}")
+    for name, ranks in active(config).items():
         raise ConfigError(
-            f"{BLOCK}.overlap_update is True, but Megatron-LM's own optimizer updates all at once; remove it"
+            f"zero_optimization.{name} is {ranks!r}, but in Megatron-LM's training loop all data-parallel ranks share "
+            f"a chunk's shards; {_WITH_DEEPSPEED}"
         )
-    if settings.nonfinite is not None:
-        raise ConfigError(
-            f"{BLOCK}.nonfinite is '{settings.nonfinite}', but Megatron-LM has a check of its own, unless "
-            "--no-check-for-nan-in-loss-and-grad is given; remove it"
-        )
-    _refuse_offloading(config, settings)
-    _refuse_shards_of_nodes(config)
-    if settings.live_checkpoint is not None:
-        raise ConfigError(
-            f"{BLOCK}.live_checkpoint is {settings.live_checkpoint!r}, but Megatron-LM has checkpoints of its own; "
-            "remove it, and set --save and --save-interval"
-        )
-    if settings.data_rank_speeds is not None:
-        raise ConfigError(
-            f"{BLOCK}.data_rank_speeds is {settings.data_rank_speeds}, but Megatron-LM's training loop gives every "
-            "data-parallel rank as many micro-batches; remove it, or train with DeepSpeed's engine"
-        )
-    if settings.outputs != "loss":
-        raise ConfigError(
-            f"{BLOCK}.outputs is '{settings.outputs}', but Megatron-LM's forward_step gives the loss of a micro-batch; "
-            "remove it"
-        )
+    for name in _OFFLOADED:
+        device = ((config.get("zero_optimization") or {}).get(name) or {}).get("device") or "none"
+        if device != "none":
+            raise ConfigError(f"zero_optimization.{name}.device is '{device}', {_ON_THE_DEVICE}")
     settings.refuse_split("Megatron-core")
     if settings.placement == "contiguous" and not settings.one_chunk_per_rank:
         raise ConfigError(f"{BLOCK}.placement is 'contiguous', but Megatron-core's chunks are modular; remove it")
     return Job(settings, stage, config)
-
-
-def _refuse_shards_of_nodes(config: dict[str, Any]) -> None:
-    for key, ranks in active(config).items():
-        raise ConfigError(
-            f"zero_optimization.{key} is {ranks!r}, but in Megatron-LM's training loop all data-parallel ranks share a "
-            "chunk's shards; remove it, or train with DeepSpeed's engine"
-        )
-
-
-def _refuse_offloading(config: dict[str, Any], settings: LgampConfig) -> None:
-    """Raises ConfigError if the host is to hold something."""
-    zero = config.get("zero_optimization") or {}
-    devices = {
-        f"{BLOCK}.offload_activations": settings.offload_activations,
-        **{f"zero_optimization.{key}.device": (zero.get(key) or {}).get("device") or "none" for key in _OFFLOADED},
-    }
-    for key, device in devices.items():
-        if device != "none":
-            raise ConfigError(
-                f"{key} is '{device}', but in Megatron-LM's training loop everything stays on the device; remove it, "
-                "or train with DeepSpeed's engine"
-            )
 
 
 def refuse_differing_ranks(args: Namespace, job: Job) -> None:
@@ -259,7 +242,8 @@ def _micro_batches(args: Namespace, batch: int) -> int:
 
 
 def _unread_keys(job: Job) -> list[str]:
-    """The keys of the file that have no effect. Keys of a section are named one by one if another key of it is read."""
+    """Returns the keys of the file that have no effect. Keys of a section are named one by one if another key of it is
+    read."""
     read = {"zero_optimization": "stage", **dict.fromkeys(PRECISIONS, "enabled")}
     unread = sorted(set(job.others) - {BLOCK, ACCUMULATION, *read, *SHARED_KEYS})
     for section, key in read.items():

@@ -16,7 +16,7 @@ from megatron.core.utils import get_model_config
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.integrations.megatron.loop.flags import refuse_flags, refuse_together
-from ds_lgamp.integrations.megatron.loop.several_chunks import device_of, has_two_embeddings, in_common
+from ds_lgamp.integrations.megatron.loop.several_chunks import device_of, has_two_embeddings, refuse_common
 from ds_lgamp.integrations.megatron.loop.sharded.model import partition_of
 from ds_lgamp.runtime.chunk import Chunk, Tensors
 from ds_lgamp.schedule.placement import Placement, place_chunks
@@ -79,8 +79,8 @@ class Batch:
         return placement_of(len(self.models), self.pipeline_ranks)
 
     def loss_gradient(self, loss: torch.Tensor, micro_batches: int) -> torch.Tensor:
-        """The gradient of the scaled loss. Megatron-core has divided the loss by the number of micro-batches, or
-        divides the gradients by the number of tokens later."""
+        """Returns the gradient of the scaled loss. Megatron-core has divided the loss by the number of micro-batches,
+        or divides the gradients by the number of tokens later."""
         ones = torch.ones_like(loss)
         # The scale may have shape [1], while the loss has no dimension.
         return ones if self.config.grad_scale_func is None else self.config.grad_scale_func(ones).reshape(loss.shape)
@@ -98,7 +98,7 @@ class Batch:
 
 
 def placement_of(chunks_per_rank: int, pipeline_ranks: int) -> Placement:
-    """The pipeline rank of every chunk: the virtual pipelines of Megatron-core are modular."""
+    """Returns the pipeline rank of every chunk: the virtual pipelines of Megatron-core are modular."""
     return place_chunks("modular", chunks_per_rank * pipeline_ranks, pipeline_ranks)
 
 
@@ -174,28 +174,25 @@ def _running(timer: Any) -> Iterator[None]:
         timer.stop()
 
 
+OF_ONE_CHUNK = {
+    "perform_rl_step": "model for inference has no chunks",
+    "mtp_num_layers": "chunk on the only pipeline rank would train an embedding of its own",
+    "has_cond_embedder": "embedders in the chunks of the only pipeline rank would differ after the first step",
+}
+"""Settings that need the whole model in one chunk on the only pipeline rank, and why."""
+TOO_FEW_RANKS = "use more pipeline ranks, or set chunks_per_rank to 1"
+
+
 def refuse_settings(settings: Any, chunks_on_one_rank: bool) -> None:
-    """Raises ConfigError for settings that need the whole model in one chunk on the only pipeline rank.
+    """Raises ConfigError for settings that need a model in one chunk.
 
     Args:
         settings: Megatron-LM's arguments, or a TransformerConfig.
         chunks_on_one_rank: whether one pipeline rank has all chunks, and there are several.
     """
-    if chunks_on_one_rank and getattr(settings, "perform_rl_step", False):
-        raise ConfigError(
-            "perform_rl_step is True, whose model for inference has no chunks; use more pipeline ranks, or set "
-            "chunks_per_rank to 1"
-        )
-    if chunks_on_one_rank and getattr(settings, "mtp_num_layers", None):
-        raise ConfigError(
-            f"mtp_num_layers is {settings.mtp_num_layers}, whose chunk on the only pipeline rank would train an "
-            "embedding of its own; use more pipeline ranks, or set chunks_per_rank to 1"
-        )
-    if chunks_on_one_rank and getattr(settings, "has_cond_embedder", False):
-        raise ConfigError(
-            "has_cond_embedder is True, whose embedders in the chunks of the only pipeline rank would differ after the "
-            "first step; use more pipeline ranks, or set chunks_per_rank to 1"
-        )
+    for name, reason in OF_ONE_CHUNK.items() if chunks_on_one_rank else ():
+        if value := getattr(settings, name, None):
+            raise ConfigError(f"{name} is {value!r}, whose {reason}; {TOO_FEW_RANKS}")
 
 
 def refuse_unsupported(batch: Batch) -> None:
@@ -244,22 +241,19 @@ def refuse_another_file(batch: Batch, settings: LgampConfig, zero_stage: int) ->
         )
 
 
-def refuse_whole_models(batch: Batch, zero_stage: int) -> None:
-    """Raises ConfigError if a batch trains models that are not sharded. Evaluation takes them as they are."""
-    if not batch.forward_only and partition_of(batch.models) is None:
+def refuse_shards(batch: Batch, zero_stage: int) -> None:
+    """Raises ConfigError if a batch trains models that are not sharded, or if it would add to final gradients, which
+    the reduction would average once more. Evaluation takes models as they are."""
+    if batch.forward_only:
+        return
+    partition = partition_of(batch.models)
+    if partition is None:
         raise ConfigError(
             f"zero_optimization.stage is {zero_stage}, but the model is in {type(batch.models[0]).__name__}; wrap the "
             "chunks in ShardedChunk of ds_lgamp.integrations.megatron.loop.sharded.model, and build the optimizer with "
             "get_megatron_optimizer"
         )
 
-
-def refuse_gradients_left(batch: Batch) -> None:
-    """Raises ConfigError if a batch for training would add to final gradients of sharded chunks, which the reduction
-    would average once more."""
-    partition = partition_of(batch.models)
-    if batch.forward_only or partition is None:
-        return
     if any(unit.reduction.is_final for unit in partition.units):
         raise ConfigError(
             "the last batch has left gradients, to which stages 2 and 3 cannot add those of another; call "
@@ -273,10 +267,5 @@ def refuse_common_parameters(models: Sequence[torch.nn.Module]) -> None:
     DistributedDataParallel makes a buffer for its gradient, but the parameter refers to one of them."""
     if not all(isinstance(model, DistributedDataParallel) for model in models):
         return
-    for name, parameter, number, owner in in_common(models):
-        if parameter.requires_grad:
-            raise ConfigError(
-                f"{name} of chunk {number} on this rank is also a parameter of chunk {owner}, but "
-                "DistributedDataParallel makes each of them a gradient of its own; put modules that share parameters "
-                "into one chunk"
-            )
+    reason = "DistributedDataParallel makes each of them a gradient of its own"
+    refuse_common(models, lambda parameter: not parameter.requires_grad, reason)

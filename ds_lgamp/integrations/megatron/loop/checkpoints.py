@@ -81,7 +81,7 @@ def refuse_whole_state(args: Namespace, models: Sequence[torch.nn.Module], folde
 
 
 def _layers_held(state: Mapping[str, Any]) -> list[int]:
-    """The number of layers of every chunk in a file of the format ``torch``."""
+    """Returns the number of layers of every chunk in a file of the format ``torch``."""
     chunks = [state["model"]] if "model" in state else []
     while f"model{len(chunks)}" in state:
         chunks.append(state[f"model{len(chunks)}"])

@@ -17,8 +17,8 @@ _KEYS = ("chunks_per_rank", "layers_per_chunk", "pipeline_rank_speeds")
 
 
 def cut(args: Namespace, settings: LgampConfig) -> tuple[int, str | None]:
-    """The number of chunks, and their layout; None as the layout if Megatron-LM makes the same cut without one. A
-    layout takes the place of the flags that it was made of.
+    """Returns the number of chunks, and their layout; None as the layout if Megatron-LM makes the same cut without one.
+    A layout takes the place of the flags that it was made of.
 
     Raises ConfigError if the layers cannot be cut so, or if two settings cut them.
     """
@@ -43,8 +43,8 @@ def cut(args: Namespace, settings: LgampConfig) -> tuple[int, str | None]:
 
 
 def chunk_sizes(settings: LgampConfig, layers: int, pipeline_ranks: int) -> list[int]:
-    """The number of transformer layers of every chunk. Every pipeline rank gets as many chunks. Larger ones come first,
-    unless ``pipeline_rank_speeds`` size them.
+    """Returns the number of transformer layers of every chunk. Every pipeline rank gets as many chunks. Larger ones
+    come first, unless ``pipeline_rank_speeds`` size them.
 
     Raises ConfigError if a chunk would have no layer, or if ranks would have different numbers of chunks.
     """
@@ -79,7 +79,8 @@ def layout_of(sizes: list[int]) -> str:
 
 
 def _sizes_by_flags(args: Namespace, settings: LgampConfig) -> list[int]:
-    """The number of transformer layers of every chunk, in the order of the model, as Megatron-core counts them."""
+    """Returns the number of transformer layers of every chunk, in the order of the model, as Megatron-core counts
+    them."""
     of_ranks = _layers_of_ranks(args)
     chunks = _chunks_per_rank(args, settings, of_ranks)
     if chunks < 1 or any(layers % chunks for layers in of_ranks):
@@ -95,7 +96,8 @@ def _sizes_by_flags(args: Namespace, settings: LgampConfig) -> list[int]:
 
 
 def _layers_of_ranks(args: Namespace) -> list[int]:
-    """The number of layers of every pipeline rank. The embedding and the loss count as layers if flags say so."""
+    """Returns the number of layers of every pipeline rank. The embedding and the loss count as layers if flags say
+    so."""
     first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
     counted = [bool(args.account_for_embedding_in_pipeline_split), bool(args.account_for_loss_in_pipeline_split)]
     ends = [layers for layers in (first, last) if layers is not None]
@@ -114,7 +116,7 @@ def _layers_of_ranks(args: Namespace) -> list[int]:
 
 
 def _chunks_per_rank(args: Namespace, settings: LgampConfig, of_ranks: Sequence[int]) -> int:
-    """The number of chunks on every rank. If nothing says it, there are as many as can be."""
+    """Returns the number of chunks on every rank. If nothing says it, there are as many as can be."""
     if args.num_virtual_stages_per_pipeline_rank is not None:
         return args.num_virtual_stages_per_pipeline_rank
     each = args.num_layers_per_virtual_pipeline_stage

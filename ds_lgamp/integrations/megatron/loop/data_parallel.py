@@ -1,7 +1,4 @@
-"""Who holds the parameters of chunks: Megatron-core's DistributedDataParallel with its distributed optimizer, or
-ds_lgamp's partition.
-
-This is how the program of ds_lgamp uses Megatron-core's data parallelism:
+"""How the program of ds_lgamp uses Megatron-core's DistributedDataParallel and distributed optimizer.
 
 GATHER calls the chunk's ``param_sync_func``. If there is none, hooks gather. REDUCE of a chunk happens within its last
 backward pass, the only one outside ``no_sync_func``. DistributedDataParallel counts the gradients of that pass, and
@@ -21,21 +18,22 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from ds_lgamp.integrations.megatron.loop.batch import Batch
-from ds_lgamp.integrations.megatron.loop.sharded.model import partition_of
-from ds_lgamp.partition.zero_partition import ZeroPartition
 from ds_lgamp.runtime.chunk import ParameterHolder
 
 SyncFunction = Callable[..., Any]
 
 
 class DistributedData(ParameterHolder):
-    """A rank's part in Megatron-core's data parallelism. It lives as long as the executor and serves every batch."""
+    """Holds the parameters of whole chunks. It lives as long as the executor and serves every batch."""
 
     def __init__(self) -> None:
         self._models: dict[int, torch.nn.Module] = {}
         self._gathers: dict[int, SyncFunction] = {}
         self._no_sync: dict[int, SyncFunction] = {}
         self._reductions: dict[int, SyncFunction] = {}
+        self._closed: dict[int, AbstractContextManager[Any]] = {}
+        """The entered contexts, in which backward passes reduce nothing. The key is the chunk, or 0 if one context is
+        for all chunks."""
 
     def begin(self, batch: Batch) -> None:
         """Reads the configuration of ``batch``, which may differ from that of the last batch."""
@@ -48,9 +46,6 @@ class DistributedData(ParameterHolder):
         self._no_sync = _by_chunk(config.no_sync_func, batch.chunks)
         self._reductions = _by_chunk(None if self._no_sync else config.grad_sync_func, batch.chunks)
         self._one_for_all = callable(config.no_sync_func)
-        self._closed: dict[int, AbstractContextManager[Any]] = {}
-        """The entered contexts, in which backward passes reduce nothing. The key is the chunk, or 0 if one context is
-        for all chunks."""
         for chunk in batch.chunks:
             self._close(chunk)
 
@@ -112,53 +107,3 @@ def _by_chunk(functions: SyncFunction | Sequence[SyncFunction] | None, chunks: S
     if functions is None:
         return {}
     return dict.fromkeys(chunks, functions) if callable(functions) else dict(zip(chunks, functions, strict=True))
-
-
-class ShardedData(ParameterHolder):
-    """Runs the actions on the partition of the batch's models. It keeps none alive between batches."""
-
-    def __init__(self) -> None:
-        self._partition: ZeroPartition | None = None
-
-    def begin(self, batch: Batch) -> None:
-        self._partition = partition_of(batch.models)
-        if not batch.forward_only:
-            self._running.refuse_thawed()
-
-    def end(self) -> None:
-        """Does nothing: the program has awaited every reduction."""
-
-    def undo(self) -> None:
-        """Ends a batch before its first backward pass. Another batch may launch all gathers again."""
-        for chunk in self._running.chunk_units:
-            self._running.release(chunk)
-
-    def forget(self) -> None:
-        self._partition = None
-
-    def gather(self, chunk: int) -> None:
-        self._running.gather(chunk)
-
-    def wait_gather(self, chunk: int) -> None:
-        self._running.wait_gather(chunk)
-
-    def release(self, chunk: int) -> None:
-        self._running.release(chunk)
-
-    def begin_backward(self, chunk: int) -> None:
-        self._running.begin_backward(chunk)
-
-    def reduce(self, chunk: int) -> None:
-        self._running.reduce(chunk)
-
-    def wait_reduce(self, chunk: int) -> None:
-        self._running.wait_reduce(chunk)
-
-    def owns(self, chunk: int, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is a view of parameters of ``chunk`` that a release frees."""
-        return self._running.frees_weights and self._running.owns(chunk, tensor)
-
-    @property
-    def _running(self) -> ZeroPartition:
-        assert self._partition is not None, "actions run within a batch"
-        return self._partition

@@ -5,11 +5,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet, proxy
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -22,27 +21,27 @@ from ds_lgamp.integrations.megatron.loop.batch import (
     placement_of,
     refuse_another_file,
     refuse_common_parameters,
-    refuse_gradients_left,
+    refuse_shards,
     refuse_unsupported,
-    refuse_whole_models,
 )
-from ds_lgamp.integrations.megatron.loop.data_parallel import DistributedData, ShardedData
+from ds_lgamp.integrations.megatron.loop.data_parallel import DistributedData
 from ds_lgamp.integrations.megatron.loop.sharded.model import partition_of
-from ds_lgamp.integrations.program_spec import program_spec
+from ds_lgamp.integrations.program_spec import program_of, program_spec
 from ds_lgamp.integrations.tracing import trace_if_asked
 from ds_lgamp.partition.agreement import everyone, host_group
+from ds_lgamp.partition.zero_partition import ZeroPartition
 from ds_lgamp.runtime.batch import ActionError, BatchState, Calls, Position, Storage
 from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.ring import posts_on_arrival, ring_links
 from ds_lgamp.runtime.trace import Trace
 from ds_lgamp.schedule.actions import Action, Kind
-from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.spec import ProgramSpec
-from ds_lgamp.schedule.validate import validate
 from ds_lgamp.watch.this_rank import this_rank
 
 _OF_SHAPES = ("hidden_size", "sequence_parallel", "pipeline_dtype", "variable_seq_lengths")
 """The fields of the model's configuration that determine the shapes of tensors."""
+_GROUPS = ["tp", "cp", "embd", "pos_embd", "pp", "dp_cp"]
+"""The groups of ``parallel_state`` that Megatron-core's schedules collect."""
 
 
 class ForwardBackward:
@@ -91,8 +90,8 @@ class ForwardBackward:
         travel with the first tensor of a link, so that ``adjust_tensor_shapes_fn`` has nothing to adjust.
 
         Raises ConfigError if the configuration of the model asks for something that another order of work cannot
-        honour. Raises ActionError, which names rank and action, if an action fails. With one pipeline rank,
-        StopIteration of an iterator comes through instead, and other batches may follow.
+        honour, and ActionError, which names rank and action, if an action fails. With one pipeline rank, StopIteration
+        of an iterator comes through instead, and other batches may follow.
         """
         models = model if isinstance(model, list) else [model]
         batch = Batch(
@@ -100,7 +99,7 @@ class ForwardBackward:
             _as_list(data_iterator, len(models)),
             models,
             num_microbatches,
-            pg_collection if pg_collection is not None else global_groups(),
+            pg_collection or ProcessGroupCollection.use_mpu_process_groups(_GROUPS),
             forward_only,
             collect_non_loss_data,
             first_val_step,
@@ -109,8 +108,7 @@ class ForwardBackward:
         refuse_unsupported(batch)
         refuse_another_file(batch, self._settings, self._zero_stage)
         if self._zero_stage > 1:
-            refuse_whole_models(batch, self._zero_stage)
-            refuse_gradients_left(batch)
+            refuse_shards(batch, self._zero_stage)
         elif not forward_only and models[0] not in self._trained_models:
             refuse_common_parameters(models)
             self._trained_models.add(models[0])
@@ -151,31 +149,16 @@ class ForwardBackward:
         # layers recompute by themselves.
         spec = replace(spec, defers_gathers=True, recomputes=False)
         spec = spec.evaluation(micro_batches) if forward_only else spec
-        program = build_program(spec)
-        validate(spec, program)
-        return spec, program[rank]
-
-
-def global_groups() -> ProcessGroupCollection:
-    """The groups of ``parallel_state``, as Megatron-core's schedules collect them."""
-    groups = ProcessGroupCollection()
-    groups.tp = parallel_state.get_tensor_model_parallel_group()
-    groups.cp = parallel_state.get_context_parallel_group()
-    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
-    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
-    groups.pp = parallel_state.get_pipeline_model_parallel_group()
-    groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
-    return groups
+        return spec, program_of(spec, rank)
 
 
 def _as_list(iterators: Any, chunks: int) -> list[Iterator[Any] | None]:
-    """The iterator of every chunk. A rank that reads no data may pass None for all of them."""
+    """Returns the iterator of every chunk. A rank that reads no data may pass None for all of them."""
     if iterators is None:
         return [None] * chunks
     return iterators if isinstance(iterators, list) else [iterators]
 
 
-Data = DistributedData | ShardedData
 _ADVICE = "pass seq_length and micro_batch_size as they are in the batch, or set variable_seq_lengths"
 """The advice in errors about shapes that change unexpectedly."""
 
@@ -187,7 +170,7 @@ class Pipeline:
 
     Args:
         first: the first batch.
-        shapes: the values that determine the shapes of tensors.
+        shapes: what determines the shapes of tensors.
         patience: how many seconds ranks may wait for one that stands still.
         trace: records training steps; None if nobody has asked for it.
     """
@@ -199,11 +182,13 @@ class Pipeline:
         hosts = None if alone else host_group()
         self._links = ring_links(pipelines, first.device, hosts, first.config.variable_seq_lengths, _ADVICE)
         self._shapes, self._patience, self._trace = shapes, patience, trace
-        self._whole, self._sharded = DistributedData(), ShardedData()
+        self._whole = DistributedData()
         self._timing = MegatronTiming()
         self._batch: Batch | None = None
-        self._executors: dict[tuple[int, Data], Executor] = {}
-        """By the number of chunks per rank, and by who holds their parameters."""
+        self._executors: dict[int, Executor] = {}
+        """Those of whole models, by the number of chunks per rank."""
+        self._sharded: WeakKeyDictionary[ZeroPartition, Executor] = WeakKeyDictionary()
+        """Those of sharded models. A script may evaluate whole models, such as a teacher, beside them."""
 
     def run(
         self, batch: Batch, spec: ProgramSpec, program: Sequence[Action], shapes: Any, iteration: Callable[[], int]
@@ -213,58 +198,68 @@ class Pipeline:
         Args:
             spec: that of the program of all ranks.
             program: the actions of this rank.
-            shapes: the values that determine the shapes of tensors. If they changed, the links forget all shapes.
+            shapes: what determines the shapes of tensors. If it has changed, the links forget all shapes.
             iteration: returns the number of the training step. It is not called in evaluations, which may have none.
-
-        Raises ActionError, which names rank and action, if an action fails. On one pipeline rank, StopIteration of an
-        iterator comes through, as from Megatron-core's schedules.
         """
         if shapes != self._shapes:
             self._links.reset(batch.config.variable_seq_lengths)
-        executor, data = self._executor_of(batch), self._data_of(batch)
+        executor, partition = self._executor_of(batch), partition_of(batch.models)
         try:
             self._shapes, self._batch, self._timing.timers = shapes, batch, batch.config.timers
             training = not batch.forward_only
-            state = BatchState(batch.micro_batches, _no_data, training, program=program)
+            # forward_step reads its micro-batches itself.
+            state = BatchState(batch.micro_batches, lambda _: (None, None), training, program=program)
             here = this_rank.whereabouts
             watched = here.in_batch(executor, f"batch {here.batch + 1}", training, self._patience)
             with watched, executor.run_batch(state):
                 if training and self._trace is not None:
                     self._trace.begin(iteration(), executor, lambda: spec)
-                data.begin(batch)
+                if partition is None:
+                    self._whole.begin(batch)
+                elif training:
+                    partition.refuse_thawed()
                 executor.run(program)
-                data.end()
+                self._whole.end()
         except ActionError as error:
             if batch.pipeline_ranks > 1 or not isinstance(error.__cause__, DataEndError):
                 raise
             if all(action.kind is not Kind.BACKWARD for action in program[: executor.row]):
-                data.undo()
+                # Another batch may launch all gathers again.
+                self._whole.undo()
+                if partition is not None:
+                    for chunk in partition.chunk_units:
+                        partition.release(chunk)
                 self._links.broken = False
             raise StopIteration from error
         finally:
             self._batch = self._timing.timers = None
-            data.forget()
-
-    def _data_of(self, batch: Batch) -> Data:
-        """Who holds the parameters of ``batch``. A script may evaluate whole models, such as a teacher, beside sharded
-        ones."""
-        return self._whole if partition_of(batch.models) is None else self._sharded
+            self._whole.forget()
 
     def _executor_of(self, batch: Batch) -> Executor:
-        data = self._data_of(batch)
-        kind = len(batch.models), data
-        if kind not in self._executors:
-            executor = self._executors[kind] = Executor(
-                Position(batch.placement, batch.rank, tuple(dist.get_process_group_ranks(batch.groups.dp_cp))),
-                {chunk: ModelChunk(own, self._running) for own, chunk in enumerate(batch.chunks)},
-                Storage(data, data.owns if isinstance(data, ShardedData) else None),
-                self._links,
-                Calls(None, self._finish_gradients, loss_gradient=self._loss_gradient),
-                random_sources=[],
-                timing=self._timing,
-            )
-            executor.trace = self._trace
-        return self._executors[kind]
+        partition = partition_of(batch.models)
+        if partition is None:
+            if len(batch.models) not in self._executors:
+                self._executors[len(batch.models)] = self._new_executor(batch, Storage(self._whole))
+            return self._executors[len(batch.models)]
+        if partition not in self._sharded:
+            # The executor keeps no partition alive, as a bound method of it would.
+            held: ZeroPartition = proxy(partition)
+            owns = (lambda chunk, tensor: held.owns(chunk, tensor)) if partition.frees_weights else None
+            self._sharded[partition] = self._new_executor(batch, Storage(held, owns))
+        return self._sharded[partition]
+
+    def _new_executor(self, batch: Batch, storage: Storage) -> Executor:
+        executor = Executor(
+            Position(batch.placement, batch.rank, tuple(dist.get_process_group_ranks(batch.groups.dp_cp))),
+            {chunk: ModelChunk(own, self._running) for own, chunk in enumerate(batch.chunks)},
+            storage,
+            self._links,
+            Calls(None, self._finish_gradients, loss_gradient=self._loss_gradient),
+            random_sources=[],
+            timing=self._timing,
+        )
+        executor.trace = self._trace
+        return executor
 
     def _running(self) -> Batch:
         assert self._batch is not None, "chunks compute while a batch runs"
@@ -273,18 +268,13 @@ class Pipeline:
     def _finish_gradients(self) -> None:
         """Finishes the gradients, but leaves the optimizer's step to Megatron-core's loop."""
         batch = self._running()
-        self._data_of(batch).end()
+        self._whole.end()
         # At stages 0 and 1 this is where Megatron-core waits for its reductions.
         with self._executor_of(batch).timing.time("reduce"):
             batch.finalize()
 
     def _loss_gradient(self, loss: torch.Tensor, micro_batches: int) -> torch.Tensor:
         return self._running().loss_gradient(loss, micro_batches)
-
-
-def _no_data(micro_batch: int) -> tuple[None, None]:
-    """Returns no data: ``forward_step`` reads its micro-batch itself."""
-    return None, None
 
 
 def _all_pipelines(pipeline: dist.ProcessGroup) -> list[list[int]]:

@@ -88,7 +88,7 @@ def _replace(replacements: Replacements) -> None:
 
 
 def _core_replacements(job: Job, select: Callable[..., ForwardBackward | None]) -> Replacements:
-    """What takes the place of functions of Megatron-core."""
+    """Returns what takes the place of functions of Megatron-core."""
     stock, build = schedules.get_forward_backward_func, optimizer.get_megatron_optimizer
     return {
         **({stock: _schedule_by_block(stock, select)} if _register is None else {}),
@@ -98,7 +98,7 @@ def _core_replacements(job: Job, select: Callable[..., ForwardBackward | None]) 
 
 
 def _training_replacements(job: Job) -> Replacements:
-    """What takes the place of functions of Megatron-LM's training loop."""
+    """Returns what takes the place of functions of Megatron-LM's training loop."""
     arguments, training = import_module("megatron.training.arguments"), import_module("megatron.training.training")
     checkpointing, utils = import_module("megatron.training.checkpointing"), import_module("megatron.training.utils")
     begin = _prologue(job, training)
@@ -119,7 +119,8 @@ def _training_replacements(job: Job) -> Replacements:
 
 
 def builder_replacements(begin: Callable[[], None], zero_stage: int) -> Replacements:
-    """What takes the place of the builders of models, which Megatron-LM has beside ``get_model`` from release 0.18 on.
+    """Returns what takes the place of the builders of models, which Megatron-LM has beside ``get_model`` from release
+    0.18 on.
 
     Args:
         begin: to be called before a rank builds its chunks.
@@ -133,7 +134,7 @@ def builder_replacements(begin: Callable[[], None], zero_stage: int) -> Replacem
 
 
 def schedule_selector(forward_backward: ForwardBackward) -> Callable[..., ForwardBackward | None]:
-    """A selector, which is called with the arguments of ``get_forward_backward_func`` by keyword.
+    """Returns a selector, which is called with the arguments of ``get_forward_backward_func`` by keyword.
 
     It chooses ``forward_backward``, but declines by None for a model of several modules on grids of their own: no
     program spans them, and Megatron-core has a schedule for them.
@@ -148,7 +149,7 @@ def schedule_selector(forward_backward: ForwardBackward) -> Callable[..., Forwar
 
 
 def _schedule_by_block(stock: Callable[..., Any], select: Callable[..., ForwardBackward | None]) -> Callable[..., Any]:
-    """``get_forward_backward_func``, which asks ``select`` first."""
+    """Returns ``get_forward_backward_func``, which asks ``select`` first."""
 
     @wraps(stock)
     def get_forward_backward_func(*positional: Any, **arguments: Any) -> Callable[..., Any]:
@@ -159,7 +160,7 @@ def _schedule_by_block(stock: Callable[..., Any], select: Callable[..., ForwardB
 
 
 def _prologue(job: Job, training: Any) -> Callable[[], None]:
-    """What a rank does before it builds chunks. The first time, ranks compare their arguments."""
+    """Returns what a rank does before it builds chunks. The first time, ranks compare their arguments."""
     compared = False
 
     def begin_building() -> None:

@@ -1,7 +1,7 @@
 """The seams: what the integration replaces, calls or reads in Megatron-core and in Megatron-LM's training loop.
 
-``TRAINING_LOOKUPS`` is about the inside of Megatron-LM's functions, and tests/integrations/test_seams.py compares it
-with a tree of Megatron-LM. The other tables are checked before anything is installed.
+They are checked before anything is installed. What functions of Megatron-LM look up, tests/integrations/test_seams.py
+reads in its tree.
 """
 
 import dataclasses
@@ -15,20 +15,11 @@ TESTED_VERSIONS = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
 """The releases with which Megatron-LM's pretrain_gpt.py was trained. From 0.17 on they need Python 3.12."""
 TESTED = " or ".join([", ".join(TESTED_VERSIONS[:-1]), TESTED_VERSIONS[-1]])
 
-NAMES: dict[str, tuple[str, ...]] = {
+NAMES = {
     "megatron.core.enums": ("ModelType",),
-    "megatron.core.parallel_state": (
-        "get_context_parallel_group",
-        "get_data_parallel_group",
-        "get_embedding_group",
-        "get_pipeline_model_parallel_group",
-        "get_position_embedding_group",
-        "get_tensor_model_parallel_group",
-        "initialize_model_parallel",
-        "set_virtual_pipeline_model_parallel_world_size",
-    ),
+    "megatron.core.parallel_state": ("initialize_model_parallel", "set_virtual_pipeline_model_parallel_world_size"),
     "megatron.core.pipeline_parallel.schedules": ("get_forward_backward_func",),
-    "megatron.core.process_groups_config": ("ProcessGroupCollection",),
+    "megatron.core.process_groups_config.ProcessGroupCollection": ("use_mpu_process_groups",),
     "megatron.core.transformer.enums.LayerType": ("decoder",),
     "megatron.core.transformer.pipeline_parallel_layer_layout.PipelineParallelLayerLayout": (
         "get_num_stages_from_str",
@@ -37,27 +28,16 @@ NAMES: dict[str, tuple[str, ...]] = {
 }
 """The names that must exist in each module or class."""
 
-_STAGE = ("config", "vp_stage", "pp_rank")
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+_STAGE = ("config", "vp_stage", "pp_rank")
 PARAMETERS: dict[str, tuple[str, ...]] = {
     f"{_SCHEDULES}.check_first_val_step": ("first_val_step", "forward_only", "cond"),
     f"{_SCHEDULES}.clear_embedding_activation_buffer": ("config", "model", "is_last_stage"),
     f"{_SCHEDULES}.finish_embedding_wgrad_compute": ("config", "embedding_module", "is_last_stage", "tp_group"),
     f"{_SCHEDULES}.forward_step": (
-        "forward_step_func",
-        "data_iterator",
-        "model",
-        "num_microbatches",
-        "input_tensor",
-        "forward_data_store",
-        "config",
-        "cp_group_size",
-        "collect_non_loss_data",
-        "checkpoint_activations_microbatch",
-        "is_first_microbatch",
-        "current_microbatch",
-        "vp_stage",
-        "is_last_stage",
+        *("forward_step_func", "data_iterator", "model", "num_microbatches", "input_tensor", "forward_data_store"),
+        *("config", "cp_group_size", "collect_non_loss_data", "checkpoint_activations_microbatch"),
+        *("is_first_microbatch", "current_microbatch", "vp_stage", "is_last_stage"),
     ),
     "megatron.core.transformer.transformer_block.get_num_layers_to_build": _STAGE,
     "megatron.core.transformer.transformer_layer.get_transformer_layer_offset": _STAGE,
@@ -72,67 +52,36 @@ _INTERFACE = (
 """Megatron-core's schedules. Their parameters must be those of ``ForwardBackward``, no less and no more."""
 
 CONFIG_FIELDS = (
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "barrier_with_L1_time",
-    "calculate_per_token_loss",
-    "finalize_model_grads_func",
-    "grad_scale_func",
-    "grad_sync_func",
-    "hidden_size",
-    "no_sync_func",
-    "num_layers",
-    "param_sync_func",
-    "pipeline_dtype",
-    "pipeline_model_parallel_layout",
-    "pipeline_model_parallel_size",
-    "sequence_parallel",
-    "timers",
-    "variable_seq_lengths",
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "barrier_with_L1_time"),
+    *("calculate_per_token_loss", "finalize_model_grads_func", "grad_scale_func", "grad_sync_func", "hidden_size"),
+    *("no_sync_func", "num_layers", "param_sync_func", "pipeline_dtype", "pipeline_model_parallel_layout"),
+    *("pipeline_model_parallel_size", "sequence_parallel", "timers", "variable_seq_lengths"),
     "virtual_pipeline_model_parallel_size",
 )
 """The fields of TransformerConfig that the integration reads."""
 
 _OPTIMIZER = "megatron.core.optimizer"
-SHARDING_NAMES: dict[str, tuple[str, ...]] = {
+SHARDING_NAMES = {
     f"{_OPTIMIZER}.optimizer.Float16OptimizerWithFloat16Params": (
-        "_collect_main_grad_data_for_unscaling",
-        "_copy_main_params_to_model_params",
-        "_copy_model_grads_to_main_grads",
-        "_copy_model_params_to_main_params",
+        *("_collect_main_grad_data_for_unscaling", "_copy_main_params_to_model_params"),
+        *("_copy_model_grads_to_main_grads", "_copy_model_params_to_main_params"),
     ),
-    f"{_OPTIMIZER}.optimizer.MixedPrecisionOptimizer": (
-        "get_grad_norm",
-        "prepare_grads",
-        "step_with_ready_grads",
-    ),
+    f"{_OPTIMIZER}.optimizer.MixedPrecisionOptimizer": ("get_grad_norm", "prepare_grads", "step_with_ready_grads"),
     f"{_OPTIMIZER}.optimizer": ("param_group_identifier_keys",),
     "megatron.core.distributed.DistributedDataParallel": (
-        "broadcast_params",
-        "disable_forward_pre_hook",
-        "enable_forward_pre_hook",
-        "finish_grad_sync",
-        "scale_gradients",
-        "zero_grad_buffer",
+        *("broadcast_params", "disable_forward_pre_hook", "enable_forward_pre_hook", "finish_grad_sync"),
+        *("scale_gradients", "zero_grad_buffer"),
     ),
-    "megatron.core.process_groups_config.ProcessGroupCollection": ("use_mpu_process_groups",),
     "megatron.core.rerun_state_machine": ("get_rerun_state_machine",),
 }
 """The same for stages 2 and 3."""
 SHARDING_PARAMETERS: dict[str, tuple[str, ...]] = {
     f"{_OPTIMIZER}._get_param_groups": ("model_chunks", "config", "config_overrides"),
     f"{_OPTIMIZER}.clip_grads.clip_grad_by_total_norm_fp32": (
-        "parameters",
-        "max_norm",
-        "total_norm",
-        "use_decoupled_grad",
+        *("parameters", "max_norm", "total_norm", "use_decoupled_grad"),
     ),
     f"{_OPTIMIZER}.get_megatron_optimizer": (
-        "config",
-        "model_chunks",
-        "config_overrides",
-        "use_gloo_process_groups",
-        "pg_collection",
+        *("config", "model_chunks", "config_overrides", "use_gloo_process_groups", "pg_collection"),
         "dump_param_to_param_group_map",
     ),
 }
@@ -140,30 +89,16 @@ SHARDING_PARAMETERS: dict[str, tuple[str, ...]] = {
 
 TRAINING_PARAMETERS = {
     "megatron.training.checkpointing._load_base_checkpoint": (
-        "load_dir",
-        "args",
-        "rank0",
-        "sharded_state_dict",
-        "checkpointing_context",
+        *("load_dir", "args", "rank0", "sharded_state_dict", "checkpointing_context"),
     ),
     "megatron.training.training.dummy_train_step": ("data_iterator",),
     "megatron.training.training.evaluate": (
-        "forward_step_func",
-        "data_iterator",
-        "model",
-        "process_non_loss_data_func",
-        "config",
-        "verbose",
-        "non_loss_data_func",
-        "eval_iters",
+        *("forward_step_func", "data_iterator", "model", "process_non_loss_data_func", "config", "verbose"),
+        *("non_loss_data_func", "eval_iters"),
     ),
     "megatron.training.arguments.validate_args": ("args", "defaults"),
     "megatron.training.training.get_model": (
-        "model_provider_func",
-        "model_type",
-        "wrap_with_ddp",
-        "config",
-        "pg_collection",
+        *("model_provider_func", "model_type", "wrap_with_ddp", "config", "pg_collection"),
     ),
 }
 """The parameters of each function of Megatron-LM, in order. Later releases may add optional ones."""
@@ -172,29 +107,8 @@ BUILDERS = "megatron.training.models.dist_utils"
 BUILDER_PARAMETERS = {
     f"{BUILDERS}.build_virtual_pipeline_stages": ("build_model_func", "pg_collection", "vp_size", "model_type"),
 }
-"""The parameters of each function of the builders, in order. Later releases may add optional ones."""
+"""The same for the builders."""
 BUILDER_NAMES = {BUILDERS: ("unimodal_build_distributed_models",)}
-TRAINING_LOOKUPS = {
-    "megatron.training.checkpointing.load_checkpoint": ("_load_base_checkpoint",),
-    "megatron.training.training.dummy_train_step": ("get_num_microbatches", "get_rerun_state_machine"),
-    "megatron.training.training.evaluate": ("get_forward_backward_func",),
-    "megatron.training.training.evaluate_and_print_results": ("evaluate",),
-    "megatron.training.training.save_checkpoint_and_time": ("save_checkpoint",),
-    "megatron.training.training.setup_model_and_optimizer": ("get_megatron_optimizer", "get_model", "load_checkpoint"),
-    "megatron.training.training.train": (
-        "calc_params_l2_norm",
-        "curr_iteration",
-        "dummy_train_step",
-        "get_forward_backward_func",
-        "grad_sync_func",
-        "no_sync_func",
-        "param_sync_func",
-    ),
-}
-"""The names that each function of Megatron-LM must look up when it is called: ``install_training`` replaces the
-functions, and the executor takes the work of the hooks. A trace takes the number of the step."""
-VALIDATING = ("megatron.training.initialize.initialize_megatron", "megatron.training.arguments.parse_and_validate_args")
-"""The function that looks up ``validate_args``: up to 0.17, and from 0.18 on."""
 
 
 def check_seams() -> None:
@@ -228,21 +142,18 @@ def check_training_seams() -> None:
 
 
 def missing_seams() -> list[str]:
-    """The seams that the installed Megatron-core lacks."""
+    """Returns the seams that the installed Megatron-core lacks."""
     missing = missing_names(NAMES) + missing_parameters(PARAMETERS, optional_rest=True)
     config = resolve("megatron.core.transformer.TransformerConfig")
     fields = {field.name for field in dataclasses.fields(config)} if config is not None else set()
     missing += [f"TransformerConfig.{name}" for name in CONFIG_FIELDS if name not in fields]
-    wanted = tuple(inspect.signature(_ours().__call__).parameters)[1:] if not missing else ()
-    interface = {f"{_SCHEDULES}.{name}": wanted for name in _INTERFACE} if wanted else {}
-    return missing + missing_parameters(interface)
-
-
-def _ours() -> type:
-    """ForwardBackward, imported late: without the other seams, the import would fail."""
+    if missing:
+        return missing
+    # Without the other seams, the import would fail.
     from ds_lgamp.integrations.megatron.loop.forward_backward import ForwardBackward
 
-    return ForwardBackward
+    wanted = tuple(inspect.signature(ForwardBackward.__call__).parameters)[1:]
+    return missing_parameters({f"{_SCHEDULES}.{name}": wanted for name in _INTERFACE})
 
 
 def refuse(missing: list[str], host: str) -> None:

@@ -22,7 +22,7 @@ OPTION, VARIABLE = "--ds-lgamp-config", "DS_LGAMP_CONFIG"
 
 
 def split_option(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The configuration file that the command line or the environment names, and the rest of the command line.
+    """Returns the configuration file that the command line or the environment names, and the rest of the command line.
 
     Raises ConfigError if the option has no value.
     """

@@ -6,10 +6,10 @@ all layers to every chunk (``transformer_block``), and number the layers of ever
 patches/ mend all four.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial, wraps
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -91,30 +91,21 @@ def has_two_embeddings(models: Sequence[torch.nn.Module]) -> bool:
     return len(models) > 1 and tied and last.output_layer.weight is not None
 
 
-class Common(NamedTuple):
-    """A parameter that two chunks of a rank have."""
-
-    name: str
-    """Its name in the later chunk."""
-    parameter: torch.nn.Parameter
-    chunk: int
-    """The number of the later chunk on this rank."""
-    owner: int
-    """The number of the earlier one."""
-
-
-def in_common(models: Sequence[torch.nn.Module]) -> Iterator[Common]:
-    """The parameters that several chunks of a rank have in common."""
+def refuse_common(models: Sequence[torch.nn.Module], may: Callable[[torch.nn.Parameter], bool], reason: str) -> None:
+    """Raises ConfigError with ``reason`` if two chunks of a rank have a parameter in common that they ``may`` not."""
     owners: dict[torch.nn.Parameter, int] = {}
     for number, model in enumerate(models):
         for name, parameter in unwrap_model(model).named_parameters():
             owner = owners.setdefault(parameter, number)
-            if owner != number:
-                yield Common(name, parameter, number, owner)
+            if owner != number and not may(parameter):
+                raise ConfigError(
+                    f"{name} of chunk {number} on this rank is also a parameter of chunk {owner}, but {reason}; put "
+                    "modules that share parameters into one chunk"
+                )
 
 
 def device_of(models: Iterable[torch.nn.Module]) -> torch.device:
-    """The device of a rank's chunks; Megatron-core's if none of them has parameters."""
+    """Returns the device of a rank's chunks; Megatron-core's if none of them has parameters."""
     for model in models:
         for parameter in model.parameters():
             return parameter.device
@@ -134,13 +125,13 @@ def check_layers(models: Sequence[torch.nn.Module]) -> None:
 
 
 def layers_of(model: Any) -> list[torch.nn.Module]:
-    """The layers of a chunk. GPTModel has them in ``decoder``, BertModel in ``encoder``, T5Model in both."""
+    """Returns the layers of a chunk. GPTModel has them in ``decoder``, BertModel in ``encoder``, T5Model in both."""
     blocks = [getattr(model, name, None) for name in ("encoder", "decoder")]
     return [layer for block in blocks for layer in getattr(block, "layers", ())]
 
 
 def constructor_without_chunks(stock: Callable[..., None]) -> Callable[..., None]:
-    """A constructor for a model that takes no ``vp_stage`` and cuts its layers evenly, such as MambaModel.
+    """Returns a constructor for a model that takes no ``vp_stage`` and cuts its layers evenly, such as MambaModel.
 
     It raises ConfigError if the configuration asks for another cut, which the model would ignore.
     """
@@ -169,7 +160,7 @@ def _on_one_rank(config: Any) -> bool:
 
 
 def _layer_count(config: Any, stage: int) -> int:
-    """The number of layers of a chunk, counted as Megatron-core does on several pipeline ranks."""
+    """Returns the number of layers of a chunk, counted as Megatron-core does on several pipeline ranks."""
     if config.pipeline_model_parallel_layout is not None:
         return config.pipeline_model_parallel_layout.layout[0][stage].count(LayerType.decoder)
     chunks = config.virtual_pipeline_model_parallel_size
@@ -197,7 +188,8 @@ class Chunks(list[torch.nn.Module]):
 
 
 def chunks_provider(provider: Callable[..., torch.nn.Module], count: int) -> Callable[..., Chunks]:
-    """A provider that builds ``count`` chunks where ``provider`` would build the whole model of a single pipeline rank.
+    """Returns a provider that builds ``count`` chunks where ``provider`` would build the whole model of a single
+    pipeline rank.
 
     Raises ConfigError if the model cannot be built in chunks.
     """
@@ -223,7 +215,7 @@ def chunks_provider(provider: Callable[..., torch.nn.Module], count: int) -> Cal
 
 
 def builder_of_one_rank(stock: Callable[..., Any], begin: Callable[[], None]) -> Callable[..., Any]:
-    """``build_virtual_pipeline_stages``, which otherwise builds one chunk on one pipeline rank."""
+    """Returns ``build_virtual_pipeline_stages``, which otherwise builds one chunk on one pipeline rank."""
 
     @wraps(stock)
     def build(*positional: Any, **options: Any) -> list[torch.nn.Module]:

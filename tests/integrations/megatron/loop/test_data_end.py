@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from ds_lgamp.runtime.batch import ActionError
 from testing.ranks import run_on_ranks
-from tests.integrations.megatron.training_loop import Place, Training, one_or_all, prepare_process
+from tests.integrations.megatron.training_loop import Case, Place, Training, one_or_all, outcomes_of, prepare_process
+from tests.slow import chosen
 
 SHARED = Place(1, 2, "layered", data_ranks=2)
 PLACES = [
@@ -23,10 +24,6 @@ def run_on(training, left, **options):
     """Runs a batch for which every iterator has ``left`` micro-batches."""
     iterators = one_or_all([islice(training.batches(0), left) for _ in training.models])
     return training.forward_backward(**training.call(0) | {"data_iterator": iterators}, **options)
-
-
-def test_training_and_evaluation_go_on_after_the_data_ended_before_or_within_a_batch():
-    run_on_ranks(2, go_on_at_all_places, before_init=prepare_process)
 
 
 def go_on_at_all_places():
@@ -54,10 +51,6 @@ def go_on(place):
     return [(step.loss, step.norm) for step in steps]
 
 
-def test_no_batch_follows_where_backward_passes_were_under_way():
-    run_on_ranks(1, end_after_a_backward_pass, before_init=prepare_process)
-
-
 def end_after_a_backward_pass():
     training = Training(Place(1, 2, "layered", group=2))
     with pytest.raises(StopIteration):
@@ -76,3 +69,19 @@ def end_in_a_pipeline():
     if dist.get_rank() == 0:
         with pytest.raises(ActionError, match="failed at F0.0 of batch 2: DataEndError: an iterator has no .*; give"):
             run_on(training, 0)
+
+
+CASES = {
+    "training and evaluation go on after the data ended before or within a batch": Case(2, go_on_at_all_places),
+    "no batch follows where backward passes were under way": Case(1, end_after_a_backward_pass),
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(request):
+    return outcomes_of(CASES, chosen(request, "case"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_at_the_end_of_the_data(case, outcomes):
+    assert outcomes[case] == ""

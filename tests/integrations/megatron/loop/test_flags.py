@@ -1,7 +1,7 @@
-"""The table of Megatron's flags.
+"""The tables of Megatron's flags.
 
 Honoured flags train as with Megatron-core's own schedules. Refused flags name the flag and the fix. The installed
-Megatron-core has no flag that the table lacks.
+Megatron-core has no flag that the tables lack.
 """
 
 import argparse
@@ -16,9 +16,8 @@ import torch
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.megatron.loop.flags import (
-    FLAGS,
+    REFUSED,
     TOGETHER,
-    Treatment,
     option_of,
     refuse_flags,
     refuse_together,
@@ -27,6 +26,7 @@ from ds_lgamp.runtime.batch import ActionError
 from testing import ROOT
 from testing.pretraining import megatron_tree
 from testing.ranks import run_on_ranks
+from tests.integrations.megatron.loop.known_flags import ARGUMENTS, HONOURED, HONOURED_ARGUMENTS, NAMES
 from tests.integrations.megatron.training_loop import (
     STOCK,
     Place,
@@ -143,7 +143,7 @@ def test_no_gradient_is_reduced_twice_not_even_in_the_first_batch(trained, name)
             assert len({count[kind] for count in counts}) == 1
 
 
-def test_gradients_are_whole_on_request_and_checked_ahead_of_their_reduction():
+def test_gradients_are_whole_on_request_and_checked_before_their_reduction():
     for _sharded, whole, of_all_reduce in run_on_ranks(2, look_at_gradients, before_init=prepare_process):
         assert whole == pytest.approx(of_all_reduce, rel=1e-5) != _sharded
 
@@ -186,11 +186,11 @@ def test_every_honoured_flag_is_shown():
     for flag, field in OF_PLACES.items():
         if len({getattr(where, field) for where in PLACES.values()}) > 1:
             shown.add(flag)
-    honoured = {flag.name for flag in FLAGS if flag.treatment is Treatment.HONOURED}
+    honoured = {*HONOURED, *HONOURED_ARGUMENTS.values()}
     assert honoured - shown == set() == set(OF_PLACES) - honoured
 
 
-@pytest.mark.parametrize("flag", [flag for flag in FLAGS if flag.treatment is Treatment.REFUSED], ids=str)
+@pytest.mark.parametrize("flag", REFUSED, ids=str)
 def test_refusals_name_flag_value_and_fix(flag):
     argument = flag.argument or flag.name
     with pytest.raises(ConfigError) as refusal:
@@ -223,15 +223,15 @@ def test_flags_that_do_not_go_together_are_refused(names):
 
 
 def test_a_flag_has_one_row():
-    rows = [flag.argument or flag.name for flag in FLAGS]
+    rows = [*ARGUMENTS, *(flag.argument or flag.name for flag in REFUSED)]
     assert len(rows) == len(set(rows))
 
 
-def test_the_installed_megatron_core_has_no_flag_that_the_table_lacks():
+def test_the_installed_megatron_core_has_no_flag_that_the_tables_lack():
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
 
-    names = {flag.name for flag in FLAGS}
+    names = NAMES | {flag.name for flag in REFUSED}
     for kind in (DistributedDataParallelConfig, OptimizerConfig):
         assert {field.name for field in dataclasses.fields(kind)} - names == set()
 
@@ -243,7 +243,7 @@ GROUPS = "distributed mixed_precision regularization learning_rate transformer_e
 """Of Megatron-LM's arguments, those about data parallelism, precision and the optimizer."""
 
 
-def test_megatron_lm_has_no_flag_that_the_table_lacks():
+def test_megatron_lm_has_no_flag_that_the_tables_lack():
     run_on_ranks(1, look_for_unknown_arguments, str(megatron_tree()), before_init=prepare_process)
 
 
@@ -251,8 +251,8 @@ def look_for_unknown_arguments(tree):
     sys.path.insert(0, tree)
     from megatron.training import arguments
 
-    known = {flag.argument or flag.name for flag in FLAGS}
-    options = {flag.argument or flag.name: flag.option for flag in FLAGS}
+    options = {flag.argument or flag.name: flag.option for flag in REFUSED}
+    known = {*ARGUMENTS, *options}
     for group in GROUPS.split():
         parser = argparse.ArgumentParser(add_help=False)
         getattr(arguments, f"_add_{group}_args")(parser)
@@ -271,7 +271,6 @@ PAGE = ROOT / "docs" / "megatron.md"
 
 def test_the_page_lists_what_is_refused():
     (listed,) = re.findall("are refused beside a block: (.*?)\\n\\n", PAGE.read_text(), re.DOTALL)
-    refused = [flag for flag in FLAGS if flag.treatment is Treatment.REFUSED]
     assert set(re.findall("`(--[a-z0-9-]+)`", listed)) == {
-        flag.option or option_of(flag.argument or flag.name) for flag in refused if flag.name != "use_custom_fsdp"
+        flag.option or option_of(flag.argument or flag.name) for flag in REFUSED if flag.name != "use_custom_fsdp"
     }

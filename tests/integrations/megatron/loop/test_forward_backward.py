@@ -126,7 +126,7 @@ SHARDED = [place for place in (*PLACES[""], *PLACES["BERT"]) if place.distribute
 
 
 @pytest.mark.parametrize("place", slow_except(DEFAULT, SHARDED))
-def test_zero_1_reduces_a_chunk_once_behind_the_next_and_gathers_it_once_ahead_of_its_use(trained, place):
+def test_zero_1_reduces_a_chunk_once_after_the_next_and_gathers_it_once_before_its_use(trained, place):
     for rank, steps in enumerate(trained[place]):
         # In the first chunk, an embedding whose gradient is summed over two pipeline ranks has its own bucket.
         buckets = place.chunks_per_rank + (place.pipeline_ranks > 1 and rank < place.data_ranks)
@@ -151,9 +151,10 @@ def order_of_chunks(log):
 
 
 def expected_order(chunks):
-    """Returns the expected events. Gathers run one chunk ahead. Neighbouring events with the same name count as one."""
+    """Returns the expected events. A chunk is gathered while the one before it runs. Neighbouring events with the same
+    name count as one."""
     forward = [f"F{chunk}" for chunk in range(chunks)]
-    for ahead in range(chunks - 2):
-        forward.insert(1 + 2 * ahead, "gather")
+    for number in range(chunks - 2):
+        forward.insert(1 + 2 * number, "gather")
     backward = [event for chunk in reversed(range(chunks)) for event in (f"B{chunk}", "reduce")]
     return ["gather", *forward, *backward]

@@ -16,8 +16,10 @@ from testing.pretraining import (
     ITERATIONS,
     PLACES,
     STOCK_CHUNKS,
-    Losses,
+    after_the_checkpoint,
+    assert_close,
     block_flag,
+    go_back,
     megatron_tree,
     pretrain,
     pretrain_with_block,
@@ -33,11 +35,6 @@ def start(tmp_path_factory):
 def save_to(folder):
     megatron_tree()
     return f"--save {folder} --save-interval {EVALUATED_EVERY}"
-
-
-def go_back(folder):
-    """Makes the checkpoint of the evaluated iteration the latest."""
-    (folder / "latest_checkpointed_iteration.txt").write_text(str(EVALUATED_EVERY))
 
 
 @pytest.fixture(scope="module")
@@ -73,15 +70,6 @@ def with_block(start, saved_with_block):
         return losses
 
     return train
-
-
-def assert_close(losses, reference, tolerance=1e-6):
-    assert losses.training == pytest.approx(reference.training, rel=tolerance)
-    assert losses.validation == pytest.approx(reference.validation, rel=tolerance)
-
-
-def after_the_checkpoint(losses):
-    return Losses(*({at: loss for at, loss in kind.items() if at > EVALUATED_EVERY} for kind in losses))
 
 
 def test_the_loss_falls(alone):

@@ -17,7 +17,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.megatron.loop.flags import NO_EXPERTS
-from ds_lgamp.integrations.megatron.loop.several_chunks import device_of, in_common
+from ds_lgamp.integrations.megatron.loop.several_chunks import device_of, refuse_common
 from ds_lgamp.partition.agreement import everyone
 from ds_lgamp.partition.flat_storage import UnitParameter
 from ds_lgamp.partition.policy import ZeroPolicy
@@ -83,7 +83,8 @@ class ShardedChunk(DistributedDataParallel):
             raise _apart("load_state_dict")
 
     def _of_whole_weights(self, sharded_state_dict: Callable[..., Any]) -> Callable[..., Any]:
-        """``sharded_state_dict`` of the chunk, which raises ConfigError where weights have no elements or old ones."""
+        """Returns ``sharded_state_dict`` of the chunk, which raises ConfigError where weights have no elements or old
+        ones."""
 
         @wraps(sharded_state_dict)
         def complete(*positional: Any, **options: Any) -> Any:
@@ -155,7 +156,7 @@ def _is_not_finite(norm: torch.Tensor) -> torch.Tensor:
 
 
 def partition_of(models: Sequence[torch.nn.Module]) -> ZeroPartition | None:
-    """The partition of a rank's chunks; None if they are whole."""
+    """Returns the partition of a rank's chunks; None if they are whole."""
     return models[0].partition if models and isinstance(models[0], ShardedChunk) else None
 
 
@@ -190,7 +191,7 @@ def complete_weights(models: Sequence[torch.nn.Module]) -> AbstractContextManage
 
 
 def with_complete_weights(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, which reads all chunks of a rank, its argument ``model``, with complete weights."""
+    """Returns ``function``, which reads all chunks of a rank, its argument ``model``, with complete weights."""
 
     @wraps(function)
     def complete(*positional: Any, **options: Any) -> Any:
@@ -265,7 +266,7 @@ def shard_chunks(models: Sequence[ShardedChunk], groups: Sequence[Mapping[str, A
     group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group["params"]}
     chunks: dict[int, list[UnitParameter]] = {number: [] for number in numbers}
     embedding = _tied_embedding(models, pipeline.size())
-    _refuse_common(models, embedding)
+    refuse_common(models, lambda parameter: parameter is embedding, "stages 2 and 3 partition each chunk by itself")
     tied: list[UnitParameter] = []
     users: list[int] = []
     for number, model in zip(numbers, models):
@@ -300,17 +301,6 @@ def _refuse_experts(model: ShardedChunk) -> None:
         raise ConfigError(f"num_moe_experts is {experts} beside zero_optimization.stage 2 or 3: {NO_EXPERTS}")
 
 
-def _refuse_common(models: Sequence[ShardedChunk], embedding: torch.nn.Parameter | None) -> None:
-    """Raises ConfigError if two chunks have a parameter in common, other than the tied ``embedding``. Each would have a
-    copy that the other does not see."""
-    for name, parameter, number, owner in in_common(models):
-        if parameter is not embedding:
-            raise ConfigError(
-                f"{name} of chunk {number} on this rank is also a parameter of chunk {owner}, but stages 2 and 3 "
-                "partition each chunk by itself; put modules that share parameters into one chunk"
-            )
-
-
 def _refuse_half_frozen(embedding: torch.nn.Parameter, tie_group: dist.ProcessGroup) -> None:
     """Raises ConfigError if only some copies of the tied ``embedding`` train. Collective over ``tie_group``, whose
     ranks would wait for the gradients of those that have none."""
@@ -330,8 +320,8 @@ def _hand_out(partition: ZeroPartition, models: Mapping[int, ShardedChunk]) -> N
 
 
 def _tied_embedding(models: Sequence[ShardedChunk], pipeline_ranks: int) -> torch.nn.Parameter | None:
-    """The weight of this rank that computes at both ends of the model; None if there is none or if one chunk has both
-    ends."""
+    """Returns the weight of this rank that computes at both ends of the model; None if there is none or if one chunk
+    has both ends."""
     first, last = unwrap_model(models[0]), unwrap_model(models[-1])
     if pipeline_ranks == 1:
         tied = len(models) > 1 and getattr(last, "share_embeddings_and_output_weights", False)
@@ -362,7 +352,7 @@ def _entry(name: str, parameter: torch.nn.Parameter, group: int | None, model: S
 
 
 def _policy(model: ShardedChunk, zero_stage: int) -> ZeroPolicy:
-    """The policy of all units. Gradients accumulate and travel in the same dtype, as in Megatron-core."""
+    """Returns the policy of all units. Gradients accumulate and travel in the same dtype, as in Megatron-core."""
     return ZeroPolicy(
         model.dp_cp_group,
         zero_stage,

@@ -85,7 +85,7 @@ class ShardedOptimizer(MixedPrecisionOptimizer):
         return global_norm(self.partition.counted_gradients(), group, self.partition.device).item()
 
     def count_zeros(self) -> float:
-        """The number of zeros in the gradient, without those that fill up shards."""
+        """Returns the number of zeros in the gradient, without those that fill up shards."""
         zeros = torch.zeros(1, device=self.partition.device)
         for unit in self.partition.units:
             counted = {id(gradient) for gradient in unit.master.counted_gradients()}
@@ -113,7 +113,7 @@ class ShardedOptimizer(MixedPrecisionOptimizer):
     def sharded_state_dict(
         self, model_sharded_state_dict: dict[str, Any], is_loading: bool = False, metadata: Any = None
     ) -> dict[str, Any]:
-        """What Megatron-core saves and loads; see ``optimizer_state.py``. Weights are whole."""
+        """Returns what Megatron-core saves and loads, by :class:`OptimizerState`. Weights are whole."""
         kind = (metadata or {}).get("distrib_optim_sharding_type") if is_loading else None
         if kind not in (None, RESHARDABLE):
             raise ConfigError(
@@ -122,7 +122,7 @@ class ShardedOptimizer(MixedPrecisionOptimizer):
             )
         master = MASTER if kind is None else MASTER_OF_DISTRIBUTED
         state = self._state.sharded(model_sharded_state_dict, is_loading, master)
-        if kind is None and not self._has_master_weights:
+        if kind is None and not (self.config.fp16 or self.config.bf16):
             return state
         scaler = {} if self.grad_scaler is None else {"grad_scaler": self.grad_scaler.state_dict()}
         return {"optimizer": state, **scaler}
@@ -145,8 +145,8 @@ class ShardedOptimizer(MixedPrecisionOptimizer):
         self._state.load(state["state"], step)
 
     def _saved_groups(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """What a checkpoint has ``saved`` of every group. Megatron-core finds it by keys that do not include rates, and
-        so gives all groups the rates of the last. Groups of equal settings have the same order."""
+        """Returns what a checkpoint has ``saved`` of every group. Megatron-core finds it by keys that do not include
+        rates, and so gives all groups the rates of the last. Groups of equal settings have the same order."""
         if list(map(_key_of, saved)) == list(map(_key_of, self.param_groups)):
             return saved
         return self._filter_and_reorder_param_groups(self.param_groups, saved)
@@ -155,13 +155,10 @@ class ShardedOptimizer(MixedPrecisionOptimizer):
         """Raises ConfigError: other formats than ``torch_dist`` are refused."""
         raise ConfigError("the state of sharded chunks is saved by --ckpt-format torch_dist alone; use it")
 
-    @property
-    def _has_master_weights(self) -> bool:
-        return self.config.fp16 or self.config.bf16
-
 
 def build_sharded_optimizer(build: Callable[..., Any], zero_stage: int) -> Callable[..., Any]:
-    """A replacement for Megatron-core's ``get_megatron_optimizer``, which partitions chunks that are to be sharded.
+    """Returns a replacement for Megatron-core's ``get_megatron_optimizer``, which partitions chunks that are to be
+    sharded.
 
     It raises ConfigError without ``config_overrides``: until release 0.17 None means no exceptions from weight decay,
     from 0.18 on the standard ones.
@@ -206,12 +203,12 @@ def _build(config: Any, models: Sequence[ShardedChunk], overrides: Any, zero_sta
 
 
 def _key_of(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """By what Megatron-core finds a group in a checkpoint. Some loops write ``pre_`` before a name."""
+    """Returns by what Megatron-core finds a group in a checkpoint. Some loops write ``pre_`` before a name."""
     return tuple(group.get(name, group.get(f"pre_{name}")) for name in param_group_identifier_keys)
 
 
 def _names_of_states(config: Any) -> tuple[str, ...]:
-    """The tensors that the optimizer keeps for each parameter."""
+    """Returns the tensors that the optimizer keeps for each parameter."""
     if config.optimizer == "sgd":
         return ("momentum_buffer",) if config.sgd_momentum else ()
     return "exp_avg", "exp_avg_sq"
@@ -243,8 +240,8 @@ class OptimizerState:
         self._partition, self._optimizer, self._names = partition, optimizer, names
 
     def sharded(self, model: Mapping[str, Any], is_loading: bool, master: str = MASTER) -> dict[str, Any]:
-        """The state and the options of the groups, for Megatron-core to save or to load into. Weights are whole. All
-        ranks call it together.
+        """Returns the state and the options of the groups, for Megatron-core to save or to load into. Weights are
+        whole. All ranks call it together.
 
         Args:
             model: what Megatron-core saves of the model.
@@ -300,7 +297,7 @@ class OptimizerState:
         return (*self._names, MASTER) if part.unit.master.is_copy else self._names
 
     def _value(self, part: Part, name: str) -> torch.Tensor:
-        """The part [numel] of one tensor of the state; zeros before the optimizer's first step."""
+        """Returns the part [numel] of one tensor of the state; zeros before the optimizer's first step."""
         master, segment = part.unit.master.values, part.segment
         if name == MASTER or segment is None:
             return master[part.in_shard]
@@ -311,5 +308,5 @@ class OptimizerState:
         return values[name][start : start + part.numel]
 
     def _empty(self, part: Part) -> torch.Tensor:
-        """A whole tensor to load into."""
+        """Returns a whole tensor to load into."""
         return torch.empty(part.shape, dtype=part.unit.master.values.dtype, device=self._partition.device)

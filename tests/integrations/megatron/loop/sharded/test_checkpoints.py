@@ -1,7 +1,9 @@
 """Megatron-core's distributed checkpoints of sharded chunks continue at any layout, also without a block."""
 
 from functools import partial
+from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -9,7 +11,8 @@ import torch.distributed as dist
 
 from ds_lgamp.config import ConfigError
 from testing.ranks import run_on_ranks
-from tests.integrations.megatron.training_loop import STOCK, Place, Training, prepare_process
+from tests.integrations.megatron.training_loop import STOCK, Case, Place, Training, outcomes_of, prepare_process
+from tests.slow import chosen, slow_except
 
 HALF = (("bf16", True), ("params_dtype", torch.bfloat16), ("pipeline_dtype", torch.bfloat16))
 SHARDED = Place(1, 4, "layered", data_ranks=2, zero_stage=3)
@@ -21,23 +24,26 @@ ELSEWHERE = {
     "no block": Place(1, 1, STOCK, data_ranks=2),
 }
 KINDS = {"fp32": (), "bf16": HALF}
+DEFAULT = [*product(["fp32"], ELSEWHERE), ("bf16", "the same layout"), ("bf16", "no block")]
+"""Where a run goes on in tests that are not slow: what bf16 changes, master weights, does not depend on the layout."""
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def found(tmp_path_factory, request):
     """The next step after a checkpoint, by kind of weights and layout. Each is the (loss, norm) of every step."""
-    return run_on_ranks(2, save_and_go_on, str(tmp_path_factory.mktemp("saved")), before_init=prepare_process)[0]
+    folder, wanted = str(tmp_path_factory.mktemp("saved")), chosen(request, "there")
+    return run_on_ranks(2, save_and_go_on, folder, wanted, before_init=prepare_process)[0]
 
 
-def save_and_go_on(folder):
+def save_and_go_on(folder, wanted):
     results = {}
     for kind, options in KINDS.items():
         training = Training(SHARDED._replace(options=options))
         training.train()
         save(training, f"{folder}/{kind}")
         results[kind, None] = trained(training)
-        for name, place in ELSEWHERE.items():
-            other = Training(place._replace(options=options))
+        for name in [name for name in ELSEWHERE if name == "the same layout" or (kind, name) in wanted]:
+            other = Training(ELSEWHERE[name]._replace(options=options))
             load(other, f"{folder}/{kind}")
             results[kind, name] = trained(other)
     return results
@@ -87,11 +93,11 @@ def state_of(training, is_loading):
     return state | {"optimizer": training.optimizer.sharded_state_dict(state, is_loading=is_loading)}
 
 
-@pytest.mark.parametrize("name", ELSEWHERE)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_run_goes_on_at_another_layout(kind, name, found):
+@pytest.mark.parametrize("there", slow_except(DEFAULT, list(product(KINDS, ELSEWHERE))), ids=", ".join)
+def test_a_run_goes_on_at_another_layout(there, found):
+    kind, _ = there
     rounding = 1e-5 if kind == "fp32" else 1e-3
-    for step, uninterrupted in zip(found[kind, name], found[kind, None], strict=True):
+    for step, uninterrupted in zip(found[there], found[kind, None], strict=True):
         assert step == pytest.approx(uninterrupted, rel=rounding)
 
 
@@ -101,25 +107,16 @@ def test_at_the_same_layout_it_goes_on_to_the_bit(kind, found):
     assert found[kind, "the same layout"] == found[kind, None]
 
 
-def test_groups_that_differ_in_their_rates_alone_keep_them(tmp_path):
-    run_on_ranks(1, save_and_load_rates, str(tmp_path / "saved"), before_init=prepare_process)
-
-
-def save_and_load_rates(folder):
+def save_and_load_rates():
     place = Place(1, 2, "layered", zero_stage=3, tied=False, options=(("decoupled_lr", 0.1), ("weight_decay", 0.5)))
     training, other = Training(place), Training(place)
     training.train()
-    save(training, folder)
-    load(other, folder)
+    with TemporaryDirectory() as folder:
+        save(training, f"{folder}/saved")
+        load(other, f"{folder}/saved")
     rates = [[(group["max_lr"], group["lr"]) for group in each.optimizer.param_groups] for each in (training, other)]
     assert rates[0] == rates[1] and len(set(rates[0])) == 2
     assert trained(other) == trained(training)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("stage", [2, 3])
-def test_weights_are_loaded_into_whole_chunks_only(stage, kind):
-    run_on_ranks(1, load_apart, stage, KINDS[kind], before_init=prepare_process)
 
 
 def load_apart(stage, options):
@@ -135,11 +132,6 @@ def load_apart(stage, options):
             with whole(training.models):
                 model.load_state_dict({}, strict=False)
             model.load_state_dict({}, strict=False)
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_states_of_chunks_are_those_of_whole_weights(stage):
-    run_on_ranks(2, ask_apart, stage, before_init=prepare_process)
 
 
 def ask_apart(stage):
@@ -158,10 +150,6 @@ def ask_apart(stage):
             assert torch.equal(state[name].data, parameter) and parameter.numel() > 0
 
 
-def test_state_by_buckets_is_refused():
-    run_on_ranks(1, ask_for_buckets, before_init=prepare_process)
-
-
 def ask_for_buckets():
     training = Training(Place(1, 2, "layered", zero_stage=3))
     ask = partial(training.optimizer.sharded_state_dict, {}, metadata={"distrib_optim_sharding_type": "dp_reshardable"})
@@ -169,3 +157,25 @@ def ask_for_buckets():
         ask(is_loading=True)
     with pytest.raises(ConfigError, match="by --ckpt-format torch_dist alone; use it"):
         training.optimizer.state_dict()
+
+
+CASES = {
+    "groups that differ in their rates alone keep them": Case(1, save_and_load_rates),
+    "state by buckets is refused": Case(1, ask_for_buckets),
+    **{f"states at stage {stage} are those of whole weights": Case(2, ask_apart, (stage,)) for stage in (2, 3)},
+    **{
+        f"weights in {kind} are loaded into whole chunks only, at stage {stage}": Case(1, load_apart, (stage, options))
+        for kind, options in KINDS.items()
+        for stage in (2, 3)
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(request):
+    return outcomes_of(CASES, chosen(request, "case"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_alone(case, outcomes):
+    assert outcomes[case] == ""

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from ds_lgamp.config import ConfigError
-from testing.ranks import run_on_ranks
-from tests.integrations.megatron.training_loop import STOCK, Place, Training, prepare_process
+from tests.integrations.megatron.training_loop import STOCK, Case, Place, Training, outcomes_of
+from tests.slow import chosen
 
 SHARDED = Place(1, 2, "layered", zero_stage=3)
 WHOLE = Place(1, 1, STOCK)
@@ -22,34 +22,14 @@ def assert_alike(found, expected):
     assert found == [pytest.approx(step, rel=1e-5) for step in expected]
 
 
-def test_settings_for_the_distributed_optimizer_may_stay():
-    run_on_ranks(1, train_with_its_settings, before_init=prepare_process)
-
-
 def train_with_its_settings():
     options = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
     assert_alike(steps(Training(SHARDED._replace(options=tuple(options.items())))), steps(Training(WHOLE)))
 
 
-@pytest.mark.parametrize(
-    ("setting", "value", "said"),
-    [
-        ("optimizer_cpu_offload", True, "^optimizer_cpu_offload is True: optimizer states stay on the device; remove"),
-        ("check_for_large_grads", True, "^check_for_large_grads is True beside zero_optimization.stage 2 or 3: it"),
-        ("gradient_accumulation_fusion", True, "^gradient_accumulation_fusion is True beside zero_optimization.stage"),
-    ],
-)
-def test_what_shards_cannot_honour_is_refused_without_megatron_lms_arguments(setting, value, said):
-    run_on_ranks(1, build_with, setting, value, said, before_init=prepare_process)
-
-
 def build_with(setting, value, said):
     with pytest.raises(ConfigError, match=said):
         Training(SHARDED._replace(options=((setting, value),)))
-
-
-def test_whole_models_may_be_evaluated_beside_sharded_ones_that_train():
-    run_on_ranks(2, train_beside_a_teacher, before_init=prepare_process)
 
 
 def train_beside_a_teacher():
@@ -70,10 +50,6 @@ def train_beside_a_teacher():
     assert losses[0] == losses[1] == pytest.approx(found[0][0][0], rel=1e-5)
 
 
-def test_models_of_several_sizes_take_turns_in_a_pipeline():
-    run_on_ranks(2, take_turns, before_init=prepare_process)
-
-
 def take_turns():
     place = Place(2, 2, "layered")
     small = Training(place)
@@ -84,10 +60,6 @@ def take_turns():
         for training in (small, large):
             with torch.no_grad():
                 assert training.run_batch(0, forward_only=True) == training.run_batch(0, forward_only=True)
-
-
-def test_a_script_scales_gradients_by_what_it_says():
-    run_on_ranks(2, scale_gradients, before_init=prepare_process)
 
 
 def scale_gradients():
@@ -104,20 +76,12 @@ def finalize_and_scale(factor, models, *tokens, **options):
         model.scale_gradients(factor)
 
 
-def test_gradients_of_sums_over_tokens_are_sums_where_the_loss_function_counts_no_tokens():
-    run_on_ranks(2, train_without_counts, before_init=prepare_process)
-
-
 def train_without_counts():
     stock, ours = (
         steps(Training(place._replace(data_ranks=2, options=(("calculate_per_token_loss", True),))))
         for place in (WHOLE, SHARDED)
     )
     assert_alike(ours, stock)
-
-
-def test_gradients_that_megatron_core_averages_over_tensor_parallel_ranks_are_averages():
-    run_on_ranks(2, average_norms_of_layers, before_init=prepare_process)
 
 
 def average_norms_of_layers():
@@ -141,10 +105,6 @@ class AveragingNorms(Training):
         return models
 
 
-def test_a_batch_that_would_add_to_the_gradients_of_the_last_one_is_refused():
-    run_on_ranks(2, run_two_batches_for_a_step, before_init=prepare_process)
-
-
 def run_two_batches_for_a_step():
     training = Training(SHARDED._replace(data_ranks=2))
     training.run_batch(0)
@@ -153,10 +113,6 @@ def run_two_batches_for_a_step():
     with pytest.raises(ConfigError, match="^the last batch has left gradients, .*; call optimizer.step or zero_grad"):
         training.run_batch(1)
     assert_alike(steps(training), steps(Training(WHOLE._replace(data_ranks=2))))
-
-
-def test_the_wrapper_takes_what_megatron_cores_takes():
-    run_on_ranks(1, wrap_and_call, before_init=prepare_process)
 
 
 def wrap_and_call():
@@ -176,10 +132,6 @@ def wrap_and_call():
     assert_alike(steps(training), steps(Training(WHOLE)))
 
 
-def test_a_rank_may_have_nothing_to_train():
-    run_on_ranks(1, train_frozen_chunks, before_init=prepare_process)
-
-
 def train_frozen_chunks():
     class Frozen(Training):
         def build(self, virtual):
@@ -190,10 +142,6 @@ def train_frozen_chunks():
 
     training = Frozen(SHARDED)
     assert training.optimizer.step() == (True, 0.0, None)
-
-
-def test_a_parameter_of_two_chunks_is_refused():
-    run_on_ranks(1, share_a_norm, before_init=prepare_process)
 
 
 def share_a_norm():
@@ -208,10 +156,6 @@ def share_a_norm():
         Sharing(SHARDED)
 
 
-def test_a_tied_embedding_that_is_frozen_at_one_end_of_a_pipeline_is_refused():
-    run_on_ranks(2, freeze_one_end, before_init=prepare_process)
-
-
 def freeze_one_end():
     class HalfFrozen(Training):
         def build(self, virtual):
@@ -222,10 +166,6 @@ def freeze_one_end():
 
     with pytest.raises(ConfigError, match="^requires_grad of the tied embedding is False on one .*; freeze the weight"):
         HalfFrozen(SHARDED._replace(pipeline_ranks=2))
-
-
-def test_embedders_on_all_pipeline_ranks_are_refused():
-    run_on_ranks(2, condition, before_init=prepare_process)
 
 
 def condition():
@@ -239,10 +179,6 @@ def condition():
         ConfigError, match="^has_cond_embedder is True beside zero_optimization.stage 2 or 3, .*; set s"
     ):
         Conditioned(SHARDED._replace(pipeline_ranks=2))
-
-
-def test_a_pipeline_rank_may_have_no_parameters():
-    run_on_ranks(2, train_below_a_bare_head, before_init=prepare_process)
 
 
 def train_below_a_bare_head():
@@ -272,3 +208,37 @@ class BareHead(torch.nn.Module):
 
     def forward(self, *_, **__):
         return self.hidden.square().mean(dim=2).T
+
+
+CASES = {
+    "settings for the distributed optimizer may stay": Case(1, train_with_its_settings),
+    "whole models may be evaluated beside sharded ones that train": Case(2, train_beside_a_teacher),
+    "models of several sizes take turns in a pipeline": Case(2, take_turns),
+    "a script scales gradients by what it says": Case(2, scale_gradients),
+    "gradients of sums over tokens are sums where the loss function counts no tokens": Case(2, train_without_counts),
+    "gradients that megatron core averages over tensor parallel ranks are averages": Case(2, average_norms_of_layers),
+    "a batch that would add to the gradients of the last one is refused": Case(2, run_two_batches_for_a_step),
+    "the wrapper takes what megatron cores takes": Case(1, wrap_and_call),
+    "a rank may have nothing to train": Case(1, train_frozen_chunks),
+    "a parameter of two chunks is refused": Case(1, share_a_norm),
+    "a tied embedding that is frozen at one end of a pipeline is refused": Case(2, freeze_one_end),
+    "embedders on all pipeline ranks are refused": Case(2, condition),
+    "a pipeline rank may have no parameters": Case(2, train_below_a_bare_head),
+}
+
+for setting, value, said in (
+    ("optimizer_cpu_offload", True, "^optimizer_cpu_offload is True: optimizer states stay on the device; remove"),
+    ("check_for_large_grads", True, "^check_for_large_grads is True beside zero_optimization.stage 2 or 3: it"),
+    ("gradient_accumulation_fusion", True, "^gradient_accumulation_fusion is True beside zero_optimization.stage"),
+):
+    CASES[f"{setting} is refused without Megatron-LM's arguments"] = Case(1, build_with, (setting, value, said))
+
+
+@pytest.fixture(scope="module")
+def outcomes(request):
+    return outcomes_of(CASES, chosen(request, "case"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_in_a_loop_of_ones_own(case, outcomes):
+    assert outcomes[case] == ""

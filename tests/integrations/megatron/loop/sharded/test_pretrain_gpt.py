@@ -11,10 +11,13 @@ from testing.pretraining import (
     DISTRIBUTED_OPTIMIZER,
     EVALUATED_EVERY,
     PIPELINE,
-    Losses,
+    after_the_checkpoint,
+    assert_close,
     block_flag,
+    go_back,
     megatron_tree,
     pretrain,
+    start_in,
     words_of,
 )
 
@@ -48,9 +51,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def start(folder):
-    """Returns flags that start every run from the same weights. Freshly drawn weights would differ by pipeline rank."""
-    pretrain(1, f"--save {folder / 'start'} --save-interval 1 --exit-interval 1")
-    return f"--load {folder / 'start'} --finetune"
+    return start_in(folder / "start")
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,7 @@ def sharded(start, folder):
 def saved(folder, train):
     """Trains, and makes the checkpoint of the evaluated iteration the latest."""
     losses = train(f"--save {folder} --save-interval {EVALUATED_EVERY}")
-    (folder / "latest_checkpointed_iteration.txt").write_text(str(EVALUATED_EVERY))
+    go_back(folder)
     return losses
 
 
@@ -76,15 +77,6 @@ def pretrain_sharded(name, flags, folder):
     ranks, stage, own_flags = RUNS[name]
     file = block_flag(own_flags, folder, stage)
     return pretrain(ranks, f"{flags} {own_flags} {file}", "-m ds_lgamp run", seconds=900)
-
-
-def assert_close(losses, reference, tolerance=1e-6):
-    assert losses.training == pytest.approx(reference.training, rel=tolerance)
-    assert losses.validation == pytest.approx(reference.validation, rel=tolerance)
-
-
-def after_the_checkpoint(losses):
-    return Losses(*({at: loss for at, loss in kind.items() if at > EVALUATED_EVERY} for kind in losses))
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if name != "P2 x W2"])

@@ -11,12 +11,15 @@ from testing.ranks import run_on_ranks
 from tests.integrations.megatron.training_loop import (
     STEPS,
     STOCK,
+    Case,
     Place,
     Training,
     assert_trained_alike,
+    outcomes_of,
     prepare_process,
     train_all,
 )
+from tests.slow import chosen
 
 UNTIED = {"tied": False}
 
@@ -162,20 +165,11 @@ def look_at_memory():
         return held, sum(unit.storage.flat.nbytes for unit in units), gradients
 
 
-@pytest.mark.parametrize("factor", [float("nan"), 1e30], ids=["NaN", "infinite norm"])
-def test_a_gradient_without_a_finite_norm_ends_the_batch(factor):
-    run_on_ranks(1, meet, factor, before_init=prepare_process)
-
-
 def meet(factor):
     training = Training(place(1, 2, 1, check_for_nan_in_grad=True))
     training.loss = lambda mask, output: (output.sum() * factor, {})
     with pytest.raises(ActionError, match="found NaN or Inf in the norm of the reduced gradient of chunk 0"):
         training.forward_backward(**training.call(0))
-
-
-def test_models_that_are_not_sharded_are_refused():
-    run_on_ranks(1, train_whole_models, before_init=prepare_process)
 
 
 def train_whole_models():
@@ -189,10 +183,6 @@ def train_whole_models():
         training.forward_backward(**training.call(0), forward_only=True)
 
 
-def test_experts_are_refused_without_megatron_lms_arguments():
-    run_on_ranks(1, shard_experts, before_init=prepare_process)
-
-
 def shard_experts():
     from megatron.core import optimizer
 
@@ -203,10 +193,6 @@ def shard_experts():
         optimizer.get_megatron_optimizer(training.optimizer.config, training.models, config_overrides={})
 
 
-def test_weight_decay_that_depends_on_the_release_is_refused():
-    run_on_ranks(1, train_without_overrides, before_init=prepare_process)
-
-
 def train_without_overrides():
     from megatron.core import optimizer
 
@@ -214,3 +200,22 @@ def train_without_overrides():
     config = training.optimizer.config
     with pytest.raises(ConfigError, match="config_overrides is None, .*; pass get_standard_config_overrides"):
         optimizer.get_megatron_optimizer(config, training.models)
+
+
+CASES = {
+    "models that are not sharded are refused": Case(1, train_whole_models),
+    "experts are refused without megatron lms arguments": Case(1, shard_experts),
+    "weight decay that depends on the release is refused": Case(1, train_without_overrides),
+    "a gradient of NaN ends the batch": Case(1, meet, (float("nan"),)),
+    "a gradient of infinite norm ends the batch": Case(1, meet, (1e30,)),
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(request):
+    return outcomes_of(CASES, chosen(request, "case"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_alone(case, outcomes):
+    assert outcomes[case] == ""
