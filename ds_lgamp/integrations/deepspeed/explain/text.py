@@ -9,6 +9,7 @@ from ds_lgamp.cost.activations import ActivationMemory
 from ds_lgamp.cost.assignment import Assignment, Demand, LinkKind
 from ds_lgamp.cost.offload import HostMemory
 from ds_lgamp.integrations.deepspeed.explain.facts import Explanation
+from ds_lgamp.schedule.spec import ProgramSpec
 
 _BUS = 31.5e9
 """Bytes per second in one direction of PCIe 4.0 x16."""
@@ -29,56 +30,57 @@ _UPDATES = {
 
 
 def _header(facts: Explanation) -> str:
-    together = facts.micro_batch_group >= facts.micro_batches
-    group = "all together" if together else f"in groups of {facts.micro_batch_group}"
-    if facts.returns_outputs:
-        group = f"forward call by call, {facts.pipeline_ranks} in each, and backward {group}"
+    spec = facts.spec
+    together = spec.micro_batch_group >= spec.micro_batches
+    group = "all together" if together else f"in groups of {spec.micro_batch_group}"
+    if spec.returns_outputs:
+        group = f"forward call by call, {spec.pipeline_ranks} in each, and backward {group}"
     sliced = facts.tensor_ranks > 1
     slices = f" x {facts.tensor_ranks} tensor-parallel" if sliced else ""
     each = " on each tensor-parallel rank" if sliced else ""
     return (
-        f"{facts.pipeline_ranks} pipeline x {facts.data_ranks} data-parallel{slices} ranks, schedule {facts.schedule}, "
-        f"placement {facts.placement}, ZeRO stage {facts.zero_stage}{_shards(facts)}, {facts.precision}\n"
-        f"{facts.micro_batches} micro-batches {group}, {facts.resident_chunks} resident chunks, "
-        f"recompute {facts.recompute}, optimizer {facts.optimizer}{_UPDATES[facts.updates]}{_on_host(facts)}\n"
-        f"{facts.layers} layers in {facts.chunks} chunks{_frozen(facts)}, {facts.parameters:,} parameters{each}"
+        f"{spec.pipeline_ranks} pipeline x {facts.data_ranks} data-parallel{slices} ranks, schedule {spec.schedule}, "
+        f"placement {facts.placement}, ZeRO stage {spec.zero_stage}{_shards(spec)}, {facts.precision}\n"
+        f"{spec.micro_batches} micro-batches {group}, {spec.resident_chunks} resident chunks, "
+        f"recompute {facts.settings.recompute}, optimizer {facts.optimizer}{_UPDATES[spec.updates]}{_on_host(spec)}\n"
+        f"{facts.layers} layers in {spec.chunks} chunks{_frozen(spec)}, {facts.parameters:,} parameters{each}"
         f"{_by_speed(facts)}"
     )
 
 
-def _frozen(facts: Explanation) -> str:
+def _frozen(spec: ProgramSpec) -> str:
     """Returns words on chunks without a backward; nothing if there are none."""
-    if not facts.first_trained:
+    if not spec.first_trained:
         return ""
-    return f", of which the first {facts.first_trained} are frozen and go forward only"
+    return f", of which the first {spec.first_trained} are frozen and go forward only"
 
 
-def _on_host(facts: Explanation) -> str:
+def _on_host(spec: ProgramSpec) -> str:
     """Returns words on what the host holds; nothing without offloading."""
-    if facts.offload is None:
+    if spec.offload is None:
         return ""
-    staying = len(facts.offload["on_device"])
-    but_for = f" but for {staying} of {facts.chunks} chunks" if staying else ""
-    return f", on the host{', as parameters are' if facts.offload['parameters'] else ''}{but_for}"
+    staying = len(spec.offload.on_device)
+    but_for = f" but for {staying} of {spec.chunks} chunks" if staying else ""
+    return f", on the host{', as parameters are' if spec.offload.parameters else ''}{but_for}"
 
 
-def _shards(facts: Explanation) -> str:
+def _shards(spec: ProgramSpec) -> str:
     """Returns words on how shards are spread over nodes; nothing without hierarchical shards."""
-    if facts.hierarchy is None:
+    if spec.hierarchy is None:
         return ""
-    kind = "replicated" if facts.hierarchy["replicated"] else "refreshed"
-    return f" with shards {kind} between nodes of {facts.hierarchy['node_ranks']} ranks"
+    kind = "replicated" if spec.hierarchy.replicated else "refreshed"
+    return f" with shards {kind} between nodes of {spec.hierarchy.node_ranks} ranks"
 
 
 def _by_speed(facts: Explanation) -> str:
     """Returns lines on what follows the speeds of ranks; nothing if these are equal."""
     text = ""
-    if facts.pipeline_rank_speeds is not None:
-        text += f"\nlayers by the speeds of pipeline ranks, {_numbers(facts.pipeline_rank_speeds)}"
-    if facts.data_rank_speeds is not None:
+    if facts.settings.pipeline_rank_speeds is not None:
+        text += f"\nlayers by the speeds of pipeline ranks, {_numbers(facts.settings.pipeline_rank_speeds)}"
+    if facts.settings.data_rank_speeds is not None:
         text += (
-            f"\nmicro-batches by the speeds of data-parallel ranks, {_numbers(facts.data_rank_speeds)}: "
-            f"{_numbers(facts.micro_batch_shares)}; what follows is for a rank with {facts.micro_batches}"
+            f"\nmicro-batches by the speeds of data-parallel ranks, {_numbers(facts.settings.data_rank_speeds)}: "
+            f"{_numbers(facts.micro_batch_shares)}; what follows is for a rank with {facts.spec.micro_batches}"
         )
     return text
 
@@ -108,7 +110,7 @@ def _compressed(names: Sequence[str]) -> list[str]:
 
 def _traffic_table(facts: Explanation) -> str:
     titles = ["rank", "gathers", "reduces", "tied gathers", "tied reduces", "tied sums", "frozen gathers", "messages"]
-    between = ["refreshes", "combines"] if facts.hierarchy is not None else []
+    between = ["refreshes", "combines"] if facts.spec.hierarchy is not None else []
     rows = []
     for rank in facts.ranks:
         moved = rank.traffic
@@ -122,7 +124,7 @@ def _traffic_table(facts: Explanation) -> str:
             sent += [with_bytes(rank.bus_bytes_loaded), with_bytes(rank.bus_bytes_stored)]
         rows.append([rank.pipeline_rank, *counts, *sent])
     titles += [*between, "collectives send", *(["between nodes"] if between else [])]
-    titles += ["from the host", "to the host"] if facts.offload is not None else []
+    titles += ["from the host", "to the host"] if facts.spec.offload is not None else []
     return "Each step, each rank\n" + table(titles, rows)
 
 
@@ -131,7 +133,7 @@ def _memory_table(facts: Explanation) -> str:
         *("rank", "weights", "resident", "master", "optimizer", "gradients", "gradient buffers", "tied copies", "peak"),
         "stored activations",
     ]
-    on_host = facts.offload is not None
+    on_host = facts.spec.offload is not None
     if on_host:
         titles.insert(3, "loaded")
     rows = []
@@ -192,14 +194,13 @@ def _words(facts: Explanation) -> str:
     if facts.data_ranks == 1:
         sentences.append("One data-parallel rank: nothing is gathered or reduced.")
     if facts.micro_batch_outer_gathers is not None:
-        chunks = max(sum(chunk.parameters > 0 for chunk in rank.chunks) for rank in facts.ranks)
         gathers = max(rank.traffic.gathers for rank in facts.ranks)
         sentences.append(
             "ZeRO-3 with micro-batches outermost would gather about "
-            f"2*N*M = 2*{chunks}*{facts.micro_batches} = {facts.micro_batch_outer_gathers} times per step and rank, "
-            f"not {gathers}."
+            f"2*N*M = 2*{facts.most_chunks}*{facts.spec.micro_batches} = {facts.micro_batch_outer_gathers} times per "
+            f"step and rank, not {gathers}."
         )
-    kept = "inputs of chunks" if facts.recompute == "full" else "chunks with what autograd saves of them"
+    kept = "inputs of chunks" if facts.settings.recompute == "full" else "chunks with what autograd saves of them"
     passing = "layers" if all(rank.memory.update is not None for rank in facts.ranks) else "layers and the optimizer"
     if facts.activations_unknown is None:
         sentences.append(f"Stored activations are {kept}, a number. The peak includes their bytes.")
@@ -218,13 +219,13 @@ def _words(facts: Explanation) -> str:
         )
     loaded = max(rank.bus_bytes_loaded or 0 for rank in facts.ranks)
     stored = max(rank.bus_bytes_stored or 0 for rank in facts.ranks)
-    if facts.offload is not None:
-        always = "" if facts.returns_outputs else ", whatever the number of micro-batches"
+    if facts.spec.offload is not None:
+        always = "" if facts.spec.returns_outputs else ", whatever the number of micro-batches"
         sentences.append(
             f"Over a bus of {with_bytes(_BUS)}/s in each direction (PCIe 4.0 x16), a step's loads take at least "
             f"{loaded / _BUS:.3g} s, its stores {stored / _BUS:.3g} s{always}."
         )
-    if facts.pipeline_ranks > 1:
+    if facts.spec.pipeline_ranks > 1:
         sentences.append("Layers of other pipeline ranks are taken as their specifications build them.")
     if any((rank.memory.host or rank.memory).optimizer_state is None for rank in facts.ranks):
         sentences.append("The optimizer's state is unknown and left out of the peak.")

@@ -159,7 +159,7 @@ def explained(stage):
     parameters."""
     case = Case("tied adapted", 1, stage, "json", {})
     module, config = module_of(case.model, 1), config_of(case)
-    facts = explain(module, config, DeepSpeedConfig(config, module.mpu()), None, partition_method_of(module)).ranks[0]
+    facts = facts_of(module, config, config)
     engine = engine_of(case, module)
     for step in range(2):
         with CollectiveCounter() as counter:
@@ -176,12 +176,16 @@ def explained(stage):
     return told.frozen_gathers
 
 
+def facts_of(module, config, given):
+    arguments = {"model": module, "config": config, "config_class": DeepSpeedConfig(given, module.mpu())}
+    return explain(arguments, partition_method_of(module)).ranks[0]
+
+
 def explained_by_nodes(case):
     """Compares training with shards of nodes with one process, and the last step's bytes and memory with the
     explanation."""
     module, config = module_of(case.model, 1), config_of(case)
-    given = for_deepspeed(config)
-    facts = explain(module, config, DeepSpeedConfig(given, module.mpu()), None, partition_method_of(module)).ranks[0]
+    facts = facts_of(module, config, for_deepspeed(config))
     engine, counter = trained_as_one_process(case)
     peers = {unit.policy.nodes.peers for unit in engine.optimizer.partition.units}
     between = sum(sent for group in peers for _, sent in counter.calls_in(group))

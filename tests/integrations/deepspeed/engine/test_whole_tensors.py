@@ -215,7 +215,7 @@ def prediction(case, pipeline_ranks=2):
     module, config = arguments["model"], arguments["config"]
     with quiet():
         made = DeepSpeedConfig(config, module.mpu())
-    facts = explain(module, config, made, arguments.get("optimizer"), "parameters")
+    facts = explain({**arguments, "config_class": made}, "parameters")
     # Storages that are collected within a step would change what it seems to take.
     gc.collect()
     return [((rank.update_collectives, rank.update_bytes_sent), rank.memory.update) for rank in facts.ranks]

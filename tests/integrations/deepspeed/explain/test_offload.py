@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from ds_lgamp.config import LgampConfig
 from ds_lgamp.cost.disk import DiskUse, LiveUse
 from ds_lgamp.cost.memory import rank_memory
 from ds_lgamp.cost.state import ElementBytes, UnitSize
 from ds_lgamp.cost.traffic import bus_bytes, predict_traffic
-from ds_lgamp.integrations.deepspeed.explain.facts import Explanation, RankFacts, json_text
+from ds_lgamp.integrations.deepspeed.explain.facts import Explanation, RankFacts
 from ds_lgamp.integrations.deepspeed.explain.text import as_text
 from ds_lgamp.schedule.offload import Offload
 from ds_lgamp.schedule.program import build_rank_program
@@ -41,33 +42,16 @@ def explained(offload, element=BF16):
         bus_bytes_stored=stored,
     )
     return Explanation(
-        pipeline_ranks=1,
+        spec=spec,
+        settings=LgampConfig(),
         data_ranks=2,
         tensor_ranks=1,
-        schedule="layered",
-        placement="modular",
-        zero_stage=3,
-        hierarchy=None,
-        offload=None if offload is None else offload._asdict(),
-        chunks=4,
-        first_trained=0,
-        returns_outputs=False,
-        micro_batches=4,
-        micro_batch_group=4,
-        resident_chunks=2,
-        defers_gathers=False,
-        pipeline_rank_speeds=None,
-        data_rank_speeds=None,
         micro_batch_shares=[4, 4],
-        recompute="full",
         precision="bf16",
         optimizer="AdamW",
-        updates=updates,
         layers=4,
         parameters=4 * 10**9,
         bubble=0.0,
-        bubble_formula=0.0,
-        micro_batch_outer_gathers=32,
         activations_unknown="there are no data",
         ranks=[rank],
     )
@@ -98,11 +82,12 @@ def test_chunks_that_go_forward_only_are_told():
     facts = explained(None)
     assert not any("forward only" in line for line in lines(facts))
     told = "4 layers in 4 chunks, of which the first 2 are frozen and go forward only, 4,000,000,000 parameters"
-    assert told in lines(replace(facts, first_trained=2))
+    assert told in lines(replace(facts, spec=replace(facts.spec, first_trained=2)))
 
 
 def test_calls_that_return_outputs_are_told():
-    told = lines(replace(explained(Offload(parameters=True)), returns_outputs=True))
+    facts = explained(Offload(parameters=True))
+    told = lines(replace(facts, spec=replace(facts.spec, returns_outputs=True)))
     assert any(
         line.startswith("4 micro-batches forward call by call, 1 in each, and backward all toge") for line in told
     )
@@ -146,7 +131,7 @@ def test_what_is_unknown_of_the_state_on_the_host_is_said():
 
 @pytest.mark.parametrize("offload", [None, Offload(), Offload(parameters=True)])
 def test_a_program_reads_the_same(offload):
-    told = json.loads(json_text(explained(offload)))
+    told = json.loads(json.dumps(explained(offload).as_data()))
     (rank,) = told["ranks"]
     assert told["offload"] == (None if offload is None else {"parameters": offload.parameters, "on_device": []})
     if offload is None:
