@@ -24,7 +24,6 @@ FLOORS = (
         "integrations.handshake",
         "integrations.hosts",
         "integrations.program_spec",
-        "integrations.shard_keys",
         "integrations.tracing",
         "integrations.user_script",
     ),

@@ -99,7 +99,9 @@ def leave() -> NoReturn:
     the interpreter down: a gloo thread that needs the interpreter during the shutdown would abort the process."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    _leave("", 0)
+    sys.stdout.flush()
+    flush_files()
+    os._exit(0)
 
 
 @contextmanager
@@ -123,10 +125,10 @@ def failures_end_the_process(stock_refusal: str | None = None, hint: str = "") -
             this_rank.exit.failing = True
         raise
     except ConfigError as error:
-        _leave(_sentence(error), _REFUSED, error)
+        _refuse(error)
     except Exception as error:
         if stock_refusal is not None and stock_refusal in str(error):
-            _leave(f"{hint}ds_lgamp: {error}; change one of them\n", _REFUSED, error)
+            _refuse(error, hint, "; change one of them")
         _fail(traceback.format_exc() + hint, error)
 
 
@@ -184,7 +186,7 @@ def _leave_at_unhandled_errors(undo: ExitStack) -> None:
             previous(kind, error, trace)
             return
         if isinstance(error, ConfigError):
-            _leave(_sentence(error), _REFUSED, error)
+            _refuse(error)
         # The message is written in one piece, because other ranks may print at the same time.
         with redirect_stderr(StringIO()) as printed:
             previous(kind, error, trace)
@@ -250,17 +252,15 @@ def _is_of_a_checkpoint(error: BaseException) -> bool:
     return isinstance(error, CheckpointError)
 
 
-def _sentence(error: ConfigError) -> str:
-    return f"ds_lgamp: {error}\n"
+def _refuse(error: Exception, hint: str = "", fix: str = "") -> NoReturn:
+    """Ends the process with the sentence of a refusal."""
+    _leave(f"{hint}ds_lgamp: {error}{fix}\n", _REFUSED, error)
 
 
-def _leave(message: str, status: int, error: BaseException | None = None) -> NoReturn:
+def _leave(message: str, status: int, error: BaseException) -> NoReturn:
     """Ends the process with ``message``. The reason comes first if it is another rank's. The other ranks learn the
     ``error`` that ends it."""
     sys.stdout.flush()
-    if error is None:
-        flush_files()
-        os._exit(status)
     this_rank.exit.failing = True
     # A refusal is a sentence already, and other ranks refuse the same.
     shared = status == _REFUSED or _is_of_a_checkpoint(error)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.deepspeed.config.keys import KEYS, VALUES, Key, Treatment
-from ds_lgamp.integrations.shard_keys import active
+from ds_lgamp.integrations.program_spec import MICS, shard_groups
 
 _ROWS = {key.name: (position, key) for position, key in enumerate(KEYS)}
 _ALIASES = {"bfloat16": "bf16"}
@@ -24,6 +24,8 @@ _SIMILAR = 0.6
 """The same inside a section, where users have no keys of their own."""
 _EIGHT_AND_FOUR_BITS = re.compile("fp(8|4)|float(8|4)", re.IGNORECASE)
 """Names that ask for a precision which no key of DeepSpeed switches on."""
+_REMOVED = (MICS, "mics_hierarchical_params_gather")
+"""Keys of zero_optimization that DeepSpeed 0.19.8 refuses, because it has removed them."""
 _SHOWN = 60
 _BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -60,7 +62,7 @@ def check_keys(config: dict[str, Any]) -> list[str]:
                 meaningless[setting.name] = setting.position
         elif not _passes(setting.key, setting.value):
             raise ConfigError(_complaint(setting))
-    sharding = [f"zero_optimization.{key}" for key in active(config)]
+    sharding = [f"zero_optimization.{key}" for key in shard_groups(config)]
     if sharding and config["zero_optimization"].get("stage") != 3:
         meaningless |= {name: _ROWS[name][0] for name in sharding}
     meaningless |= {name: _ROWS[name][0] for name in _paths_without_disk(config)}
@@ -83,6 +85,20 @@ def without_auto(config: dict[str, Any], path: str = "") -> dict[str, Any]:
         if value != "auto" or name in _AUTO_IS_A_VALUE:
             kept[key] = value
     return kept
+
+
+def for_deepspeed(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the configuration for DeepSpeed: without keys that it has removed.
+
+    MiCS over groups of one rank replicates everything, which is stage 0.
+    """
+    section = config.get("zero_optimization")
+    if not isinstance(section, dict) or not section.keys() & set(_REMOVED):
+        return config
+    known = {name: value for name, value in section.items() if name not in _REMOVED}
+    if section.get(MICS) == 1 and section.get("stage") == 3:
+        known["stage"] = 0
+    return {**config, "zero_optimization": known}
 
 
 def check_batch_sizes(config: dict[str, Any], data_ranks: int) -> None:

@@ -16,11 +16,10 @@ from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
     ON_ACCELERATOR,
     ON_CPU,
     check_updates_alone,
-    choose_optimizer,
-    kernels_of,
+    known_kind,
 )
 from ds_lgamp.integrations.deepspeed.model.module import over_data
-from ds_lgamp.integrations.shard_keys import HPZ, MICS, active
+from ds_lgamp.integrations.program_spec import HPZ, MICS, shard_groups
 from ds_lgamp.partition.agreement import raise_everywhere
 from ds_lgamp.runtime.node import node_name
 from ds_lgamp.schedule.hierarchy import Hierarchy
@@ -36,7 +35,7 @@ def hierarchy_of(config: Mapping[str, Any], zero_stage: int, module: PipelineMod
     Below stage 3 the keys mean nothing, as in DeepSpeed. Collective over all ranks; raises ConfigError on all of them
     if the group does not fit the data-parallel ranks or their nodes.
     """
-    asked = active(config)
+    asked = shard_groups(config)
     if zero_stage < 3 or not asked:
         return None
     if len(asked) > 1:
@@ -94,23 +93,24 @@ def offload_of(given: Mapping[str, Any], config: Any) -> Offload | None:
     stage = int(zero.stage)
     if parameters and stage < 3:
         raise ConfigError(
-            f"{_said(config, _PARAMETERS)}, but zero_optimization.stage is {stage}; use stage 3, or remove it"
+            f"{_words_of(config, _PARAMETERS)}, but zero_optimization.stage is {stage}; use stage 3, or remove it"
         )
     if parameters and not optimizer:
         raise ConfigError(
-            f"{_said(config, _PARAMETERS)}, but {_OPTIMIZER} is 'none'; set that to 'cpu' or 'nvme' too, or remove both"
+            f"{_words_of(config, _PARAMETERS)}, but {_OPTIMIZER} is 'none'; set that to 'cpu' or 'nvme' too, or "
+            "remove both"
         )
     if not optimizer:
         return None
     if stage == 0:
         raise ConfigError(
-            f"{_said(config, _OPTIMIZER)}, but zero_optimization.stage is 0; use stage 1, 2 or 3, or remove it"
+            f"{_words_of(config, _OPTIMIZER)}, but zero_optimization.stage is 0; use stage 1, 2 or 3, or remove it"
         )
-    shards = active(given)
+    shards = shard_groups(given)
     if stage == 3 and shards:
         name, ranks = next(iter(shards.items()))
         raise ConfigError(
-            f"{_said(config, _OPTIMIZER)} and zero_optimization.{name} is {ranks}, but shards of nodes stay on the "
+            f"{_words_of(config, _OPTIMIZER)} and zero_optimization.{name} is {ranks}, but shards of nodes stay on the "
             "device; remove one of them"
         )
     return Offload(parameters)
@@ -177,7 +177,7 @@ def live_folder(config: Any, settings: LgampConfig) -> Path | None:
     for key in (_OPTIMIZER, _PARAMETERS):
         if _is_on_disk(getattr(config.zero_config, key.split(".")[1])):
             raise ConfigError(
-                f"{BLOCK}.live_checkpoint is {settings.live_checkpoint!r}, but {_said(config, key)}, from which a "
+                f"{BLOCK}.live_checkpoint is {settings.live_checkpoint!r}, but {_words_of(config, key)}, from which a "
                 "state would be read in every step; use 'cpu', or remove live_checkpoint"
             )
     return Path(settings.live_checkpoint).absolute()
@@ -196,25 +196,23 @@ def refuse_offloaded_optimizer(config: Any, optimizer: Any) -> None:
     Args:
         optimizer: what the user passed as such; None if ds_config.json names it.
     """
-    if isinstance(optimizer, torch.optim.Optimizer):
-        check_offloaded(config, type(optimizer))
-    elif optimizer is None:
-        device = device_of_updates(config)
-        choice = choose_optimizer(config.optimizer_name, config.optimizer_params or {}, device, kernels_of(device))
-        if choice.kind is FusedAdam and get_accelerator().device_name() != device.type:
-            raise ConfigError(
-                "optimizer.params.bias_correction is False, for which DeepSpeed's Adam needs shards on the device, but "
-                f"{_said(config, _OPTIMIZER)}; write optimizer.type DeepSpeedCPUAdam"
-            )
-        check_offloaded(config, choice.kind)
+    device = device_of_updates(config)
+    kind = known_kind(config, optimizer, device)
+    if optimizer is None and kind is FusedAdam and get_accelerator().device_name() != device.type:
+        raise ConfigError(
+            "optimizer.params.bias_correction is False, for which DeepSpeed's Adam needs shards on the device, but "
+            f"{_words_of(config, _OPTIMIZER)}; write optimizer.type DeepSpeedCPUAdam"
+        )
+    if kind is not None:
+        check_offloaded(config, kind)
 
 
 def check_offloaded(config: Any, kind: type) -> None:
     """Raises ConfigError if an optimizer of ``kind`` is not known to give the same result in the host's thread."""
-    check_updates_alone(kind, _said(config, _OPTIMIZER))
+    check_updates_alone(kind, _words_of(config, _OPTIMIZER))
     if kind in ON_ACCELERATOR and get_accelerator().device_name() != "cpu":
         raise ConfigError(
-            f"optimizer is {kind.__name__}, which takes shards on the device, but {_said(config, _OPTIMIZER)}; use "
+            f"optimizer is {kind.__name__}, which takes shards on the device, but {_words_of(config, _OPTIMIZER)}; use "
             f"{kind.__name__.replace('Fused', 'DeepSpeedCPU')}"
         )
     ratio = config.zero_config.offload_optimizer.ratio
@@ -233,7 +231,7 @@ def _is_on_disk(section: Any) -> bool:
     return section is not None and section.device == "nvme"
 
 
-def _said(config: Any, key: str) -> str:
+def _words_of(config: Any, key: str) -> str:
     """Returns words on the value of ``key``, one of the two devices."""
     section = getattr(config.zero_config, key.split(".")[1])
     return f"{key} is '{section.device}'"

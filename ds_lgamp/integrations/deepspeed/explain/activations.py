@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ds_lgamp.config import LgampConfig
 from ds_lgamp.cost.activations import ActivationBytes, ChunkBytes
 from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype, input_dtype, parameter_dtype
+from ds_lgamp.integrations.deepspeed.model.construction import places_of_tensors
 from ds_lgamp.integrations.deepspeed.model.module import function_of
 from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources, switch_on
 from ds_lgamp.partition.gradient_reduction import ACCUMULATES_IN_OTHER_DTYPES
@@ -139,21 +140,16 @@ def faked(layers: Sequence[Any], config: Any, device: torch.device) -> Iterator[
     the fake ones by the ids of those that they replace."""
     buffer_type = None if config.buffer_dtype is None else DtypeEnum(config.buffer_dtype).value
     replaced: dict[int, torch.Tensor] = {}
-    kept = []
+    places = places_of_tensors(_modules(layers))
     try:
-        for module in _modules(layers):
-            weights: dict[str, Any] = module._parameters
-            buffers: dict[str, Any] = module._buffers
-            for tensors, data_type in ((weights, parameter_dtype(config)), (buffers, buffer_type)):
-                for name, tensor in tensors.items():
-                    if tensor is not None:
-                        kept.append((tensors, name, tensor))
-                        if id(tensor) not in replaced:
-                            replaced[id(tensor)] = _fake_weight(tensor, data_type, accumulation_dtype(config), device)
-                        tensors[name] = replaced[id(tensor)]
+        for tensors, name, tensor in places:
+            if id(tensor) not in replaced:
+                data_type = parameter_dtype(config) if isinstance(tensor, nn.Parameter) else buffer_type
+                replaced[id(tensor)] = _fake_weight(tensor, data_type, accumulation_dtype(config), device)
+            tensors[name] = replaced[id(tensor)]
         yield replaced
     finally:
-        for tensors, name, tensor in kept:
+        for tensors, name, tensor in places:
             tensors[name] = tensor
 
 
@@ -194,11 +190,7 @@ def _modules(layers: Sequence[Any]) -> list[nn.Module]:
 
 def _memory_of(layers: Sequence[Any]) -> list[torch.Tensor]:
     """Returns parameters, gradients and buffers of ``layers``."""
-    tensors = [
-        tensor
-        for module in _modules(layers)
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
-    ]
+    tensors = [tensor for _, _, tensor in places_of_tensors(_modules(layers))]
     return [*tensors, *(tensor.grad for tensor in tensors if tensor.grad is not None)]
 
 

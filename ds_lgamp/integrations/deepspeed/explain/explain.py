@@ -10,6 +10,7 @@ from deepspeed.runtime.config import DeepSpeedConfig, DtypeEnum
 from deepspeed.runtime.pipe.module import PipelineModule
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, read_block
+from ds_lgamp.integrations.deepspeed.config.check_keys import for_deepspeed
 from ds_lgamp.integrations.deepspeed.config.precision import parameter_dtype
 from ds_lgamp.integrations.deepspeed.engine.plan import plan_training
 from ds_lgamp.integrations.deepspeed.explain.activations import (
@@ -27,7 +28,6 @@ from ds_lgamp.integrations.deepspeed.model.shared_tensors import check_tensors
 from ds_lgamp.integrations.deepspeed.plain.build import check_layout, configuration_of_pipelines
 from ds_lgamp.integrations.deepspeed.plain.layers import layers_of
 from ds_lgamp.integrations.deepspeed.plain.module import pipeline_module, topology_of
-from ds_lgamp.integrations.shard_keys import for_deepspeed
 from ds_lgamp.schedule.costs import UNIT_DURATIONS, Costs, sized_costs, uniform_costs
 from ds_lgamp.schedule.placement import split_automatic
 from ds_lgamp.schedule.program import build_program

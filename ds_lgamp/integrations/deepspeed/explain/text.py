@@ -24,7 +24,7 @@ def as_text(facts: Explanation) -> str:
 
 _UPDATES = {
     "step": "",
-    "reduction": ", each update behind its reduction",
+    "reduction": ", each update after its reduction",
     "next_step": ", each update in the next step",
 }
 
@@ -141,51 +141,52 @@ def _memory_table(facts: Explanation) -> str:
         held = rank.memory
         before = [held.weights, held.resident_weights, *([held.loaded_weights] if on_host else []), held.master_weights]
         after = [held.gradients, held.gradient_buffers, held.tied_copies, held.peak]
-        state = "unknown" if held.optimizer_state is None else with_bytes(held.optimizer_state)
-        sizes = [*map(with_bytes, before), state, *map(with_bytes, after)]
+        sizes = map(_size, (*before, held.optimizer_state, *after))
         rows.append([rank.pipeline_rank, *sizes, held.stored_activations])
     return "Memory, each rank\n" + table(titles, rows)
 
 
 def _host_table(facts: Explanation) -> str:
-    """Returns the bytes on the host by kind; nothing without offloading."""
-    kinds = [kind.name for kind in fields(HostMemory)]
-    rows = []
-    for rank in facts.ranks:
-        if rank.memory.host is not None:
-            held = (getattr(rank.memory.host, kind) for kind in kinds)
-            rows.append([rank.pipeline_rank, *("unknown" if size is None else with_bytes(size) for size in held)])
-    titles = ["rank", *(kind.replace("_", " ") for kind in kinds)]
-    return "Memory on the host, each rank\n" + table(titles, rows) if rows else ""
+    titles = {kind.name: kind.name.replace("_", " ") for kind in fields(HostMemory)}
+    return _sizes_table("Memory on the host, each rank", titles, [rank.memory.host for rank in facts.ranks])
 
 
 def _disk_table(facts: Explanation) -> str:
-    """Returns the bytes on a disk; nothing if nothing lies there."""
-    rows = [[rank.pipeline_rank, *map(with_bytes, rank.disk)] for rank in facts.ranks if rank.disk is not None]
-    titles = ["rank", "held", "read in a step", "written in a step", "buffers on the host"]
-    return "On the disk, each rank\n" + table(titles, rows) if rows else ""
+    titles = {
+        "held": "held",
+        "read": "read in a step",
+        "written": "written in a step",
+        "buffers": "buffers on the host",
+    }
+    return _sizes_table("On the disk, each rank", titles, [rank.disk for rank in facts.ranks])
 
 
 def _live_table(facts: Explanation) -> str:
-    """Returns the bytes of live states; nothing without them."""
-    rows = [
-        [rank.pipeline_rank, *("unknown" if size is None else with_bytes(size) for size in rank.live)]
-        for rank in facts.ranks
-        if rank.live is not None
-    ]
-    return "Live states, each rank\n" + table(["rank", "held", "written in a step"], rows) if rows else ""
+    titles = {"held": "held", "written": "written in a step"}
+    return _sizes_table("Live states, each rank", titles, [rank.live for rank in facts.ranks])
 
 
 def _activation_table(facts: Explanation) -> str:
-    """Returns the bytes by kind; nothing if they are unknown."""
-    kinds = [kind.name for kind in fields(ActivationMemory)]
+    titles = {kind.name: kind.name.replace("_", " ") for kind in fields(ActivationMemory)}
+    heading = "Memory of activations, each rank, each kind at its highest"
+    return _sizes_table(heading, titles, [rank.memory.activations for rank in facts.ranks])
+
+
+def _sizes_table(heading: str, titles: dict[str, str], ranks: Sequence[Any]) -> str:
+    """Returns the bytes of every pipeline rank by kind; nothing if no rank has any.
+
+    Args:
+        titles: of the columns, by attribute.
+        ranks: what has the attributes, by rank; None for a rank without.
+    """
     rows = [
-        [rank.pipeline_rank, *(with_bytes(getattr(rank.memory.activations, kind)) for kind in kinds)]
-        for rank in facts.ranks
-        if rank.memory.activations is not None
+        [rank, *(_size(getattr(held, kind)) for kind in titles)] for rank, held in enumerate(ranks) if held is not None
     ]
-    titles = ["rank", *(kind.replace("_", " ") for kind in kinds)]
-    return "Memory of activations, each rank, each kind at its highest\n" + table(titles, rows) if rows else ""
+    return f"{heading}\n" + table(["rank", *titles.values()], rows) if rows else ""
+
+
+def _size(number: int | None) -> str:
+    return "unknown" if number is None else with_bytes(number)
 
 
 def _words(facts: Explanation) -> str:
@@ -200,15 +201,15 @@ def _words(facts: Explanation) -> str:
             f"2*N*M = 2*{facts.most_chunks}*{facts.spec.micro_batches} = {facts.micro_batch_outer_gathers} times per "
             f"step and rank, not {gathers}."
         )
-    kept = "inputs of chunks" if facts.settings.recompute == "full" else "chunks with what autograd saves of them"
+    stored = "inputs of chunks" if facts.settings.recompute == "full" else "chunks with what autograd saves of them"
     passing = "layers" if all(rank.memory.update is not None for rank in facts.ranks) else "layers and the optimizer"
     if facts.activations_unknown is None:
-        sentences.append(f"Stored activations are {kept}, a number. The peak includes their bytes.")
+        sentences.append(f"Stored activations are {stored}, a number. The peak includes their bytes.")
         if passing != "layers":
             sentences.append("The optimizer's temporary memory is unknown and left out of the peak.")
     else:
         sentences.append(
-            f"Stored activations are {kept}, a number: their bytes are unknown, because {facts.activations_unknown}. "
+            f"Stored activations are {stored}, a number: their bytes are unknown, because {facts.activations_unknown}. "
             f"The peak leaves them out, and what {passing} take for the moment."
         )
     update = max(facts.ranks, key=lambda rank: rank.update_bytes_sent)
@@ -217,13 +218,13 @@ def _words(facts: Explanation) -> str:
             f"The step of {facts.optimizer} itself sends at most {with_bytes(update.update_bytes_sent)} in "
             f"{update.update_collectives} collective(s) on a rank, beside those above."
         )
-    loaded = max(rank.bus_bytes_loaded or 0 for rank in facts.ranks)
-    stored = max(rank.bus_bytes_stored or 0 for rank in facts.ranks)
     if facts.spec.offload is not None:
+        loaded = max(rank.bus_bytes_loaded or 0 for rank in facts.ranks)
+        unloaded = max(rank.bus_bytes_stored or 0 for rank in facts.ranks)
         always = "" if facts.spec.returns_outputs else ", whatever the number of micro-batches"
         sentences.append(
             f"Over a bus of {with_bytes(_BUS)}/s in each direction (PCIe 4.0 x16), a step's loads take at least "
-            f"{loaded / _BUS:.3g} s, its stores {stored / _BUS:.3g} s{always}."
+            f"{loaded / _BUS:.3g} s, its stores {unloaded / _BUS:.3g} s{always}."
         )
     if facts.spec.pipeline_ranks > 1:
         sentences.append("Layers of other pipeline ranks are taken as their specifications build them.")

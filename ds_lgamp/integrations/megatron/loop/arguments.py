@@ -15,8 +15,7 @@ from ds_lgamp.integrations.megatron.loop.flags import (
     refuse_flags,
     refuse_together,
 )
-from ds_lgamp.integrations.program_spec import program_spec
-from ds_lgamp.integrations.shard_keys import active
+from ds_lgamp.integrations.program_spec import program_spec, shard_groups
 from ds_lgamp.partition.agreement import Term, refuse_differing_terms
 
 SHARED_KEYS = {
@@ -94,7 +93,7 @@ def check_file(config: dict[str, Any], settings: LgampConfig) -> Job:
 
 
 def _refuse_shards_of_nodes(config: dict[str, Any]) -> None:
-    for key, ranks in active(config).items():
+    for key, ranks in shard_groups(config).items():
         raise ConfigError(
             f"zero_optimization.{key} is {ranks!r}, but in Megatron-LM's training loop all data-parallel ranks share a "
             "chunk's shards; remove it, or train with DeepSpeed's engine"

@@ -17,9 +17,9 @@ from ds_lgamp.config import ConfigError
 from ds_lgamp.cost.memory import rank_memory
 from ds_lgamp.cost.state import ElementBytes, UnitSize, aligned
 from ds_lgamp.cost.traffic import collective_bytes, predict_traffic
+from ds_lgamp.integrations.deepspeed.config.check_keys import for_deepspeed
 from ds_lgamp.integrations.deepspeed.explain.explain import explain
 from ds_lgamp.integrations.deepspeed.hook.initialize import partition_method_of
-from ds_lgamp.integrations.shard_keys import for_deepspeed
 from ds_lgamp.runtime.measure import CollectiveCounter
 from ds_lgamp.schedule.program import build_program
 from testing.deepspeed_rank import prepare_rank
