@@ -170,9 +170,11 @@ _REPORTS = (
     *_switched("autotuning.enabled", "it searches over settings of stock DeepSpeed; remove it"),
 )
 
-_FP32 = ("fp32", "float32", "float", "torch.float32")
-_FP16 = ("fp16", "float16", "half", "torch.float16")
-_BF16 = ("bf16", "bfloat16", "torch.bfloat16")
+_TYPES = (
+    *("fp32", "float32", "float", "torch.float32"),
+    *("fp16", "float16", "half", "torch.float16"),
+    *("bf16", "bfloat16", "torch.bfloat16"),
+)
 _PRECISION = (
     Key("bf16.enabled", HONOURED, "the optimizer updates fp32 copies of bf16 parameters", takes=SWITCH),
     Key("bf16.check_grad_overflow", HONOURED, "skips a step whose gradient is not finite", takes=SWITCH),
@@ -199,19 +201,14 @@ _PRECISION = (
     ),
     Key("torch_autocast.enabled", REFUSED, _USE_BF16, (False,)),
     *_keys("torch_autocast", "dtype lower_precision_safe_modules", MEANINGLESS, "only with torch_autocast.enabled"),
-    Key("data_types.grad_accum_dtype", HONOURED, "fp32, fp16 or bf16", (*_FP32, *_FP16, *_BF16)),
+    Key("data_types.grad_accum_dtype", HONOURED, "fp32, fp16 or bf16", _TYPES),
     Key(
         "data_types.param_dtype",
         HONOURED,
         "fp32, fp16 or bf16, in agreement with fp16.enabled and bf16.enabled",
-        (*_FP32, *_FP16, *_BF16),
+        _TYPES,
     ),
-    Key(
-        "data_types.buffer_dtype",
-        HONOURED,
-        "fp32, fp16 or bf16, with fp16.enabled or bf16.enabled",
-        (*_FP32, *_FP16, *_BF16),
-    ),
+    Key("data_types.buffer_dtype", HONOURED, "fp32, fp16 or bf16, with fp16.enabled or bf16.enabled", _TYPES),
     Key(
         "data_types.keep_in_fp32_modules",
         HONOURED,

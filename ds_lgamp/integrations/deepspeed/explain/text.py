@@ -256,14 +256,6 @@ def with_bytes(number: float) -> str:
     return f"{number:.3g} TB"
 
 
-class OtherOrder(NamedTuple):
-    """An order that was not chosen."""
-
-    order: str
-    seconds: float
-    """Of its messages in a step."""
-
-
 class LaidOut(NamedTuple):
     """The chosen order, and why."""
 
@@ -273,7 +265,8 @@ class LaidOut(NamedTuple):
     knows_messages: bool
     """Whether the bytes between pipeline ranks are known. Unknown ones count as none."""
     assignment: Assignment
-    others: Sequence[OtherOrder]
+    others: Sequence[Assignment]
+    """In orders that were not chosen."""
     network_seconds: float
     """Of a step on the clock, if compute took no time."""
     step_seconds: float | None
@@ -315,7 +308,7 @@ def assigned_json(laid_out: LaidOut) -> dict[str, Any]:
         "network_seconds": laid_out.network_seconds,
         "step_seconds": laid_out.step_seconds,
         "exposed_seconds": laid_out.exposed_seconds,
-        "other_orders": [other._asdict() for other in laid_out.others],
+        "other_orders": [{"order": other.order, "seconds": _seconds(other)} for other in laid_out.others],
     }
 
 
@@ -369,11 +362,15 @@ def _links(laid_out: LaidOut) -> str:
 
 
 def _orders(laid_out: LaidOut) -> str:
-    chosen = OtherOrder(laid_out.assignment.order, sum(laid_out.assignment.seconds.values()))
-    rows = [[f"{seconds:.3g}", order] for order, seconds in (chosen, *laid_out.others)]
+    rows = [[f"{_seconds(each):.3g}", each.order] for each in (laid_out.assignment, *laid_out.others)]
     return "Orders, and the seconds of their messages in a step; the first one is taken\n" + table(
         ["seconds", "order"], rows, left={1}
     )
+
+
+def _seconds(assignment: Assignment) -> float:
+    """Returns the seconds of the messages of a step."""
+    return sum(assignment.seconds.values())
 
 
 def _ranges(numbers: Sequence[int]) -> str:
