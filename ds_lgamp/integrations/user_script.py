@@ -148,7 +148,7 @@ def await_gloo_threads() -> None:
     """Waits until none of gloo's threads has anything left to do, or for 10 seconds.
 
     A thread reports that a collective is done before it frees the tensors, and it needs the interpreter to free them.
-    An interpreter that shuts down in between ends the thread where it stands. That aborts the process, or leaves the
+    An interpreter that shuts down in between ends the thread at once. That aborts the process, or leaves the
     thread with a lock for which the shutdown waits.
     """
     quiet, deadline = 0, time.monotonic() + _PATIENCE
@@ -218,7 +218,7 @@ def _has_peers() -> bool:
     """Whether other ranks may wait for this one."""
     import torch.distributed as dist
 
-    # A script may destroy its process group in a ``finally``. Then others still await news of this rank.
+    # A script may destroy its process group in a ``finally``. Other ranks then still wait for news of this one.
     return this_rank.lifeline is not None or (dist.is_initialized() and dist.get_world_size() > 1)
 
 
@@ -231,8 +231,8 @@ def _fail(message: str, error: BaseException) -> NoReturn:
 
 
 def _announce(message: str, error: BaseException) -> None:
-    """Tells the others of ``error``, so that they blame nobody else. A checkpoint that is being written is completed
-    once this rank has shown ``message``; the others write their part without a pause."""
+    """Tells the other ranks of ``error``, so that they blame no other rank. If a checkpoint is being written, this rank
+    shows ``message`` and completes it. Other ranks write their part of it without a pause."""
     writes = bool(this_rank.savers)
     this_rank.announce(cause(error), " and completes a checkpoint" if writes else "")
     if writes:
@@ -273,7 +273,8 @@ def _leave(message: str, status: int, error: BaseException) -> NoReturn:
 
 
 def _print(text: str) -> None:
-    # torch's hook may have called this module's. It collects in memory what others print, and leaving would lose that.
+    # torch's hook, which may have called the hook of this module, collects in memory what is printed. Leaving would
+    # lose that.
     stream = sys.__stderr__ if isinstance(sys.stderr, StringIO) else sys.stderr
     if stream is not None:
         stream.write(text)

@@ -18,7 +18,7 @@ from ds_lgamp.optimizers.muon import MATRIX_OPTIONS, OTHER_OPTIONS
 from ds_lgamp.partition.agreement import everyone, raise_everywhere
 
 _OF_PARAMETERS = ("params", "param_names")
-"""The keys of a group that list its parameters; all others are options."""
+"""The keys of a group that list its parameters; all other keys are options."""
 
 
 class ParameterGroups:

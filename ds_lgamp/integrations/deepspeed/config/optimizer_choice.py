@@ -153,8 +153,8 @@ WHOLE_TENSORS = {
 JSON_NAMES = {"adam", "adamw", "adagrad", "lamb", "lion", "muon", "DeepSpeedCPUAdam"} | {
     kind.__name__ for kind in ELEMENTWISE if kind.__name__.lower() not in ("adam", "adamw", "adagrad")
 }
-"""The values that ``optimizer.type`` may have. DeepSpeed writes the first six in lower case; the others are class
-names."""
+"""The values that ``optimizer.type`` may have. DeepSpeed writes the first six in lower case; the other values are
+class names."""
 _NOT_IN_FUSED_ADAM = {"amsgrad", "foreach", "fused", "maximize", "capturable", "differentiable"}
 """Options of torch's Adam that DeepSpeed's and apex's FusedAdam lack or refuse."""
 

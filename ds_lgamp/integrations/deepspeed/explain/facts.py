@@ -47,7 +47,7 @@ class RankFacts:
     chunks: list[ChunkFacts]
     tied: list[TiedFacts]
     parameters: int
-    """Those of its chunks and tied modules, before they are partitioned."""
+    """Elements of its chunks and tied modules, before they are partitioned."""
     traffic: Traffic
     tied_sums: int
     """How many tied modules have copies on other pipeline ranks, whose gradients the step gathers and adds up."""
@@ -58,7 +58,8 @@ class RankFacts:
     update_bytes_sent: int
     """Bytes that they send, on the data-parallel rank that sends most."""
     bytes_between_nodes: int | None
-    """Those of them that hierarchical shards send between nodes; None without such shards, where nodes are unknown."""
+    """The part of these bytes that hierarchical shards send between nodes; None without such shards, where nodes are
+    unknown."""
     memory: Memory
     bus_bytes_loaded: int | None = None
     """Bytes of weights that come from the host; None without offloading, like ``bus_bytes_stored``."""
@@ -88,7 +89,7 @@ class Explanation:
     optimizer: str
     layers: int
     parameters: int
-    """Those of the model, on each tensor-parallel rank; a tied module counts once."""
+    """Elements of the model on each tensor-parallel rank; a tied module counts once."""
     bubble: float
     """Idle time as a share of the ideal time, simulated: a backward pass takes twice as long as a forward pass,
     communication takes no time."""
@@ -129,7 +130,7 @@ class Explanation:
         return 2 * self.most_chunks * self.spec.micro_batches
 
     def as_data(self) -> dict[str, Any]:
-        """Returns the facts for a program to read. Those of program and settings stand beside the others."""
+        """Returns the facts for a program to read. Facts of the program and of the settings have keys of their own."""
         data = {field.name: getattr(self, field.name) for field in fields(self)}
         spec, settings = data.pop("spec"), data.pop("settings")
         data |= {name: getattr(spec, name) for name in _OF_PROGRAM}

@@ -234,7 +234,7 @@ def _words(facts: Explanation) -> str:
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[object]], left: Container[int] = ()) -> str:
-    """Returns aligned columns. Those with an index in ``left`` align to the left, others to the right."""
+    """Returns aligned columns. Columns with an index in ``left`` align to the left, other columns to the right."""
     cells = [titles, *([f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells)]
     lines = (

@@ -42,7 +42,7 @@ class Update:
     def __init__(self, name: str, kind: type | None, groups: Sequence[dict[str, Any]]) -> None:
         self.name = name
         self._kind = None if kind is None else counterpart(kind)
-        """Lamb or Muon, which need whole tensors; None for others."""
+        """Lamb or Muon, which need whole tensors; None for other optimizers."""
         self._groups = groups
         self._group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group["params"]}
         counts = [None] if kind is None else [state_tensors(kind, group) for group in groups]

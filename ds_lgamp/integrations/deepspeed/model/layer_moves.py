@@ -38,7 +38,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class Traits(NamedTuple):
-    """Those of a layer or a part of it."""
+    """What a layer, or a part of it, has beside tensors."""
 
     values: dict[str, bool | float]
     """Attributes of torch's own modules, such as a rate of dropout. Those of other classes may belong to a rank."""
@@ -79,7 +79,7 @@ def place_built(module: PipelineModule, layout: Layout, built: dict[int, Any]) -
     """Makes ``module`` a :class:`PlacedModule` of the pipeline rank ``module.stage_id``, and returns it.
 
     Args:
-        built: the functions of this rank's layers; those of others are ignored.
+        built: the functions of this rank's layers; functions of other layers are ignored.
     """
     module.__class__ = type(type(module).__name__, (PlacedModule, type(module)), {})
     module.layout = layout
@@ -89,7 +89,7 @@ def place_built(module: PipelineModule, layout: Layout, built: dict[int, Any]) -
 
 def _forget_collectives(parameter: nn.Parameter) -> None:
     """Drops the autograd hook that would warn, in every first backward pass, of the broadcast of a tied parameter by
-    stock's module. Assigning the hooks that Python has added drops all others."""
+    stock's module. Assigning the hooks that Python has added drops all other hooks."""
     parameter._backward_hooks = parameter._backward_hooks
 
 
@@ -234,7 +234,7 @@ def traits_of(layers: Mapping[str, nn.Module]) -> dict[str, Traits]:
 def adopt_traits(layers: Mapping[str, nn.Module], traits: Mapping[str, Traits]) -> str | None:
     """Gives layers, which were built anew, the ``traits`` of those whose places they take.
 
-    Returns a complaint if one of the latter had other hooks, which cannot move; else None.
+    Returns a complaint if one of the layers before had other hooks, which cannot move; else None.
     """
     for prefix, layer in layers.items():
         for name, part in layer.named_modules(prefix=prefix):

@@ -94,7 +94,7 @@ def compare_memory(
     with measured as memory:
         gradients, buffers = follow(partition, actions, updates)
     element = element_of(dtype, gradient_dtype, communication_dtype)
-    told = rank_memory(
+    formula = rank_memory(
         actions,
         SIZES,
         zero_stage,
@@ -106,15 +106,15 @@ def compare_memory(
     )
     label = (case, zero_stage, data_group.size(), dtype, gradient_dtype, communication_dtype, in_rank_order)
     held = {tensor.untyped_storage()._cdata: tensor for tensor in stored}
-    assert told.weights == sum(tensor.untyped_storage().nbytes() for tensor in held.values()), label
+    assert formula.weights == sum(tensor.untyped_storage().nbytes() for tensor in held.values()), label
     converts = communication_dtype is not None or element.gradients != element.master
     # Conversions and additions need more memory for a moment. Only the peak shows it.
     partitioned = partition.units[0].storage.partitioned
-    assert told.gradients == gradients or (converts and not partitioned) or updates == "reduction", label
-    assert told.gradient_buffers == buffers or hierarchy is not None or (converts and partitioned) or in_rank_order, (
-        label
-    )
-    assert told.peak == memory.peak, label
+    assert formula.gradients == gradients or (converts and not partitioned) or updates == "reduction", label
+    assert (
+        formula.gradient_buffers == buffers or hierarchy is not None or (converts and partitioned) or in_rank_order
+    ), label
+    assert formula.peak == memory.peak, label
 
 
 def follow(partition, actions, updates):
