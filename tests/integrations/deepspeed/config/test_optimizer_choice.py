@@ -41,7 +41,7 @@ from ds_lgamp.integrations.deepspeed.explain.updates import state_tensors, updat
 from ds_lgamp.optimizers.lamb import Lamb
 from ds_lgamp.optimizers.muon import Muon
 from ds_lgamp.runtime.measure import PeakMemory
-from tests.integrations.deepspeed.config.stand_ins import FusedLAMB, FusedLamb
+from tests.integrations.deepspeed.config.bad_modules import FusedLAMB, FusedLamb
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
