@@ -63,13 +63,13 @@ class LgampConfig(BaseModel):
     reductions cannot hide behind compute."""
     defer_gathers: bool = False
     """When stages 1 and 2 gather the parameters that a step updated. false: right after the step; code that reads a
-    parameter in between waits for its gather. true: in the next step, one chunk ahead of the forwards; code that reads
-    a parameter before that gets an error that says how to gather it."""
+    parameter waits until it is gathered. true: in the next step, each chunk during the forward of the chunk before;
+    code that reads a parameter earlier gets an error that says how to gather it."""
     overlap_update: bool = False
     """true: the optimizer updates each chunk by itself, with the same result to the bit. Where no update needs the
     gradients of other chunks, it runs while lower chunks' gradients are reduced. Where it does (gradient_clipping,
     fp16, bf16.check_grad_overflow, reproducible, models that are no PipelineModule), each update runs in the next step,
-    ahead of the chunk's forwards; stages 1 and 2 then gather as with defer_gathers. false: all updates run in the step,
+    before the chunk's forwards; stages 1 and 2 then gather as with defer_gathers. false: all updates run in the step,
     after the last reduction."""
     recompute: Literal["full", "selective", "none"] = "full"
     """full: the backward pass recomputes chunks from their stored input, except the last chunk if its backward follows
@@ -80,19 +80,19 @@ class LgampConfig(BaseModel):
     PipelineModule or an nn.Sequential. The default is the one that the model's own pipeline plan names, or else the one
     with most parameters."""
     dummy_inputs: dict[str, Any] | None = None
-    """Arguments, by name, for one small forward of a model that is no PipelineModule and no nn.Sequential. It shows
-    which of its modules work ahead of its blocks. Tensors are nested lists of numbers, or objects such as {"shape": [1,
-    3, 32, 32], "dtype": "float32"}; other objects are dictionaries of such values, and lists of objects or texts are
-    lists. The default is the model's property dummy_inputs; without one, what its tokenizer makes of a text; without
-    that, token ids."""
+    """Arguments, by name, for one small forward of a model that is no PipelineModule and no nn.Sequential. The forward
+    shows which modules of the model run before its blocks. Tensors are nested lists of numbers, or objects such as
+    {"shape": [1, 3, 32, 32], "dtype": "float32"}; other objects are dictionaries of such values, and lists of objects
+    or texts are lists. The default is the model's property dummy_inputs; without one, what its tokenizer makes of a
+    text; without that, token ids."""
     outputs: Literal["loss", "all"] = "loss"
     """What engine(...) returns in training, if the model is no PipelineModule. loss: only the model's loss, once all
     micro-batches of a step are there. all: all outputs, at once, from which the script computes its loss. Stage 3 then
     gathers for the forward of every call."""
     offload_activations: Literal["none", "cpu", "nvme"] = "none"
-    """cpu: the inputs from which backward passes recompute wait in the host's memory. They leave behind a forward and
-    come back one compute ahead of the backward. nvme: they wait on a disk, in the folder nvme_path. none: they stay on
-    the device."""
+    """cpu: the inputs from which backward passes recompute wait in the host's memory. They leave the device after a
+    forward, and come back during the compute before the backward. nvme: they wait on a disk, in the folder nvme_path.
+    none: they stay on the device."""
     nvme_path: str | None = None
     """A folder on a disk for offload_activations. The default is the nvme_path of offload_optimizer and offload_param.
     """
@@ -125,9 +125,9 @@ class LgampConfig(BaseModel):
     live_checkpoint: Annotated[str, Field(min_length=1)] | None = None
     """A folder on each node, for this job alone. Each step's state is copied there beside training, so that a job that
     dies loses one step at most: load_checkpoint then makes it a checkpoint, and goes on from it. In /dev/shm it is in
-    memory, which outlives processes but not the node. It takes two states, three where overlap_update or offloading
-    update ahead of the step. A job that ends well leaves none if its last checkpoint is as new. Nothing is copied by
-    default."""
+    memory, which outlives processes but not the node. It takes two states, or three if overlap_update or offloading
+    updates chunks before the step. A job that ends well leaves none if its last checkpoint is as new. Nothing is copied
+    by default."""
 
     hang_timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 600.0
     """How many seconds ranks may wait in a batch for one that stands still. Then all ranks end, and name it. Warnings
@@ -239,6 +239,6 @@ def _sentence(error: ValidationError) -> str:
         nearest = get_close_matches(key, LgampConfig.model_fields, n=1)
         known = f"did you mean {nearest[0]}?" if nearest else f"use one of {', '.join(LgampConfig.model_fields)}"
         return f"{BLOCK}.{key} is no known key; {known}"
-    said = [cause["msg"].removeprefix("Value error, ") for cause in error.errors() if cause["loc"][0] == key]
-    causes = {words[0].lower() + words[1:] for words in said}
+    messages = [cause["msg"].removeprefix("Value error, ") for cause in error.errors() if cause["loc"][0] == key]
+    causes = {message[0].lower() + message[1:] for message in messages}
     return f"{BLOCK}.{key}{place} is {first['input']!r}: {' or '.join(sorted(causes))}"

@@ -1,6 +1,7 @@
 """Checks which modules import which. Reads every import statement of the sources, also those inside functions."""
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -24,7 +25,6 @@ FLOORS = (
         "integrations.handshake",
         "integrations.hosts",
         "integrations.program_spec",
-        "integrations.shard_keys",
         "integrations.tracing",
         "integrations.user_script",
     ),
@@ -58,7 +58,8 @@ STRANGERS = (
     ("integrations.megatron.layers", "integrations.megatron.loop"),
 )
 """Pairs of rooms. Neither imports the other."""
-FOLDERS = ("ds_lgamp", "testing", "benchmarks", "tests")
+FOLDERS = ("ds_lgamp", "testing", "benchmarks")
+"""Nobody imports tests. What they import is not looked at."""
 
 
 class Import(NamedTuple):
@@ -176,6 +177,10 @@ def test_what_every_host_shares_knows_no_host(room):
 def test_nobody_takes_a_constant_from_a_formula():
     taken = [one for one in inside_ds_lgamp() if is_in(one.source, "ds_lgamp.cost") and one.name.isupper()]
     assert not [one for one in taken if room_of(one.module) != "cost"]
+
+
+def test_tests_import_nothing_relative_to_themselves():
+    assert not [path for path in (ROOT / "tests").rglob("*.py") if re.search(r"^\s*from \.", path.read_text(), re.M)]
 
 
 @pytest.mark.parametrize(

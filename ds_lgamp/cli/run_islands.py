@@ -100,7 +100,7 @@ def of_flags(arguments: Sequence[str], config: str, launch: Launch) -> Demand:
 
 def laid_out_on(path: str, facts: Mapping[str, Any]) -> "LaidOut":
     """Returns how ranks would be laid out on the cluster file ``path``. Raises ConfigError if they cannot be."""
-    from ds_lgamp.integrations.deepspeed.explain.text import LaidOut, OtherOrder
+    from ds_lgamp.integrations.deepspeed.explain.text import LaidOut
 
     try:
         cluster = read_islands(path)
@@ -116,7 +116,7 @@ def laid_out_on(path: str, facts: Mapping[str, Any]) -> "LaidOut":
         demand,
         all(rank["hop_bytes"] is not None for rank in facts["ranks"]),
         chosen,
-        [OtherOrder(other.order, sum(other.seconds.values())) for other in (*others, launched)],
+        [*others, launched],
         times.network,
         times.step,
         times.exposed,

@@ -45,9 +45,9 @@ def with_speeds(config: dict[str, Any], assignment: Assignment | None, replicas:
 def work_speeds(assignment: Assignment) -> tuple[list[float], list[float]]:
     """Returns the speeds by which pipeline ranks share layers, and data-parallel ranks micro-batches.
 
-    A pipeline rank is as fast as its slowest GPU. A data-parallel rank is as fast as its slowest GPU beside the others
-    of the same pipeline rank, because the layers make up for the rest. If each GPU's speed is a product of the two, all
-    finish at the same time.
+    A pipeline rank is as fast as its slowest GPU. The speed of a data-parallel rank is the lowest ratio of one of its
+    GPUs to the speed of that GPU's pipeline rank, because the layers make up for the rest. If each GPU's speed is a
+    product of the two, all GPUs finish at the same time.
     """
     pipeline = list(assignment.pipeline_speeds)
     data = [
@@ -62,8 +62,8 @@ def work_speeds(assignment: Assignment) -> tuple[list[float], list[float]]:
 
 
 def transport_of(ranks: Sequence[int] | None) -> Transport | None:
-    """Returns how this rank communicates with the others of ``ranks``, all ranks for None; None if it is free to
-    choose."""
+    """Returns how this rank communicates with the other ranks of ``ranks``, where None means all ranks; None if it is
+    free to choose."""
     assignment = this_rank.assignment
     if assignment is None:
         return None

@@ -18,7 +18,7 @@ from ds_lgamp.partition.agreement import Term, Terms
 from ds_lgamp.version import __version__
 
 _PACKAGES = ("deepspeed", "megatron-core", "transformers")
-"""Packages whose version counts where they are installed. Some ranks may import what others do not."""
+"""Packages whose version counts where they are installed. Some ranks may import packages that other ranks do not."""
 _VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG",
     "CUDA_DEVICE_MAX_CONNECTIONS",

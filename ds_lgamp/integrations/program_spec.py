@@ -1,11 +1,10 @@
 """The program that the block asks for: the bounds of chunks, their placement, and the micro-batches of every rank."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.schedule.actions import Action
-from ds_lgamp.schedule.hierarchy import Hierarchy
-from ds_lgamp.schedule.offload import Offload
 from ds_lgamp.schedule.orders import default_placement
 from ds_lgamp.schedule.placement import (
     Placement,
@@ -20,6 +19,8 @@ from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.schedule.validate import validate
 
+HPZ, MICS = "zero_hpz_partition_size", "mics_shard_size"
+"""The keys of zero_optimization that ask for hierarchical shards."""
 MOST_MICRO_BATCHES = 100_000
 """The most micro-batches of a step. A program of more would take minutes to build, or not fit into memory."""
 
@@ -143,18 +144,14 @@ def place(settings: LgampConfig, chunks: int, pipeline_ranks: int) -> Placement:
 
 
 def program_spec(
-    settings: LgampConfig,
-    placement: Placement,
-    micro_batches: int,
-    zero_stage: int,
-    receives_on_arrival: bool = False,
-    updates: str = "step",
-    hierarchy: Hierarchy | None = None,
-    offload: Offload | None = None,
-    first_trained: int = 0,
+    settings: LgampConfig, placement: Placement, micro_batches: int, zero_stage: int, **others: Any
 ) -> ProgramSpec:
     """The spec from which the programs of a training step are built. Raises ConfigError if the batch does not fit the
-    schedule."""
+    schedule.
+
+    Args:
+        others: fields of the spec on which the host decides.
+    """
     _check_micro_batches(micro_batches)
     group = micro_batches if settings.micro_batch_group == "all" else min(settings.micro_batch_group, micro_batches)
     pipeline_ranks = max(placement) + 1
@@ -164,6 +161,7 @@ def program_spec(
             f"micro-batches, but a batch has {micro_batches} (gradient_accumulation_steps, or Megatron-LM's "
             "--global-batch-size); change that, or use 'layered'"
         )
+    postpones = others.get("updates") == "next_step" or others.get("offload") is not None
     try:
         return ProgramSpec(
             placement,
@@ -172,16 +170,11 @@ def program_spec(
             group,
             zero_stage,
             settings.resident_chunks,
-            defers_gathers=settings.defer_gathers
-            or (zero_stage > 0 and (updates == "next_step" or offload is not None)),
-            updates=updates,
-            receives_on_arrival=receives_on_arrival,
-            hierarchy=hierarchy,
-            offload=offload,
+            defers_gathers=settings.defer_gathers or (zero_stage > 0 and postpones),
             stores_inputs=settings.offload_activations != "none",
             recomputes=settings.recompute == "full",
             returns_outputs=settings.outputs == "all",
-            first_trained=first_trained,
+            **others,
         )
     except ValueError as error:
         raise ConfigError(f"{BLOCK}.{error}") from None
@@ -192,3 +185,13 @@ def program_of(spec: ProgramSpec, pipeline_rank: int) -> list[Action]:
     program = build_program(spec)
     validate(spec, program)
     return program[pipeline_rank]
+
+
+def shard_groups(config: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the keys of ``config`` that ask for hierarchical shards, and their values, without those that switch them
+    off: 0 and 1 ranks for hpZ, -1 for MiCS."""
+    section = config.get("zero_optimization")
+    if not isinstance(section, dict):
+        return {}
+    off = {HPZ: (None, 0, 1), MICS: (None, -1)}
+    return {name: section[name] for name, values in off.items() if section.get(name) not in values}

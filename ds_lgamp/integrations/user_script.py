@@ -99,7 +99,9 @@ def leave() -> NoReturn:
     the interpreter down: a gloo thread that needs the interpreter during the shutdown would abort the process."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    _leave("", 0)
+    sys.stdout.flush()
+    flush_files()
+    os._exit(0)
 
 
 @contextmanager
@@ -123,10 +125,10 @@ def failures_end_the_process(stock_refusal: str | None = None, hint: str = "") -
             this_rank.exit.failing = True
         raise
     except ConfigError as error:
-        _leave(_sentence(error), _REFUSED, error)
+        _refuse(error)
     except Exception as error:
         if stock_refusal is not None and stock_refusal in str(error):
-            _leave(f"{hint}ds_lgamp: {error}; change one of them\n", _REFUSED, error)
+            _refuse(error, hint, "; change one of them")
         _fail(traceback.format_exc() + hint, error)
 
 
@@ -146,7 +148,7 @@ def await_gloo_threads() -> None:
     """Waits until none of gloo's threads has anything left to do, or for 10 seconds.
 
     A thread reports that a collective is done before it frees the tensors, and it needs the interpreter to free them.
-    An interpreter that shuts down in between ends the thread where it stands. That aborts the process, or leaves the
+    An interpreter that shuts down in between ends the thread at once. That aborts the process, or leaves the
     thread with a lock for which the shutdown waits.
     """
     quiet, deadline = 0, time.monotonic() + _PATIENCE
@@ -184,7 +186,7 @@ def _leave_at_unhandled_errors(undo: ExitStack) -> None:
             previous(kind, error, trace)
             return
         if isinstance(error, ConfigError):
-            _leave(_sentence(error), _REFUSED, error)
+            _refuse(error)
         # The message is written in one piece, because other ranks may print at the same time.
         with redirect_stderr(StringIO()) as printed:
             previous(kind, error, trace)
@@ -216,7 +218,7 @@ def _has_peers() -> bool:
     """Whether other ranks may wait for this one."""
     import torch.distributed as dist
 
-    # A script may destroy its process group in a ``finally``. Then others still await news of this rank.
+    # A script may destroy its process group in a ``finally``. Other ranks then still wait for news of this one.
     return this_rank.lifeline is not None or (dist.is_initialized() and dist.get_world_size() > 1)
 
 
@@ -229,8 +231,8 @@ def _fail(message: str, error: BaseException) -> NoReturn:
 
 
 def _announce(message: str, error: BaseException) -> None:
-    """Tells the others of ``error``, so that they blame nobody else. A checkpoint that is being written is completed
-    once this rank has shown ``message``; the others write their part without a pause."""
+    """Tells the other ranks of ``error``, so that they blame no other rank. If a checkpoint is being written, this rank
+    shows ``message`` and completes it. Other ranks write their part of it without a pause."""
     writes = bool(this_rank.savers)
     this_rank.announce(cause(error), " and completes a checkpoint" if writes else "")
     if writes:
@@ -250,17 +252,15 @@ def _is_of_a_checkpoint(error: BaseException) -> bool:
     return isinstance(error, CheckpointError)
 
 
-def _sentence(error: ConfigError) -> str:
-    return f"ds_lgamp: {error}\n"
+def _refuse(error: Exception, hint: str = "", fix: str = "") -> NoReturn:
+    """Ends the process with the sentence of a refusal."""
+    _leave(f"{hint}ds_lgamp: {error}{fix}\n", _REFUSED, error)
 
 
-def _leave(message: str, status: int, error: BaseException | None = None) -> NoReturn:
+def _leave(message: str, status: int, error: BaseException) -> NoReturn:
     """Ends the process with ``message``. The reason comes first if it is another rank's. The other ranks learn the
     ``error`` that ends it."""
     sys.stdout.flush()
-    if error is None:
-        flush_files()
-        os._exit(status)
     this_rank.exit.failing = True
     # A refusal is a sentence already, and other ranks refuse the same.
     shared = status == _REFUSED or _is_of_a_checkpoint(error)
@@ -273,7 +273,8 @@ def _leave(message: str, status: int, error: BaseException | None = None) -> NoR
 
 
 def _print(text: str) -> None:
-    # torch's hook may have called this module's. It collects in memory what others print, and leaving would lose that.
+    # torch's hook, which may have called the hook of this module, collects in memory what is printed. Leaving would
+    # lose that.
     stream = sys.__stderr__ if isinstance(sys.stderr, StringIO) else sys.stderr
     if stream is not None:
         stream.write(text)

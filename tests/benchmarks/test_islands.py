@@ -11,13 +11,11 @@ from benchmarks.islands import (
     cluster_of,
     demand_of,
     enter,
-    run,
     seconds_on_clock,
     settings_of,
 )
 from benchmarks.record import Record
 from benchmarks.unlike import ALTERNATING, BY_ISLAND, FAST, Place
-from testing.namespaces import NetworkUnavailable
 
 TWO = Place("two islands", (0, 0, 1, 1), "50mbit", 2)
 
@@ -63,11 +61,3 @@ def test_the_report_compares_with_the_clock_and_with_a_fast_network():
     place = TWO._replace(between="500mbit")
     enter(record, place, {BY_ISLAND: found(1.05, 3.0), ALTERNATING: found(1.1, 3.0)}, found(1.0, 1.0))
     assert len(record.targets) == 1, "no order gains where compute hides the links in all of them"
-
-
-def test_a_machine_without_namespaces_says_so(monkeypatch, capsys):
-    def no_network(*_):
-        raise NetworkUnavailable("no namespaces")
-
-    monkeypatch.setattr("benchmarks.islands.throttled_network", no_network)
-    assert not run().rows and "nothing measured between islands" in capsys.readouterr().err

@@ -1,6 +1,5 @@
 """The benchmark of slow messages: the comparisons it makes."""
 
-from contextlib import contextmanager
 from statistics import median
 
 import pytest
@@ -14,14 +13,12 @@ from benchmarks.latency import (
     RATIO_BUSY,
     SETTINGS,
     enter,
-    run,
 )
 from benchmarks.record import Record
 from benchmarks.virtual.bubbles import simulated
 from benchmarks.virtual.chunk import Setting
 from benchmarks.virtual.pipelines import INTERLEAVED, LAYERED
 from benchmarks.virtual.steps import measure
-from testing.namespaces import NetworkUnavailable
 
 TINY = Setting(2, 2, 2, forward=0.002, backward=0.004, elements=1)
 
@@ -57,17 +54,3 @@ def test_layered_hides_messages_on_paper_and_interleaved_does_not():
     for setting in SETTINGS:
         layered, interleaved = (simulated(entry, setting, MESSAGE, MESSAGE).bubble for entry in (LAYERED, INTERLEAVED))
         assert layered < 0.6 * interleaved
-
-
-@contextmanager
-def no_network(nodes, rate):
-    raise NetworkUnavailable(f"{nodes} nodes are too many")
-    yield
-
-
-def test_a_machine_without_a_slow_link_says_so(monkeypatch, capsys):
-    monkeypatch.setattr("benchmarks.latency.throttled_network", no_network)
-    record = run(repetitions=1)
-    assert not record.rows and not record.targets
-    assert record.machine["network"] == "nothing measured at 1 Gbit/s: 4 nodes are too many"
-    assert "nothing measured" in capsys.readouterr().err

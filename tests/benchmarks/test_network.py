@@ -1,7 +1,10 @@
 """The benchmark of slow networks: its bounds and its report."""
 
+from functools import partial
+
 import pytest
 
+from benchmarks import islands, latency, network, overlap, training_slow, unlike, updates
 from benchmarks.network import (
     BOUND,
     LAYOUTS,
@@ -13,7 +16,6 @@ from benchmarks.network import (
     enter,
     layered,
     measure,
-    run,
     setting_of,
 )
 from benchmarks.overlap import BYTES_PER_SECOND, COMPUTE, collectives
@@ -56,11 +58,29 @@ def test_every_order_does_the_work_and_gets_its_rows():
     assert target.limit == LIMIT
 
 
-def test_a_machine_without_a_slow_link_says_so(monkeypatch, capsys):
-    def no_network(nodes, rate, socket_queue):
+@pytest.mark.parametrize(
+    ("benchmark", "run", "message", "nodes"),
+    [
+        (islands, islands.run, "nothing measured between islands", 4),
+        (latency, partial(latency.run, repetitions=1), "nothing measured at 1 Gbit/s", 4),
+        (network, partial(network.run, LAYOUTS[:1], repetitions=1), "nothing measured", 2),
+        (overlap, partial(overlap.run, overlap.LAYOUTS[:1], repetitions=1), "nothing measured at 1gbit", 2),
+        (
+            training_slow,
+            partial(training_slow.run, layouts=((1, 2),), repetitions=1),
+            "nothing measured at 200 Mbit/s",
+            2,
+        ),
+        (unlike, unlike.run, "nothing measured between islands", 4),
+        (updates, partial(updates.run, updates.LAYOUTS[:1], turns=1), "nothing measured", 2),
+    ],
+)
+def test_a_machine_without_a_slow_link_says_so(monkeypatch, capsys, benchmark, run, message, nodes):
+    def no_network(nodes, *_, **__):
         raise NetworkUnavailable(f"{nodes} nodes are too many")
 
-    monkeypatch.setattr("benchmarks.network.throttled_network", no_network)
-    record = run(LAYOUTS[:1], repetitions=1)
-    assert not record.rows and record.machine["network"] == "nothing measured: 2 nodes are too many"
-    assert "nothing measured" in capsys.readouterr().err
+    monkeypatch.setattr(benchmark, "throttled_network", no_network)
+    record = run()
+    assert not record.rows and not record.targets
+    assert record.machine["network"] == f"{message}: {nodes} nodes are too many"
+    assert message in capsys.readouterr().err

@@ -1,7 +1,5 @@
 """The overlap benchmark: its bounds, its measurements and its report."""
 
-from contextlib import contextmanager
-
 import pytest
 
 from benchmarks.overlap import (
@@ -13,7 +11,6 @@ from benchmarks.overlap import (
     enter,
     measure,
     name_of,
-    run,
     setting_of,
     simulated,
 )
@@ -21,7 +18,6 @@ from benchmarks.record import Record
 from benchmarks.schedule import LIMIT
 from benchmarks.virtual.chunk import Setting
 from ds_lgamp.schedule.actions import Kind
-from testing.namespaces import NetworkUnavailable
 
 TINY = Setting(1, 2, 2, forward=0.002, backward=0.004, data_ranks=2, parameters=1001)
 TINY_POLICIES = [(2, 2), (3, 1)]
@@ -61,17 +57,3 @@ def test_every_policy_does_the_work_and_gets_its_rows(found):
         assert rows[name_of(*policy), "exposed gather"].median > 0
     (target,) = record.targets
     assert target.value == rows[name_of(2, 2), BOUND].median and target.limit == LIMIT
-
-
-@contextmanager
-def no_network(nodes, rate):
-    raise NetworkUnavailable(f"{nodes} nodes are too many")
-    yield
-
-
-def test_a_machine_without_a_slow_link_says_so(monkeypatch, capsys):
-    monkeypatch.setattr("benchmarks.overlap.throttled_network", no_network)
-    record = run(LAYOUTS[:1], repetitions=1)
-    assert not record.rows and not record.targets
-    assert record.machine["network"] == "nothing measured at 1gbit: 2 nodes are too many"
-    assert "nothing measured at 1gbit" in capsys.readouterr().err

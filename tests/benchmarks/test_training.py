@@ -4,14 +4,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import training, training_slow
+from benchmarks import training
 from benchmarks.contenders import Contender, Layout
 from benchmarks.contenders.bare import Bare
 from benchmarks.contenders.field import BARE, KEPT, SHARDED, in_training
 from benchmarks.model import ModelSize, build_blocks
 from benchmarks.record import OURS
 from benchmarks.training import LAYOUTS, LIMIT, RATIO, Duration, compete, run
-from testing.namespaces import NetworkUnavailable
 
 TINY = ModelSize(blocks=4, width=32, sequence=8, vocabulary=32)
 WIDE = TINY._replace(width=64)
@@ -119,17 +118,6 @@ def test_the_wide_model_meets_the_closest_peer_and_targets_the_worst_ratio(compe
         (f"largest {RATIO}", 4.0, LIMIT),
         ("largest step / bare loop's", 0.5, training.BARE_LIMIT),
     ] * 2
-
-
-def test_without_a_slow_network_the_record_says_so(monkeypatch, capsys):
-    def no_network(nodes, rate):
-        raise NetworkUnavailable(f"{nodes} nodes are too many")
-
-    monkeypatch.setattr(training_slow, "throttled_network", no_network)
-    record = training_slow.run(TINY, layouts=((1, 2),), repetitions=1)
-    assert not record.rows
-    assert record.machine["network"] == "nothing measured at 200 Mbit/s: 2 nodes are too many"
-    assert "nothing measured" in capsys.readouterr().err
 
 
 def test_the_wide_model_meets_ours_the_bare_loop_and_close_peers():

@@ -1,9 +1,8 @@
 """The benchmark of updates one by one: its report."""
 
 from benchmarks.record import Record
-from benchmarks.updates import LAYOUTS, RATIO, STAGES, WAYS, enter, measure, run
+from benchmarks.updates import RATIO, STAGES, WAYS, enter, measure
 from benchmarks.virtual.chunk import Setting
-from testing.namespaces import NetworkUnavailable
 
 TINY = Setting(1, 2, 2, forward=0.002, backward=0.004, data_ranks=2, parameters=1001, update=0.002)
 
@@ -20,13 +19,3 @@ def test_every_way_gets_its_rows():
         for name in WAYS.values():
             assert rows[name, stage, "step"] > 1000 * (compute + 2 * 0.002)
             assert rows[name, stage, "simulated"] >= 1000 * (compute + 2 * 0.002)
-
-
-def test_a_machine_without_a_slow_link_says_so(monkeypatch, capsys):
-    def no_network(nodes, rate):
-        raise NetworkUnavailable(f"{nodes} nodes are too many")
-
-    monkeypatch.setattr("benchmarks.updates.throttled_network", no_network)
-    record = run(LAYOUTS[:1], turns=1)
-    assert not record.rows and record.machine["network"] == "nothing measured: 2 nodes are too many"
-    assert "nothing measured" in capsys.readouterr().err

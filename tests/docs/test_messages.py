@@ -8,7 +8,6 @@ PASSED_ON = {
     ("checkpoint/errors.py", "(DamageError if is_damage else CheckpointError)(sentence)"),
     ("checkpoint/whole.py", "CheckpointError(sentence_of(error, 0))"),
     ("integrations/deepspeed/engine/parameters.py", "complaint"),
-    ("integrations/deepspeed/explain/activations.py", "UnknownActivations(no_data)"),
     ("integrations/deepspeed/model/materialise.py", "ConfigError(complaint)"),
     ("integrations/deepspeed/plain/state.py", "complaint"),
     ("partition/disk.py", "OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))"),

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.deepspeed.config.keys import KEYS, VALUES, Key, Treatment
-from ds_lgamp.integrations.shard_keys import active
+from ds_lgamp.integrations.program_spec import MICS, shard_groups
 
-_ROWS = {key.name: (position, key) for position, key in enumerate(KEYS)}
+_ROWS = {key.name: key for key in KEYS}
 _ALIASES = {"bfloat16": "bf16"}
 """Sections by the old name under which DeepSpeed still reads them."""
 _AUTO_IS_A_VALUE = {"data_types.keep_in_fp32_modules", "pipeline.stages"}
@@ -24,6 +24,8 @@ _SIMILAR = 0.6
 """The same inside a section, where users have no keys of their own."""
 _EIGHT_AND_FOUR_BITS = re.compile("fp(8|4)|float(8|4)", re.IGNORECASE)
 """Names that ask for a precision which no key of DeepSpeed switches on."""
+_REMOVED = (MICS, "mics_hierarchical_params_gather")
+"""Keys of zero_optimization that DeepSpeed 0.19.8 refuses, because it has removed them."""
 _SHOWN = 60
 _BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -33,12 +35,10 @@ class _Setting(NamedTuple):
 
     Args:
         name: the key as the user wrote it.
-        position: the number of its row in the table.
         key: its row in the table.
     """
 
     name: str
-    position: int
     key: Key
     value: Any
 
@@ -50,39 +50,53 @@ def check_keys(config: dict[str, Any]) -> list[str]:
     Raises ConfigError for the first key, in the order of the configuration, that is refused, looks like a typo or is
     "auto".
     """
-    meaningless: dict[str, int] = {}
+    meaningless: dict[str, Key] = {}
     for setting in _settings(config):
         takes = setting.key.takes
         if takes and not VALUES[takes](setting.value):
             raise ConfigError(f"{setting.name} is {_short(setting.value)}; write {takes}")
         if setting.key.treatment is Treatment.MEANINGLESS:
             if not _has_switch(setting.key.name) and not _is_beside_off(setting.key.name, config):
-                meaningless[setting.name] = setting.position
+                meaningless[setting.name] = setting.key
         elif not _passes(setting.key, setting.value):
             raise ConfigError(_complaint(setting))
-    sharding = [f"zero_optimization.{key}" for key in active(config)]
-    if sharding and config["zero_optimization"].get("stage") != 3:
-        meaningless |= {name: _ROWS[name][0] for name in sharding}
-    meaningless |= {name: _ROWS[name][0] for name in _paths_without_disk(config)}
+    sharding = [f"zero_optimization.{key}" for key in shard_groups(config)]
+    if sharding and config["zero_optimization"].get("stage") == 3:
+        sharding = []
+    meaningless |= {name: _ROWS[name] for name in (*sharding, *_paths_without_disk(config))}
     halves = [name for name in ("fp16", "bf16", "bfloat16") if (config.get(name) or {}).get("enabled")]
     if len(halves) > 1 and halves[0] == "fp16":
         raise ConfigError(f"fp16.enabled and {halves[1]}.enabled are True; set one of them to false")
     if config.get("wall_clock_breakdown") and config.get("steps_per_print") is None:
         raise ConfigError("wall_clock_breakdown is True, but steps_per_print is missing; write how often it is printed")
-    return sorted(meaningless, key=lambda name: meaningless[name])
+    return sorted(meaningless, key=lambda name: KEYS.index(meaningless[name]))
 
 
 def without_auto(config: dict[str, Any], path: str = "") -> dict[str, Any]:
     """Returns ``config`` without the keys that are "auto", for which transformers' Trainer and Accelerate fill in
     values."""
-    kept = {}
+    values = {}
     for key, value in config.items():
         name = f"{path}.{key}" if path else str(key)
         if isinstance(value, dict) and name != BLOCK:
             value = without_auto(value, name)
         if value != "auto" or name in _AUTO_IS_A_VALUE:
-            kept[key] = value
-    return kept
+            values[key] = value
+    return values
+
+
+def for_deepspeed(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the configuration for DeepSpeed: without keys that it has removed.
+
+    MiCS over groups of one rank replicates everything, which is stage 0.
+    """
+    section = config.get("zero_optimization")
+    if not isinstance(section, dict) or not section.keys() & set(_REMOVED):
+        return config
+    known = {name: value for name, value in section.items() if name not in _REMOVED}
+    if section.get(MICS) == 1 and section.get("stage") == 3:
+        known["stage"] = 0
+    return {**config, "zero_optimization": known}
 
 
 def check_batch_sizes(config: dict[str, Any], data_ranks: int) -> None:
@@ -114,7 +128,7 @@ def _settings(
         rest: the setting that keys without a row of their own belong to; None if such keys are unknown.
     """
     if f"{path}.*" in _ROWS:
-        rest = _Setting(name, *_ROWS[f"{path}.*"], section)
+        rest = _Setting(name, _ROWS[f"{path}.*"], section)
     known = _members(path)
     for member, value in section.items():
         member_name = f"{name}.{member}" if name else str(member)
@@ -130,9 +144,9 @@ def _settings(
             continue
         if member_path in _ROWS:
             _refuse_auto(value, member_name, member_path)
-            yield _Setting(member_name, *_ROWS[member_path], value)
+            yield _Setting(member_name, _ROWS[member_path], value)
         elif _refused_whole(member_path):
-            yield _Setting(member_name, *_ROWS[f"{member_path}.*"], value)
+            yield _Setting(member_name, _ROWS[f"{member_path}.*"], value)
         elif isinstance(value, dict):
             yield from _settings(value, member_name, member_path, rest)
         elif not (member_path == "zero_optimization" and isinstance(value, bool)):
@@ -148,7 +162,7 @@ def _members(path: str) -> set[str]:
 
 def _refused_whole(path: str) -> bool:
     row = _ROWS.get(f"{path}.*")
-    return row is not None and row[1].treatment is Treatment.REFUSED
+    return row is not None and row.treatment is Treatment.REFUSED
 
 
 def _has_switch(name: str) -> bool:
@@ -159,11 +173,11 @@ def _has_switch(name: str) -> bool:
         for depth in range(1, len(sections) + 1)
         for switch in _SWITCHES
     ]
-    return any(row is not None and row[1].treatment is Treatment.REFUSED for row in rows)
+    return any(row is not None and row.treatment is Treatment.REFUSED for row in rows)
 
 
 def _is_beside_off(name: str, config: dict[str, Any]) -> bool:
-    """Whether the key stands beside a ``device`` of offloading that is missing or "none"."""
+    """Whether the key is beside a ``device`` of offloading that is missing or "none"."""
     section = name.rpartition(".")[0]
     if f"{section}.device" not in _ROWS:
         return False

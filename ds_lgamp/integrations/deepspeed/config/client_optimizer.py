@@ -18,7 +18,7 @@ from ds_lgamp.optimizers.muon import MATRIX_OPTIONS, OTHER_OPTIONS
 from ds_lgamp.partition.agreement import everyone, raise_everywhere
 
 _OF_PARAMETERS = ("params", "param_names")
-"""The keys of a group that list its parameters; all others are options."""
+"""The keys of a group that list its parameters; all other keys are options."""
 
 
 class ParameterGroups:
@@ -80,16 +80,6 @@ def add_placeholders(groups: list[dict[str, Any]]) -> None:
     schedulers count them, and because ranks number groups alike."""
     for group in groups:
         group["params"] = group["params"] or [nn.Parameter(torch.empty(0))]
-
-
-def refuse_differing_groups(groups: list[dict[str, Any]]) -> None:
-    """Raises ConfigError on all ranks if the groups that their callables have made have other options, or another
-    order. Collective over all ranks."""
-    if len(set(everyone(repr(_options(groups))))) > 1:
-        raise ConfigError(
-            "the parameter groups that the optimizer's callable makes differ between ranks; let it make the same "
-            "groups in the same order, empty ones included"
-        )
 
 
 def _options(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -187,9 +177,16 @@ def prepare_optimizer(module: PipelineModule, config: Any, arguments: dict[str, 
 
 
 def _made_by(given: Callable[[Any], torch.optim.Optimizer], parameters: Any) -> torch.optim.Optimizer:
-    """Returns the optimizer that a callable makes. Collective over all ranks."""
+    """Returns the optimizer that a callable makes. Collective over all ranks.
+
+    Raises ConfigError on all ranks if the groups of their optimizers have other options, or another order.
+    """
     made = given(parameters)
-    refuse_differing_groups(made.param_groups)
+    if len(set(everyone(repr(_options(made.param_groups))))) > 1:
+        raise ConfigError(
+            "the parameter groups that the optimizer's callable makes differ between ranks; let it make the same "
+            "groups in the same order, empty ones included"
+        )
     add_placeholders(made.param_groups)
     return translated(made)
 

@@ -1,7 +1,7 @@
 """A table of every key of ds_config.json that DeepSpeed 0.19.8 reads, with its treatment beside a ``ds_lgamp``
 block."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import Enum
 from math import inf
 from numbers import Integral, Real
@@ -78,13 +78,19 @@ def _keys(
     return [Key(prefix + name, treatment, note, harmless, takes) for name in names.split()]
 
 
+def _switched(name: str, note: str, harmless: tuple[Any, ...] = (False,)) -> Iterator[Key]:
+    """Yields a key that is refused because it switches its section on, and the rest of the section."""
+    yield Key(name, REFUSED, note, harmless)
+    yield Key(f"{name.partition('.')[0]}.*", MEANINGLESS, f"only with {name}")
+
+
 _SO_FAR = "a ds_lgamp block does not support it so far; remove it"
 _USE_BF16 = "a ds_lgamp block does not support it so far; use bf16 or remove it"
 _REMOVED = "DeepSpeed has removed it and refuses it; remove it"
 _PROGRAM = "gathers, reductions and releases follow the program"
 _OWN_FORMAT = "checkpoints have a format of their own"
 _PINNED = "what travels is always in pinned memory"
-_THREADS = "two units of the disk are in memory, one read ahead and one written behind"
+_THREADS = "two units of the disk are in memory, one that is read and one that is written"
 _STOCK_IGNORES = "DeepSpeed does not use it either; PipelineModule has an argument for it"
 
 _TRAINING = (
@@ -160,20 +166,15 @@ _REPORTS = (
         (False,),
     ),
     *_keys("comms_logger", "prof_all prof_ops verbose debug", MEANINGLESS, "only with comms_logger.enabled"),
-    Key(
-        "flops_profiler.enabled",
-        REFUSED,
-        "it measures engine.forward, which computes no layers here; remove it",
-        (False,),
-    ),
-    Key("flops_profiler.*", MEANINGLESS, "only with flops_profiler.enabled"),
-    Key("autotuning.enabled", REFUSED, "it searches over settings of stock DeepSpeed; remove it", (False,)),
-    Key("autotuning.*", MEANINGLESS, "only with autotuning.enabled"),
+    *_switched("flops_profiler.enabled", "it measures engine.forward, which computes no layers here; remove it"),
+    *_switched("autotuning.enabled", "it searches over settings of stock DeepSpeed; remove it"),
 )
 
-_FP32 = ("fp32", "float32", "float", "torch.float32")
-_FP16 = ("fp16", "float16", "half", "torch.float16")
-_BF16 = ("bf16", "bfloat16", "torch.bfloat16")
+_TYPES = (
+    *("fp32", "float32", "float", "torch.float32"),
+    *("fp16", "float16", "half", "torch.float16"),
+    *("bf16", "bfloat16", "torch.bfloat16"),
+)
 _PRECISION = (
     Key("bf16.enabled", HONOURED, "the optimizer updates fp32 copies of bf16 parameters", takes=SWITCH),
     Key("bf16.check_grad_overflow", HONOURED, "skips a step whose gradient is not finite", takes=SWITCH),
@@ -200,19 +201,14 @@ _PRECISION = (
     ),
     Key("torch_autocast.enabled", REFUSED, _USE_BF16, (False,)),
     *_keys("torch_autocast", "dtype lower_precision_safe_modules", MEANINGLESS, "only with torch_autocast.enabled"),
-    Key("data_types.grad_accum_dtype", HONOURED, "fp32, fp16 or bf16", (*_FP32, *_FP16, *_BF16)),
+    Key("data_types.grad_accum_dtype", HONOURED, "fp32, fp16 or bf16", _TYPES),
     Key(
         "data_types.param_dtype",
         HONOURED,
         "fp32, fp16 or bf16, in agreement with fp16.enabled and bf16.enabled",
-        (*_FP32, *_FP16, *_BF16),
+        _TYPES,
     ),
-    Key(
-        "data_types.buffer_dtype",
-        HONOURED,
-        "fp32, fp16 or bf16, with fp16.enabled or bf16.enabled",
-        (*_FP32, *_FP16, *_BF16),
-    ),
+    Key("data_types.buffer_dtype", HONOURED, "fp32, fp16 or bf16, with fp16.enabled or bf16.enabled", _TYPES),
     Key(
         "data_types.keep_in_fp32_modules",
         HONOURED,
@@ -339,18 +335,14 @@ _PARALLELISM = (
         MEANINGLESS,
         "ds_lgamp.recompute decides, but for layers that call deepspeed.checkpointing themselves",
     ),
-    Key("tensor_parallel.autotp_size", REFUSED, "AutoTP does not cut pipelines; remove it", (0, 1)),
-    Key("tensor_parallel.*", MEANINGLESS, "only with tensor_parallel.autotp_size"),
-    Key("expert_parallel.enabled", REFUSED, _SO_FAR, (False,)),
-    Key("expert_parallel.*", MEANINGLESS, "only with expert_parallel.enabled"),
+    *_switched("tensor_parallel.autotp_size", "AutoTP does not cut pipelines; remove it", (0, 1)),
+    *_switched("expert_parallel.enabled", _SO_FAR),
     Key("use_data_before_expert_parallelism", MEANINGLESS, "only with expert parallelism"),
     Key("sequence_parallel_size", HONOURED, "with the mpu of DeepSpeed's Ulysses", takes=COUNT),
     Key("seq_parallel_communication_data_type", MEANINGLESS, "only with sequence parallelism"),
     Key("data_parallel_size", MEANINGLESS, "the module's topology decides"),
-    Key("compile.deepcompile", REFUSED, "it replaces ZeRO inside the compiled graph; remove it", (False,)),
-    Key("compile.*", MEANINGLESS, "only with compile.deepcompile"),
-    Key("hybrid_engine.enabled", REFUSED, "it is another engine; remove it", (False,)),
-    Key("hybrid_engine.*", MEANINGLESS, "only with hybrid_engine.enabled"),
+    *_switched("compile.deepcompile", "it replaces ZeRO inside the compiled graph; remove it"),
+    *_switched("hybrid_engine.enabled", "it is another engine; remove it"),
 )
 
 _DATA_AND_CHECKPOINTS = (

@@ -17,13 +17,9 @@ from ds_lgamp.optimizers.muon import MATRIX_OPTIONS, OTHER_OPTIONS, Muon
 from ds_lgamp.optimizers.tensors import TensorOptimizer
 
 
-def works_on_shards(kind: type) -> bool:
-    """Whether ``kind`` is LAMB or Muon on shards, or an optimizer that :func:`translated` replaces by one."""
-    return counterpart(kind) is not None
-
-
 def counterpart(kind: type) -> type[TensorOptimizer] | None:
-    """Returns the class that takes the place of ``kind`` on shards, which may be itself; None if there is none."""
+    """Returns LAMB or Muon on shards, if ``kind`` is one of them or an optimizer that :func:`translated` replaces by
+    one; None for others."""
     return kind if issubclass(kind, TensorOptimizer) else _COUNTERPARTS.get(_name(kind), (None, None))[0]
 
 
@@ -128,6 +124,7 @@ ELEMENTWISE: frozenset[type] = frozenset(
 )
 """torch's optimizers that update each element from that element alone, so that a shard gives the same result as the
 whole tensor. Their subclasses are left out, because they may scale by layer."""
+_TORCHS = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
 ON_CPU: frozenset[type] = frozenset({DeepSpeedCPUAdam, DeepSpeedCPUAdagrad, DeepSpeedCPULion})
 """DeepSpeed's optimizers of the same kind for parameters on the CPU. Instantiating one may compile it; importing it
 does not."""
@@ -156,8 +153,8 @@ WHOLE_TENSORS = {
 JSON_NAMES = {"adam", "adamw", "adagrad", "lamb", "lion", "muon", "DeepSpeedCPUAdam"} | {
     kind.__name__ for kind in ELEMENTWISE if kind.__name__.lower() not in ("adam", "adamw", "adagrad")
 }
-"""The values that ``optimizer.type`` may have. DeepSpeed writes the first six in lower case; the others are class
-names."""
+"""The values that ``optimizer.type`` may have. DeepSpeed writes the first six in lower case; the other values are
+class names."""
 _NOT_IN_FUSED_ADAM = {"amsgrad", "foreach", "fused", "maximize", "capturable", "differentiable"}
 """Options of torch's Adam that DeepSpeed's and apex's FusedAdam lack or refuse."""
 
@@ -218,11 +215,20 @@ def choose_optimizer(name: str, options: dict[str, Any], device: torch.device, k
     return Choice(kind, _with_kernel(kind, options, kernels))
 
 
-def optimizer_from_json(config: Any, parameters: list[Any], device: torch.device) -> torch.optim.Optimizer:
-    """Returns the optimizer that the DeepSpeedConfig ``config`` names, for ``parameters`` on ``device``."""
-    options = config.optimizer_params or {}
-    choice = choose_optimizer(config.optimizer_name, options, device, kernels_of(device))
-    return choice.kind(parameters, **choice.options)
+def choice_of(config: Any, device: torch.device) -> Choice:
+    """Returns the optimizer that a DeepSpeedConfig names, for shards on ``device``."""
+    return choose_optimizer(config.optimizer_name, config.optimizer_params or {}, device, kernels_of(device))
+
+
+def known_kind(config: Any, optimizer: Any, device: torch.device) -> type | None:
+    """Returns the class of the optimizer before it is built; None if a function of the user makes it.
+
+    Args:
+        optimizer: what the user passed as such; None if the DeepSpeedConfig names it.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return type(optimizer)
+    return choice_of(config, device).kind if optimizer is None else None
 
 
 def try_out(choice: Choice, device: torch.device) -> None:
@@ -260,22 +266,21 @@ def check_elementwise(optimizer: torch.optim.Optimizer, allow_untested: bool, de
     """Raises ConfigError if ``optimizer`` is not known to work on shards on ``device``, and ``allow_untested`` is
     false."""
     kind = type(optimizer)
-    if works_on_shards(kind):
+    if counterpart(kind) is not None:
         return
-    names = ", ".join(sorted(known.__name__ for known in ELEMENTWISE))
     reason = WHOLE_TENSORS.get(kind.__name__.lower())
     if reason is not None:
-        raise ConfigError(f"optimizer is {kind.__name__}, which {reason}; shards take one of {names}")
+        raise ConfigError(f"optimizer is {kind.__name__}, which {reason}; shards take one of {_TORCHS}")
     if kind in ON_CPU and device.type != "cpu":
         raise ConfigError(
             f"optimizer is {kind.__name__}, which takes parameters on the CPU, and they are on {device.type}; "
-            f"use one of {names}"
+            f"use one of {_TORCHS}"
         )
     known = kind in ELEMENTWISE | ON_CPU | ON_ACCELERATOR
     known = known or (kind.__module__.startswith("apex.") and kind is _apex_adam())
     if not known and not allow_untested:
         raise ConfigError(
-            f"optimizer is {kind.__name__}, which may need whole tensors; shards take one of {names}, or "
+            f"optimizer is {kind.__name__}, which may need whole tensors; shards take one of {_TORCHS}, or "
             "any other that updates each element by itself if zero_allow_untested_optimizer is true"
         )
 
@@ -288,13 +293,12 @@ def check_updates_alone(kind: type, cause: str = f"{BLOCK}.overlap_update is tru
         cause: the setting that asks for such steps, and its value.
     """
     setting = cause.partition(" is ")[0].split(".", 1)[1]
-    if works_on_shards(kind):
+    if counterpart(kind) is not None:
         raise ConfigError(f"{cause}, but {kind.__name__} steps on all tensors of a rank together; remove {setting}")
     if kind not in ELEMENTWISE | ON_CPU | ON_ACCELERATOR:
-        names = ", ".join(sorted(known.__name__ for known in ELEMENTWISE))
         raise ConfigError(
             f"{cause}, but {kind.__module__}.{kind.__name__} may count a step for all its parameters together; use one "
-            f"of torch's {names} (torch_adam in optimizer.params), or remove {setting}"
+            f"of torch's {_TORCHS} (torch_adam in optimizer.params), or remove {setting}"
         )
 
 

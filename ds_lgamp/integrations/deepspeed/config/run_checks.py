@@ -16,8 +16,8 @@ from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
     check_elementwise,
     check_optimizer_type,
     check_updates_alone,
-    choose_optimizer,
-    kernels_of,
+    choice_of,
+    known_kind,
     try_out,
 )
 from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype, refuse_cast_parameter, refuse_precision
@@ -131,7 +131,7 @@ def refuse_unsupported(config: Any, module: PipelineModule, optimizer: Any) -> N
                 f"{BLOCK}.enabled to false for an engine that only evaluates"
             )
         check_optimizer_type(config.optimizer_name, config.zero_allow_untested_optimizer)
-        _try_optimizer(config.optimizer_name, config.optimizer_params or {}, device)
+        _try_optimizer(config, device)
     if config.scheduler_name is not None:
         _try_scheduler(config.scheduler_name, config.scheduler_params)
     refuse_precision(config)
@@ -149,12 +149,9 @@ def refuse_unsupported(config: Any, module: PipelineModule, optimizer: Any) -> N
 def refuse_overlapped_update(settings: LgampConfig, config: Any, optimizer: Any) -> None:
     """Raises ConfigError if ``overlap_update`` is set and the optimizer may need to update all chunks at once. What a
     function makes is checked when it is made."""
-    if settings.overlap_update and isinstance(optimizer, torch.optim.Optimizer):
-        check_updates_alone(type(optimizer))
-    elif settings.overlap_update and optimizer is None:
-        device = device_of_updates(config)
-        options = config.optimizer_params or {}
-        check_updates_alone(choose_optimizer(config.optimizer_name, options, device, kernels_of(device)).kind)
+    kind = known_kind(config, optimizer, device_of_updates(config)) if settings.overlap_update else None
+    if kind is not None:
+        check_updates_alone(kind)
 
 
 def refuse_irreproducible(settings: LgampConfig, config: Any, module: PipelineModule) -> None:
@@ -183,15 +180,16 @@ def refuse_irreproducible(settings: LgampConfig, config: Any, module: PipelineMo
             )
 
 
-def _try_optimizer(name: str, options: dict[str, Any], device: torch.device) -> None:
+def _try_optimizer(config: Any, device: torch.device) -> None:
     """Raises ConfigError if the optimizer's class does not take its ``params``. DeepSpeed would notice only later."""
+    name, options = config.optimizer_name, config.optimizer_params or {}
     if "max_grad_norm" in options:
         raise ConfigError(
             f"optimizer.params.max_grad_norm is {options['max_grad_norm']}, which DeepSpeed refuses; write "
             "gradient_clipping instead"
         )
     try:
-        try_out(choose_optimizer(name, options, device, kernels_of(device)), device)
+        try_out(choice_of(config, device), device)
     except ConfigError:
         raise
     except Exception as error:

@@ -16,11 +16,10 @@ from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
     ON_ACCELERATOR,
     ON_CPU,
     check_updates_alone,
-    choose_optimizer,
-    kernels_of,
+    known_kind,
 )
 from ds_lgamp.integrations.deepspeed.model.module import over_data
-from ds_lgamp.integrations.shard_keys import HPZ, MICS, active
+from ds_lgamp.integrations.program_spec import HPZ, MICS, shard_groups
 from ds_lgamp.partition.agreement import raise_everywhere
 from ds_lgamp.runtime.node import node_name
 from ds_lgamp.schedule.hierarchy import Hierarchy
@@ -36,7 +35,7 @@ def hierarchy_of(config: Mapping[str, Any], zero_stage: int, module: PipelineMod
     Below stage 3 the keys mean nothing, as in DeepSpeed. Collective over all ranks; raises ConfigError on all of them
     if the group does not fit the data-parallel ranks or their nodes.
     """
-    asked = active(config)
+    asked = shard_groups(config)
     if zero_stage < 3 or not asked:
         return None
     if len(asked) > 1:
@@ -89,28 +88,28 @@ def offload_of(given: Mapping[str, Any], config: Any) -> Offload | None:
     Args:
         given: ds_config.json, as the user wrote it.
     """
-    zero = config.zero_config
-    optimizer, parameters = _is_on_host(zero.offload_optimizer), _is_on_host(zero.offload_param)
-    stage = int(zero.stage)
+    optimizer, parameters = (_device(config, key) != "none" for key in (_OPTIMIZER, _PARAMETERS))
+    stage = int(config.zero_config.stage)
     if parameters and stage < 3:
         raise ConfigError(
-            f"{_said(config, _PARAMETERS)}, but zero_optimization.stage is {stage}; use stage 3, or remove it"
+            f"{_words_of(config, _PARAMETERS)}, but zero_optimization.stage is {stage}; use stage 3, or remove it"
         )
     if parameters and not optimizer:
         raise ConfigError(
-            f"{_said(config, _PARAMETERS)}, but {_OPTIMIZER} is 'none'; set that to 'cpu' or 'nvme' too, or remove both"
+            f"{_words_of(config, _PARAMETERS)}, but {_OPTIMIZER} is 'none'; set that to 'cpu' or 'nvme' too, or "
+            "remove both"
         )
     if not optimizer:
         return None
     if stage == 0:
         raise ConfigError(
-            f"{_said(config, _OPTIMIZER)}, but zero_optimization.stage is 0; use stage 1, 2 or 3, or remove it"
+            f"{_words_of(config, _OPTIMIZER)}, but zero_optimization.stage is 0; use stage 1, 2 or 3, or remove it"
         )
-    shards = active(given)
+    shards = shard_groups(given)
     if stage == 3 and shards:
         name, ranks = next(iter(shards.items()))
         raise ConfigError(
-            f"{_said(config, _OPTIMIZER)} and zero_optimization.{name} is {ranks}, but shards of nodes stay on the "
+            f"{_words_of(config, _OPTIMIZER)} and zero_optimization.{name} is {ranks}, but shards of nodes stay on the "
             "device; remove one of them"
         )
     return Offload(parameters)
@@ -138,9 +137,8 @@ def share_of_host(config: Any, offload: Offload, placement: Placement) -> Offloa
 
 def on_disk_of(config: Any, settings: LgampConfig) -> OnDisk:
     """Returns what of the host's part a DeepSpeedConfig and the block leave to a disk."""
-    zero = config.zero_config
-    inputs = settings.offload_activations == "nvme"
-    return OnDisk(_is_on_disk(zero.offload_optimizer), _is_on_disk(zero.offload_param), inputs)
+    optimizer, parameters = (_device(config, key) == "nvme" for key in (_OPTIMIZER, _PARAMETERS))
+    return OnDisk(optimizer, parameters, settings.offload_activations == "nvme")
 
 
 def disk_path(config: Any, settings: LgampConfig) -> tuple[str, Path] | None:
@@ -148,19 +146,16 @@ def disk_path(config: Any, settings: LgampConfig) -> tuple[str, Path] | None:
 
     Raises ConfigError if no key names one, or if two name different ones.
     """
-    zero = config.zero_config
-    users = {key: getattr(zero, key.split(".")[1]) for key in (_OPTIMIZER, _PARAMETERS)}
-    named = {f"zero_optimization.{key.split('.')[1]}.nvme_path": users[key] for key in users if _is_on_disk(users[key])}
-    paths = {key: section.nvme_path for key, section in named.items()}
-    if settings.offload_activations == "nvme":
-        block = settings.nvme_path
-        if block is not None or not named:
-            paths[f"{BLOCK}.nvme_path"] = None if block is None else Path(block)
-    if not paths:
+    users = {
+        user: _section(config, user).nvme_path for user in (_OPTIMIZER, _PARAMETERS) if _device(config, user) == "nvme"
+    }
+    if settings.offload_activations == "nvme" and (settings.nvme_path is not None or not users):
+        users[f"{BLOCK}.offload_activations"] = None if settings.nvme_path is None else Path(settings.nvme_path)
+    if not users:
         return None
-    for key, path in paths.items():
-        if path is None:
-            user = f"{BLOCK}.offload_activations" if key.startswith(BLOCK) else f"{key.rpartition('.')[0]}.device"
+    paths = {f"{user.rpartition('.')[0]}.nvme_path": path for user, path in users.items()}
+    for user, key in zip(users, paths):
+        if users[user] is None:
             raise ConfigError(f"{user} is 'nvme', but {key} is missing; write a folder on the disk")
     (key, path), *others = paths.items()
     for other, second in others:
@@ -175,9 +170,9 @@ def live_folder(config: Any, settings: LgampConfig) -> Path | None:
     if settings.live_checkpoint is None:
         return None
     for key in (_OPTIMIZER, _PARAMETERS):
-        if _is_on_disk(getattr(config.zero_config, key.split(".")[1])):
+        if _device(config, key) == "nvme":
             raise ConfigError(
-                f"{BLOCK}.live_checkpoint is {settings.live_checkpoint!r}, but {_said(config, key)}, from which a "
+                f"{BLOCK}.live_checkpoint is {settings.live_checkpoint!r}, but {_words_of(config, key)}, from which a "
                 "state would be read in every step; use 'cpu', or remove live_checkpoint"
             )
     return Path(settings.live_checkpoint).absolute()
@@ -185,7 +180,7 @@ def live_folder(config: Any, settings: LgampConfig) -> Path | None:
 
 def device_of_updates(config: Any) -> torch.device:
     """Returns where the optimizer of a DeepSpeedConfig updates."""
-    on_host = _is_on_host(config.zero_config.offload_optimizer)
+    on_host = _device(config, _OPTIMIZER) != "none"
     return torch.device("cpu" if on_host else get_accelerator().current_device_name())
 
 
@@ -196,25 +191,23 @@ def refuse_offloaded_optimizer(config: Any, optimizer: Any) -> None:
     Args:
         optimizer: what the user passed as such; None if ds_config.json names it.
     """
-    if isinstance(optimizer, torch.optim.Optimizer):
-        check_offloaded(config, type(optimizer))
-    elif optimizer is None:
-        device = device_of_updates(config)
-        choice = choose_optimizer(config.optimizer_name, config.optimizer_params or {}, device, kernels_of(device))
-        if choice.kind is FusedAdam and get_accelerator().device_name() != device.type:
-            raise ConfigError(
-                "optimizer.params.bias_correction is False, for which DeepSpeed's Adam needs shards on the device, but "
-                f"{_said(config, _OPTIMIZER)}; write optimizer.type DeepSpeedCPUAdam"
-            )
-        check_offloaded(config, choice.kind)
+    device = device_of_updates(config)
+    kind = known_kind(config, optimizer, device)
+    if optimizer is None and kind is FusedAdam and get_accelerator().device_name() != device.type:
+        raise ConfigError(
+            "optimizer.params.bias_correction is False, for which DeepSpeed's Adam needs shards on the device, but "
+            f"{_words_of(config, _OPTIMIZER)}; write optimizer.type DeepSpeedCPUAdam"
+        )
+    if kind is not None:
+        check_offloaded(config, kind)
 
 
 def check_offloaded(config: Any, kind: type) -> None:
     """Raises ConfigError if an optimizer of ``kind`` is not known to give the same result in the host's thread."""
-    check_updates_alone(kind, _said(config, _OPTIMIZER))
+    check_updates_alone(kind, _words_of(config, _OPTIMIZER))
     if kind in ON_ACCELERATOR and get_accelerator().device_name() != "cpu":
         raise ConfigError(
-            f"optimizer is {kind.__name__}, which takes shards on the device, but {_said(config, _OPTIMIZER)}; use "
+            f"optimizer is {kind.__name__}, which takes shards on the device, but {_words_of(config, _OPTIMIZER)}; use "
             f"{kind.__name__.replace('Fused', 'DeepSpeedCPU')}"
         )
     ratio = config.zero_config.offload_optimizer.ratio
@@ -225,15 +218,16 @@ def check_offloaded(config: Any, kind: type) -> None:
         )
 
 
-def _is_on_host(section: Any) -> bool:
-    return section is not None and section.device != "none"
+def _section(config: Any, key: str) -> Any:
+    """Returns the section of a DeepSpeedConfig that has ``key``, one of the two devices; None if it is missing."""
+    return getattr(config.zero_config, key.split(".")[1])
 
 
-def _is_on_disk(section: Any) -> bool:
-    return section is not None and section.device == "nvme"
+def _device(config: Any, key: str) -> str:
+    section = _section(config, key)
+    return "none" if section is None else section.device
 
 
-def _said(config: Any, key: str) -> str:
-    """Returns words on the value of ``key``, one of the two devices."""
-    section = getattr(config.zero_config, key.split(".")[1])
-    return f"{key} is '{section.device}'"
+def _words_of(config: Any, key: str) -> str:
+    """Returns words on the value of ``key``."""
+    return f"{key} is '{_device(config, key)}'"

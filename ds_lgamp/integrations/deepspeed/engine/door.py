@@ -14,7 +14,7 @@ from ds_lgamp.integrations.deepspeed.checkpoint import save_and_load
 from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
     check_elementwise,
     check_updates_alone,
-    optimizer_from_json,
+    choice_of,
 )
 from ds_lgamp.integrations.deepspeed.config.zero import check_offloaded, device_of_updates
 from ds_lgamp.integrations.deepspeed.engine.data import OwnData
@@ -56,7 +56,8 @@ class LgampDoor(DeepSpeedEngine):
         return True
 
     def _configure_basic_optimizer(self, model_parameters: list[Any]) -> torch.optim.Optimizer:
-        return optimizer_from_json(self._config, model_parameters, device_of_updates(self._config))
+        choice = choice_of(self._config, device_of_updates(self._config))
+        return choice.kind(model_parameters, **choice.options)
 
     def zero_use_cpu_optimizer(self) -> bool:
         """False: DeepSpeed would refuse other optimizers than its own on the host."""

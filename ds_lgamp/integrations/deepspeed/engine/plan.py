@@ -129,11 +129,14 @@ def replica_specs(
             f"{unequal} micro-batches of a step, but schedule 'interleaved_1f1b' needs multiples of {ranks} (pipeline "
             "ranks); use 'layered'"
         )
-    arrival = posts_on_arrival()
-    specs = {
-        share: program_spec(settings, placement, share, zero_stage, arrival, updates, hierarchy, offload, first_trained)
-        for share in sorted({*shares})
+    others = {
+        "receives_on_arrival": posts_on_arrival(),
+        "updates": updates,
+        "hierarchy": hierarchy,
+        "offload": offload,
+        "first_trained": first_trained,
     }
+    specs = {share: program_spec(settings, placement, share, zero_stage, **others) for share in sorted({*shares})}
     if data_ranks > 1 and not collectives_agree(specs.values()):
         raise ConfigError(
             f"{unequal} micro-batches of a step: at ZeRO stage {zero_stage}, their ranks would gather and reduce in "

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ds_lgamp.config import LgampConfig
 from ds_lgamp.cost.activations import ActivationBytes, ChunkBytes
 from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype, input_dtype, parameter_dtype
+from ds_lgamp.integrations.deepspeed.model.construction import places_of_tensors
 from ds_lgamp.integrations.deepspeed.model.module import function_of
 from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources, switch_on
 from ds_lgamp.partition.gradient_reduction import ACCUMULATES_IN_OTHER_DTYPES
@@ -33,18 +34,13 @@ class UnknownActivations(Exception):
     """The bytes of activations cannot be known; the message is a clause that says why."""
 
 
-NO_DATA = "deepspeed.initialize got no training_data"
-
-
-def first_micro_batch(
-    training_data: Any, collate_fn: Callable[[list], Any] | None, samples: int, no_data: str = NO_DATA
-) -> tuple[Any, Any]:
+def first_micro_batch(training_data: Any, collate_fn: Callable[[list], Any] | None, samples: int) -> tuple[Any, Any]:
     """Returns inputs and labels of a micro-batch of ``samples``, as DeepSpeed's loader makes it of the first ones.
 
-    Raises UnknownActivations, with the clause ``no_data``, if there are no data, or if they cannot be asked by index.
+    Raises UnknownActivations if there are no data, or if they cannot be asked by index.
     """
     if training_data is None:
-        raise UnknownActivations(no_data)
+        raise UnknownActivations("deepspeed.initialize got no training_data")
     try:
         chosen = [training_data[index % len(training_data)] for index in range(samples)]
         inputs, labels = (collate_fn or default_collate)(chosen)[:2]
@@ -81,10 +77,9 @@ def measure_activations(
         switch_on(nn.ModuleList(_modules(layers)))
     try:
         with undisturbed(sources), FakeTensorMode(allow_non_fake_inputs=True), faked(layers, config, device):
-            first, last = _fake_data(inputs, device, input_dtype(config)), _fake_data(labels, device)
-            flops: list[int] = []
+            fake = _fake_data(inputs, device, input_dtype(config)), _fake_data(labels, device)
             with _Draws() as draws:
-                chunks = list(_chunks(module, layers, bounds, first, last, spec, settings, flops))
+                chunks, flops = map(list, zip(*_chunks(module, layers, bounds, fake, spec, settings.reproducible)))
     except Exception as error:
         raise UnknownActivations(f"a layer does not work on tensors without values ({_first_line(error)})") from None
     on_host = device.type == "cpu" and not settings.reproducible
@@ -102,25 +97,22 @@ def _chunks(
     module: PipelineModule,
     layers: Sequence[Any],
     bounds: Sequence[int],
-    inputs: Any,
-    labels: Any,
+    data: tuple[Any, Any],
     spec: ProgramSpec,
-    settings: LgampConfig,
-    flops: list[int],
-) -> Iterator[ChunkBytes]:
-    """Yields the bytes of every chunk, and enters the operations of its forward into ``flops``."""
+    reproducible: bool,
+) -> Iterator[tuple[ChunkBytes, int]]:
+    """Yields the bytes of every chunk, and the floating-point operations of its forward."""
     functions = [function_of(spec, layer) for spec, layer in zip(module._layer_specs, layers)]
-    last = len(bounds) - 2
+    last, (inputs, labels) = len(bounds) - 2, data
+    between_layers = laid_out if reproducible else None
     for chunk in range(last + 1):
         own = slice(bounds[chunk], bounds[chunk + 1])
-        between_layers = laid_out if settings.reproducible else None
         whole = Chunk(functions[own], bounds[chunk], between_layers=between_layers)
         compute = partial(_computed, whole, module.loss_fn if chunk == last else None, labels)
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             result = compute(inputs)
-        flops.append(counter.get_total_flops())
         gradients = [torch.ones_like(member) for member in differentiable(result)]
-        yield chunk_bytes(
+        taken = chunk_bytes(
             compute,
             inputs,
             gradients,
@@ -132,6 +124,7 @@ def _chunks(
             fake=True,
             trains=chunk >= spec.first_trained,
         )
+        yield taken, counter.get_total_flops()
         inputs = result
 
 
@@ -147,21 +140,16 @@ def faked(layers: Sequence[Any], config: Any, device: torch.device) -> Iterator[
     the fake ones by the ids of those that they replace."""
     buffer_type = None if config.buffer_dtype is None else DtypeEnum(config.buffer_dtype).value
     replaced: dict[int, torch.Tensor] = {}
-    kept = []
+    places = places_of_tensors(_modules(layers))
     try:
-        for module in _modules(layers):
-            weights: dict[str, Any] = module._parameters
-            buffers: dict[str, Any] = module._buffers
-            for tensors, data_type in ((weights, parameter_dtype(config)), (buffers, buffer_type)):
-                for name, tensor in tensors.items():
-                    if tensor is not None:
-                        kept.append((tensors, name, tensor))
-                        if id(tensor) not in replaced:
-                            replaced[id(tensor)] = _fake_weight(tensor, data_type, accumulation_dtype(config), device)
-                        tensors[name] = replaced[id(tensor)]
+        for tensors, name, tensor in places:
+            if id(tensor) not in replaced:
+                data_type = parameter_dtype(config) if isinstance(tensor, nn.Parameter) else buffer_type
+                replaced[id(tensor)] = _fake_weight(tensor, data_type, accumulation_dtype(config), device)
+            tensors[name] = replaced[id(tensor)]
         yield replaced
     finally:
-        for tensors, name, tensor in kept:
+        for tensors, name, tensor in places:
             tensors[name] = tensor
 
 
@@ -202,11 +190,7 @@ def _modules(layers: Sequence[Any]) -> list[nn.Module]:
 
 def _memory_of(layers: Sequence[Any]) -> list[torch.Tensor]:
     """Returns parameters, gradients and buffers of ``layers``."""
-    tensors = [
-        tensor
-        for module in _modules(layers)
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
-    ]
+    tensors = [tensor for _, _, tensor in places_of_tensors(_modules(layers))]
     return [*tensors, *(tensor.grad for tensor in tensors if tensor.grad is not None)]
 
 

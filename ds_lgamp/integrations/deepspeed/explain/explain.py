@@ -4,25 +4,23 @@ The script runs, unedited and in one process, up to ``deepspeed.initialize``; th
 own functions compute what would have followed.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 from deepspeed.runtime.config import DeepSpeedConfig, DtypeEnum
 from deepspeed.runtime.pipe.module import PipelineModule
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, read_block
+from ds_lgamp.integrations.deepspeed.config.check_keys import for_deepspeed
 from ds_lgamp.integrations.deepspeed.config.precision import parameter_dtype
-from ds_lgamp.integrations.deepspeed.config.zero import on_disk_of
 from ds_lgamp.integrations.deepspeed.engine.plan import plan_training
 from ds_lgamp.integrations.deepspeed.explain.activations import (
-    NO_DATA,
     UnknownActivations,
     first_micro_batch,
     measure_activations,
 )
-from ds_lgamp.integrations.deepspeed.explain.facts import Explanation, RankFacts
+from ds_lgamp.integrations.deepspeed.explain.facts import Explanation
 from ds_lgamp.integrations.deepspeed.explain.imagined import ImaginedModel
-from ds_lgamp.integrations.deepspeed.explain.rank_facts import Step, element_bytes
+from ds_lgamp.integrations.deepspeed.explain.rank_facts import Step
 from ds_lgamp.integrations.deepspeed.explain.updates import update_of
 from ds_lgamp.integrations.deepspeed.model.module import Layout, layer_types
 from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources, offers_selective, refuse_unless_offered
@@ -30,98 +28,58 @@ from ds_lgamp.integrations.deepspeed.model.shared_tensors import check_tensors
 from ds_lgamp.integrations.deepspeed.plain.build import check_layout, configuration_of_pipelines
 from ds_lgamp.integrations.deepspeed.plain.layers import layers_of
 from ds_lgamp.integrations.deepspeed.plain.module import pipeline_module, topology_of
-from ds_lgamp.integrations.shard_keys import for_deepspeed
 from ds_lgamp.schedule.costs import UNIT_DURATIONS, Costs, sized_costs, uniform_costs
-from ds_lgamp.schedule.orders import default_placement
-from ds_lgamp.schedule.placement import place_chunks, split_automatic
+from ds_lgamp.schedule.placement import split_automatic
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import simulate
 from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.schedule.validate import validate
 
-_NO_DATA_YET = "the script gives micro-batches to the engine only after deepspeed.initialize"
 
-
-def explain(
-    module: PipelineModule,
-    config: dict[str, Any],
-    config_class: Any,
-    optimizer: Any,
-    partition_method: str,
-    training_data: Any = None,
-    collate_fn: Any = None,
-    no_data: str = NO_DATA,
-    scales_in_step: bool = False,
-) -> Explanation:
+def explain(arguments: dict[str, Any], partition_method: str, calls_engine: bool = False) -> Explanation:
     """Returns what the engine of these arguments would do, on the data-parallel ranks with the most micro-batches.
 
     Raises ConfigError if there is no block, and if the engine would.
 
     Args:
-        no_data: what it says of activations without ``training_data``; a clause.
-        scales_in_step: whether the script decides on the factor of the loss after the backward passes.
+        arguments: those of :func:`plan_training`, with ``training_data`` and ``collate_fn`` if the script gives some.
+        calls_engine: whether the script calls ``engine(batch)``. It then decides on the factor of the loss after the
+            backward passes, and gives micro-batches to the engine itself.
     """
-    settings = enabled_block(config)
-    arguments = {"model": module, "config": config, "config_class": config_class, "optimizer": optimizer}
-    micro_batches = config_class.gradient_accumulation_steps
-    plan = plan_training(settings, arguments, partition_method, micro_batches, scales_in_step)
+    module, config = arguments["model"], arguments["config_class"]
+    settings = enabled_block(arguments["config"])
+    plan = plan_training(settings, arguments, partition_method, config.gradient_accumulation_steps, calls_engine)
     spec = max(plan.specs, key=lambda replica: replica.micro_batches)
     program = build_program(spec)
     validate(spec, program)
-    update, model = update_of(optimizer, config_class), ImaginedModel(module, plan.layout)
+    update, model = update_of(arguments.get("optimizer"), config), ImaginedModel(module, plan.layout)
     if settings.recompute == "selective":
         refuse_unless_offered(map(offers_selective, model.built))
-    samples = config_class.train_micro_batch_size_per_gpu
     activations, unknown = None, None
     try:
-        micro_batch = first_micro_batch(training_data, collate_fn, samples, no_data)
-        bounds = plan.layout.bounds
-        activations = measure_activations(module, model.layers, bounds, micro_batch, spec, settings, config_class)
+        if calls_engine:
+            raise UnknownActivations("the script gives micro-batches to the engine only after deepspeed.initialize")
+        samples = config.train_micro_batch_size_per_gpu
+        micro_batch = first_micro_batch(arguments.get("training_data"), arguments.get("collate_fn"), samples)
+        activations = measure_activations(module, model.layers, plan.layout.bounds, micro_batch, spec, settings, config)
     except UnknownActivations as reason:
         unknown = str(reason)
-    step = Step(
-        spec=spec,
-        data_ranks=module.topology().get_dim("data"),
-        tensor_ranks=module.topology().get_dim("model") or 1,
-        size=element_bytes(config_class, update),
-        activations=activations,
-        in_rank_order=settings.reproducible,
-        update=update,
-        on_disk=on_disk_of(config_class, settings),
-        leaves_live_states=settings.live_checkpoint is not None,
-    )
-    held = model.ranks(settings, config_class, spec, update.group_of)
-    ranks = [step.facts(rank, *each) for rank, each in enumerate(zip(held, program))]
+    data_ranks, tensor_ranks = (module.topology().get_dim(axis) or 1 for axis in ("data", "model"))
+    step = Step(spec, settings, config, data_ranks, tensor_ranks, activations, update)
+    held = model.ranks(settings, config, spec, update.group_of)
     return Explanation(
-        pipeline_ranks=spec.pipeline_ranks,
-        data_ranks=step.data_ranks,
-        tensor_ranks=step.tensor_ranks,
-        schedule=spec.schedule,
-        placement=settings.placement or default_placement(settings.schedule),
-        zero_stage=spec.zero_stage,
-        hierarchy=None if spec.hierarchy is None else spec.hierarchy._asdict(),
-        offload=None if spec.offload is None else spec.offload._asdict(),
-        chunks=spec.chunks,
-        first_trained=spec.first_trained,
-        micro_batches=spec.micro_batches,
-        micro_batch_group=spec.micro_batch_group,
-        returns_outputs=spec.returns_outputs,
-        resident_chunks=spec.resident_chunks,
-        defers_gathers=spec.defers_gathers,
-        pipeline_rank_speeds=settings.pipeline_rank_speeds,
-        data_rank_speeds=settings.data_rank_speeds,
+        spec=spec,
+        settings=settings,
+        data_ranks=data_ranks,
+        tensor_ranks=tensor_ranks,
         micro_batch_shares=[replica.micro_batches for replica in plan.specs],
-        recompute=settings.recompute,
-        precision=DtypeEnum(parameter_dtype(config_class)).name,
+        precision=DtypeEnum(parameter_dtype(config)).name,
         optimizer=update.name,
-        updates=spec.updates,
         layers=module._num_layers,
         parameters=model.parameters,
         bubble=simulate(spec, program, _costs(spec, plan.layout, settings, module)).bubble,
-        bubble_formula=_bubble_formula(spec),
-        micro_batch_outer_gathers=_micro_batch_outer_gathers(spec, step.data_ranks, ranks),
         activations_unknown=unknown,
-        ranks=ranks,
+        ranks=[step.facts(rank, *each) for rank, each in enumerate(zip(held, program))],
     )
 
 
@@ -143,24 +101,6 @@ def _costs(spec: ProgramSpec, layout: Layout, settings: LgampConfig, module: Pip
     return sized_costs(spec, UNIT_DURATIONS, layers, settings.pipeline_rank_speeds)
 
 
-def _bubble_formula(spec: ProgramSpec) -> float | None:
-    ranks, micro_batches = spec.pipeline_ranks, spec.micro_batches
-    applies = (
-        spec.first_trained == 0
-        and not spec.returns_outputs
-        and spec.chunks % ranks == 0
-        and spec.placement == place_chunks("modular", spec.chunks, ranks)
-        and spec.micro_batch_group >= micro_batches >= ranks
-    )
-    return (ranks - 1) / (spec.chunks // ranks * micro_batches) if applies else None
-
-
-def _micro_batch_outer_gathers(spec: ProgramSpec, data_ranks: int, ranks: Sequence[RankFacts]) -> int | None:
-    if spec.zero_stage < 3 or data_ranks == 1 or spec.first_trained:
-        return None
-    return 2 * max(sum(chunk.parameters > 0 for chunk in facts.chunks) for facts in ranks) * spec.micro_batches
-
-
 def explain_plain(settings: LgampConfig, arguments: dict[str, Any]) -> Explanation:
     """Returns what the engine would do that ``deepspeed.initialize`` builds of these ``arguments``: that of a
     PipelineModule with the layers of the model. Raises ConfigError if the engine would.
@@ -174,6 +114,5 @@ def explain_plain(settings: LgampConfig, arguments: dict[str, Any]) -> Explanati
     check_layout(arguments.get("mpu"), module.mpu(), settings)
     config = configuration_of_pipelines(arguments, module.num_stages)
     config_class = DeepSpeedConfig(for_deepspeed(config), module.mpu())
-    return explain(
-        module, config, config_class, arguments.get("optimizer"), "uniform", no_data=_NO_DATA_YET, scales_in_step=True
-    )
+    of_engine = {**arguments, "model": module, "config": config, "config_class": config_class}
+    return explain(of_engine, "uniform", calls_engine=True)

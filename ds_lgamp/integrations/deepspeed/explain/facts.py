@@ -1,12 +1,15 @@
 """What ``ds_lgamp run --explain`` says, as data."""
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from ds_lgamp.config import LgampConfig
 from ds_lgamp.cost.disk import DiskUse, LiveUse
 from ds_lgamp.cost.memory import Memory
 from ds_lgamp.cost.traffic import Traffic
+from ds_lgamp.schedule.orders import default_placement
+from ds_lgamp.schedule.placement import place_chunks
+from ds_lgamp.schedule.spec import ProgramSpec
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class RankFacts:
     chunks: list[ChunkFacts]
     tied: list[TiedFacts]
     parameters: int
-    """Those of its chunks and tied modules, before they are partitioned."""
+    """Elements of its chunks and tied modules, before they are partitioned."""
     traffic: Traffic
     tied_sums: int
     """How many tied modules have copies on other pipeline ranks, whose gradients the step gathers and adds up."""
@@ -55,7 +58,8 @@ class RankFacts:
     update_bytes_sent: int
     """Bytes that they send, on the data-parallel rank that sends most."""
     bytes_between_nodes: int | None
-    """Those of them that hierarchical shards send between nodes; None without such shards, where nodes are unknown."""
+    """The part of these bytes that hierarchical shards send between nodes; None without such shards, where nodes are
+    unknown."""
     memory: Memory
     bus_bytes_loaded: int | None = None
     """Bytes of weights that come from the host; None without offloading, like ``bus_bytes_stored``."""
@@ -74,57 +78,78 @@ class RankFacts:
 class Explanation:
     """What a training step would be."""
 
-    pipeline_ranks: int
+    spec: ProgramSpec
+    """The program of the data-parallel ranks with the most micro-batches."""
+    settings: LgampConfig
     data_ranks: int
     tensor_ranks: int
-    schedule: str
-    placement: str
-    zero_stage: int
-    hierarchy: dict[str, Any] | None
-    """The fields of :class:`ds_lgamp.schedule.hierarchy.Hierarchy`; None without hierarchical shards."""
-    offload: dict[str, Any] | None
-    """The fields of :class:`ds_lgamp.schedule.offload.Offload`; None if everything stays on the device."""
-    chunks: int
-    first_trained: int
-    """The first chunk with a backward: all below it are frozen."""
-    micro_batches: int
-    """The most of any data-parallel rank."""
-    micro_batch_group: int
-    returns_outputs: bool
-    """Whether the script computes the loss: it then gets outputs call by call, and backwards follow the last."""
-    resident_chunks: int
-    defers_gathers: bool
-    """Whether what a step updated is gathered during the next step."""
-    pipeline_rank_speeds: list[float] | None
-    data_rank_speeds: list[float] | None
     micro_batch_shares: list[int]
     """Micro-batches of every data-parallel rank."""
-    recompute: str
     precision: str
     optimizer: str
-    updates: str
-    """When the optimizer updates a chunk: one of ``schedule.spec.UPDATES``."""
     layers: int
     parameters: int
-    """Those of the model, on each tensor-parallel rank; a tied module counts once."""
+    """Elements of the model on each tensor-parallel rank; a tied module counts once."""
     bubble: float
     """Idle time as a share of the ideal time, simulated: a backward pass takes twice as long as a forward pass,
     communication takes no time."""
-    bubble_formula: float | None
-    """(P-1)/(N*M), if each of P ranks has N chunks, all with backwards, and M >= P micro-batches go through them
-    together, both ways; else None."""
-    micro_batch_outer_gathers: int | None
-    """2*N*M: gathers per step and rank if every micro-batch went through the whole model before the next. None below
-    stage 3, or if chunks have no backward."""
     activations_unknown: str | None
     """Why ``memory`` of the ranks is without the bytes of activations, a clause; None if it has them."""
     ranks: list[RankFacts]
 
+    @property
+    def placement(self) -> str:
+        """The name of the placement."""
+        return self.settings.placement or default_placement(self.settings.schedule)
 
-def json_text(facts: Explanation, assignment: dict[str, Any] | None = None) -> str:
-    """Returns the facts for a program to read, with what is known of the ``assignment`` of ranks to nodes."""
-    written = asdict(facts)
-    for rank in written["ranks"]:
-        for key in ("disk", "live"):
-            rank[key] = None if rank[key] is None else rank[key]._asdict()
-    return json.dumps(written | ({} if assignment is None else {"assignment": assignment}))
+    @property
+    def bubble_formula(self) -> float | None:
+        """(P-1)/(N*M), if each of P ranks has N chunks, all with backwards, and M >= P micro-batches go through them
+        together, both ways; else None."""
+        spec, ranks, micro_batches = self.spec, self.spec.pipeline_ranks, self.spec.micro_batches
+        applies = (
+            spec.first_trained == 0
+            and not spec.returns_outputs
+            and spec.chunks % ranks == 0
+            and spec.placement == place_chunks("modular", spec.chunks, ranks)
+            and spec.micro_batch_group >= micro_batches >= ranks
+        )
+        return (ranks - 1) / (spec.chunks // ranks * micro_batches) if applies else None
+
+    @property
+    def most_chunks(self) -> int:
+        """The most chunks with parameters of any pipeline rank."""
+        return max(sum(chunk.parameters > 0 for chunk in facts.chunks) for facts in self.ranks)
+
+    @property
+    def micro_batch_outer_gathers(self) -> int | None:
+        """2*N*M: gathers per step and rank if every micro-batch went through the whole model before the next. None
+        below stage 3, or if chunks have no backward."""
+        if self.spec.zero_stage < 3 or self.data_ranks == 1 or self.spec.first_trained:
+            return None
+        return 2 * self.most_chunks * self.spec.micro_batches
+
+    def as_data(self) -> dict[str, Any]:
+        """Returns the facts for a program to read. Facts of the program and of the settings have keys of their own."""
+        data = {field.name: getattr(self, field.name) for field in fields(self)}
+        spec, settings = data.pop("spec"), data.pop("settings")
+        data |= {name: getattr(spec, name) for name in _OF_PROGRAM}
+        data |= {name: getattr(settings, name) for name in _OF_SETTINGS}
+        data |= {name: None if (part := getattr(spec, name)) is None else part._asdict() for name in _PARTS_OF_PROGRAM}
+        data |= {name: getattr(self, name) for name in ("placement", "bubble_formula", "micro_batch_outer_gathers")}
+        data["ranks"] = [_rank_data(rank) for rank in self.ranks]
+        return data
+
+
+_OF_PROGRAM = (
+    *("pipeline_ranks", "schedule", "zero_stage", "chunks", "first_trained", "micro_batches", "micro_batch_group"),
+    *("returns_outputs", "resident_chunks", "defers_gathers", "updates"),
+)
+_PARTS_OF_PROGRAM = ("hierarchy", "offload")
+_OF_SETTINGS = ("pipeline_rank_speeds", "data_rank_speeds", "recompute")
+
+
+def _rank_data(rank: RankFacts) -> dict[str, Any]:
+    # asdict leaves named tuples as they are, which JSON would write as lists.
+    parts = {key: None if (part := getattr(rank, key)) is None else part._asdict() for key in ("disk", "live")}
+    return asdict(rank) | parts

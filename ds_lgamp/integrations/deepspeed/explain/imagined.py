@@ -42,7 +42,7 @@ from ds_lgamp.schedule.spec import ProgramSpec
 
 
 def imagine_ranks(ranks: int, rank: int) -> None:
-    """Makes this process rank ``rank`` of ``ranks``, without the others.
+    """Makes this process rank ``rank`` of ``ranks``, of which the other ones do not exist.
 
     The environment is as a launcher sets it. The process group is torch's fake one: its collectives return at once, as
     if every rank had sent what this one did.
@@ -82,8 +82,8 @@ class ImaginedRank(NamedTuple):
 
 
 class ImaginedModel:
-    """The layers of a whole module: those that this process has built as they are, and the others without memory, as
-    their specifications build them."""
+    """The layers of a whole module. Layers that this process has built are as they are; the other layers have no
+    memory, and are as their specifications build them."""
 
     def __init__(self, module: PipelineModule, layout: Layout) -> None:
         self.layout = layout
@@ -181,7 +181,7 @@ class _TieGroup:
 
 
 def _groups(placed: PlacedModule, owned: dict[int, int]) -> list[dict[str, Any]]:
-    """Returns the optimizer's groups of a rank, from the index of the group of every parameter, by the latter's id."""
+    """Returns the optimizer's groups of a rank, from the index of every parameter's group by the parameter's id."""
     groups: list[dict[str, Any]] = [{"params": []} for _ in range(1 + max(owned.values(), default=0))]
     for _, tensor in global_names(placed):
         if id(tensor) in owned:

@@ -1,13 +1,14 @@
 """Computes what a pipeline rank would hold and do in a step, by the formulas of ``ds_lgamp/cost``."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from deepspeed.accelerator import get_accelerator
 
+from ds_lgamp.config import LgampConfig
 from ds_lgamp.cost.activations import ActivationBytes
-from ds_lgamp.cost.disk import DiskUse, LiveUse, OnDisk, disk_use, host_beside_disk, live_use
+from ds_lgamp.cost.disk import DiskUse, disk_use, host_beside_disk, live_use
 from ds_lgamp.cost.memory import Memory, rank_memory
 from ds_lgamp.cost.traffic import (
     Traffic,
@@ -19,6 +20,7 @@ from ds_lgamp.cost.traffic import (
 )
 from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize
 from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype, parameter_dtype
+from ds_lgamp.integrations.deepspeed.config.zero import on_disk_of
 from ds_lgamp.integrations.deepspeed.explain.facts import RankFacts
 from ds_lgamp.integrations.deepspeed.explain.imagined import ImaginedRank, unit_sizes
 from ds_lgamp.integrations.deepspeed.explain.updates import Update
@@ -26,62 +28,58 @@ from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.spec import ProgramSpec
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """A training step of an imagined engine, on the data-parallel ranks with the most micro-batches."""
 
     spec: ProgramSpec
+    settings: LgampConfig
+    config: Any
+    """The DeepSpeedConfig."""
     data_ranks: int
     tensor_ranks: int
-    size: ElementBytes
     activations: ActivationBytes | None
     """None if they are unknown."""
-    in_rank_order: bool
-    """Whether sums over data-parallel ranks are taken in the order of the ranks."""
     update: Update
-    on_disk: OnDisk
-    leaves_live_states: bool
 
     @property
     def _sharding(self) -> Sharding:
-        all_to_all = self.in_rank_order or get_accelerator().communication_backend_name() == "gloo"
+        all_to_all = self.settings.reproducible or get_accelerator().communication_backend_name() == "gloo"
         spec = self.spec
-        return Sharding(spec.zero_stage, self.data_ranks, spec.hierarchy, all_to_all, self.in_rank_order)
+        return Sharding(spec.zero_stage, self.data_ranks, spec.hierarchy, all_to_all, self.settings.reproducible)
 
     def facts(self, rank: int, held: ImaginedRank, actions: Sequence[Action]) -> RankFacts:
         """Returns what a pipeline rank does in a step, its ``actions``, with what it holds."""
-        chunks, tied, units = held.chunks, held.tied, unit_sizes(held.partition)
-        if self.activations is not None:
-            chunks = [replace(facts, forward_flops=self.activations.flops[facts.chunk]) for facts in chunks]
-        stage, sharing = self.spec.zero_stage, self._sharing_ranks
+        spec, activations, size = self.spec, self.activations, element_bytes(self.config, self.update)
+        stage, hierarchy, offload, sharding = spec.zero_stage, spec.hierarchy, spec.offload, self._sharding
+        chunks, units = held.chunks, unit_sizes(held.partition)
+        if activations is not None:
+            chunks = [replace(facts, forward_flops=activations.flops[facts.chunk]) for facts in chunks]
+        sharing = hierarchy.node_ranks if hierarchy is not None and hierarchy.replicated else self.data_ranks
         step = self.update.memory(held.partition, stage, sharing) if self.tensor_ranks == 1 else None
-        memory, disk = self._memory_and_disk(actions, units, step)
-        update = self.update.traffic(held.partition, stage, sharing, self.in_rank_order)
-        loaded, stored = self._bus_bytes(actions, units)
+        memory, disk = self._memory_and_disk(actions, units, size, step)
+        update = self.update.traffic(held.partition, stage, sharing, self.settings.reproducible)
+        bus = None if offload is None else bus_bytes(actions, units, offload, sharding, size)
+        leaves_live_states = self.settings.live_checkpoint is not None
         return RankFacts(
             pipeline_rank=rank,
             chunks=chunks,
-            tied=tied,
-            parameters=sum(facts.parameters for facts in chunks) + sum(facts.parameters for facts in tied),
+            tied=held.tied,
+            parameters=sum(facts.parameters for facts in chunks) + sum(facts.parameters for facts in held.tied),
             traffic=self._traffic(actions, units),
             tied_sums=sum(unit.copies > 1 for unit in units),
-            collective_bytes_sent=self._collective_bytes(actions, units),
-            bytes_between_nodes=self._bytes_between_nodes(actions, units),
+            collective_bytes_sent=sum(collective_bytes(actions, unit, sharding, size) for unit in units),
+            bytes_between_nodes=None
+            if hierarchy is None
+            else sum(bytes_between_nodes(actions, unit, sharding, size) for unit in units),
             update_collectives=update.collectives,
             update_bytes_sent=update.sent,
             memory=memory,
-            bus_bytes_loaded=loaded,
-            bus_bytes_stored=stored,
+            bus_bytes_loaded=None if bus is None else bus.loaded,
+            bus_bytes_stored=None if bus is None else bus.stored,
             disk=disk,
-            live=self._live(units),
-            hop_bytes=self._hop_bytes(rank),
+            live=live_use(units, sharding, size, spec.updates) if leaves_live_states else None,
+            hop_bytes=None if activations is None else hop_bytes(rank, spec.placement, spec.micro_batches, activations),
         )
-
-    @property
-    def _sharing_ranks(self) -> int:
-        """How many data-parallel ranks share one copy of the state."""
-        hierarchy = self.spec.hierarchy
-        return hierarchy.node_ranks if hierarchy is not None and hierarchy.replicated else self.data_ranks
 
     def _traffic(self, actions: Sequence[Action], units: Sequence[UnitSize]) -> Traffic:
         training = [unit for unit in units if not unit.frozen]
@@ -94,41 +92,17 @@ class Step:
         )
         return Traffic(sends=traffic.sends, receives=traffic.receives) if self.data_ranks == 1 else traffic
 
-    def _collective_bytes(self, actions: Sequence[Action], units: Sequence[UnitSize]) -> int:
-        return sum(collective_bytes(actions, unit, self._sharding, self.size) for unit in units)
-
-    def _bytes_between_nodes(self, actions: Sequence[Action], units: Sequence[UnitSize]) -> int | None:
-        if self.spec.hierarchy is None:
-            return None
-        return sum(bytes_between_nodes(actions, unit, self._sharding, self.size) for unit in units)
-
-    def _bus_bytes(self, actions: Sequence[Action], units: Sequence[UnitSize]) -> tuple[int | None, int | None]:
-        """Returns the bytes that are loaded and stored; None without offloading."""
-        if self.spec.offload is None:
-            return None, None
-        return bus_bytes(actions, units, self.spec.offload, self._sharding, self.size)
-
     def _memory_and_disk(
-        self, actions: Sequence[Action], units: Sequence[UnitSize], step: int | None
+        self, actions: Sequence[Action], units: Sequence[UnitSize], size: ElementBytes, step: int | None
     ) -> tuple[Memory, DiskUse | None]:
-        offload, sharding = self.spec.offload, self._sharding
-        memory = rank_memory(actions, units, sharding, self.size, self.activations, step, offload)
-        if not any(self.on_disk):
+        offload, on_disk = self.spec.offload, on_disk_of(self.config, self.settings)
+        memory = rank_memory(actions, units, self._sharding, size, self.activations, step, offload)
+        if not any(on_disk):
             return memory, None
-        disk = disk_use(actions, units, offload, self.on_disk, sharding, self.size, self.activations)
+        disk = disk_use(actions, units, offload, on_disk, self._sharding, size, self.activations)
         if memory.host is not None:
-            memory = replace(memory, host=host_beside_disk(memory.host, self.on_disk, self.size, disk.buffers))
+            memory = replace(memory, host=host_beside_disk(memory.host, on_disk, size, disk.buffers))
         return memory, disk
-
-    def _live(self, units: Sequence[UnitSize]) -> LiveUse | None:
-        if not self.leaves_live_states:
-            return None
-        return live_use(units, self._sharding, self.size, self.spec.updates)
-
-    def _hop_bytes(self, rank: int) -> int | None:
-        if self.activations is None:
-            return None
-        return hop_bytes(rank, self.spec.placement, self.spec.micro_batches, self.activations)
 
 
 def element_bytes(config: Any, update: Update) -> ElementBytes:

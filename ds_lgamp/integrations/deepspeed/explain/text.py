@@ -9,6 +9,7 @@ from ds_lgamp.cost.activations import ActivationMemory
 from ds_lgamp.cost.assignment import Assignment, Demand, LinkKind
 from ds_lgamp.cost.offload import HostMemory
 from ds_lgamp.integrations.deepspeed.explain.facts import Explanation
+from ds_lgamp.schedule.spec import ProgramSpec
 
 _BUS = 31.5e9
 """Bytes per second in one direction of PCIe 4.0 x16."""
@@ -23,62 +24,63 @@ def as_text(facts: Explanation) -> str:
 
 _UPDATES = {
     "step": "",
-    "reduction": ", each update behind its reduction",
+    "reduction": ", each update after its reduction",
     "next_step": ", each update in the next step",
 }
 
 
 def _header(facts: Explanation) -> str:
-    together = facts.micro_batch_group >= facts.micro_batches
-    group = "all together" if together else f"in groups of {facts.micro_batch_group}"
-    if facts.returns_outputs:
-        group = f"forward call by call, {facts.pipeline_ranks} in each, and backward {group}"
+    spec = facts.spec
+    together = spec.micro_batch_group >= spec.micro_batches
+    group = "all together" if together else f"in groups of {spec.micro_batch_group}"
+    if spec.returns_outputs:
+        group = f"forward call by call, {spec.pipeline_ranks} in each, and backward {group}"
     sliced = facts.tensor_ranks > 1
     slices = f" x {facts.tensor_ranks} tensor-parallel" if sliced else ""
     each = " on each tensor-parallel rank" if sliced else ""
     return (
-        f"{facts.pipeline_ranks} pipeline x {facts.data_ranks} data-parallel{slices} ranks, schedule {facts.schedule}, "
-        f"placement {facts.placement}, ZeRO stage {facts.zero_stage}{_shards(facts)}, {facts.precision}\n"
-        f"{facts.micro_batches} micro-batches {group}, {facts.resident_chunks} resident chunks, "
-        f"recompute {facts.recompute}, optimizer {facts.optimizer}{_UPDATES[facts.updates]}{_on_host(facts)}\n"
-        f"{facts.layers} layers in {facts.chunks} chunks{_frozen(facts)}, {facts.parameters:,} parameters{each}"
+        f"{spec.pipeline_ranks} pipeline x {facts.data_ranks} data-parallel{slices} ranks, schedule {spec.schedule}, "
+        f"placement {facts.placement}, ZeRO stage {spec.zero_stage}{_shards(spec)}, {facts.precision}\n"
+        f"{spec.micro_batches} micro-batches {group}, {spec.resident_chunks} resident chunks, "
+        f"recompute {facts.settings.recompute}, optimizer {facts.optimizer}{_UPDATES[spec.updates]}{_on_host(spec)}\n"
+        f"{facts.layers} layers in {spec.chunks} chunks{_frozen(spec)}, {facts.parameters:,} parameters{each}"
         f"{_by_speed(facts)}"
     )
 
 
-def _frozen(facts: Explanation) -> str:
+def _frozen(spec: ProgramSpec) -> str:
     """Returns words on chunks without a backward; nothing if there are none."""
-    if not facts.first_trained:
+    if not spec.first_trained:
         return ""
-    return f", of which the first {facts.first_trained} are frozen and go forward only"
+    return f", of which the first {spec.first_trained} are frozen and go forward only"
 
 
-def _on_host(facts: Explanation) -> str:
+def _on_host(spec: ProgramSpec) -> str:
     """Returns words on what the host holds; nothing without offloading."""
-    if facts.offload is None:
+    if spec.offload is None:
         return ""
-    staying = len(facts.offload["on_device"])
-    but_for = f" but for {staying} of {facts.chunks} chunks" if staying else ""
-    return f", on the host{', as parameters are' if facts.offload['parameters'] else ''}{but_for}"
+    staying = len(spec.offload.on_device)
+    but_for = f" but for {staying} of {spec.chunks} chunks" if staying else ""
+    return f", on the host{', as parameters are' if spec.offload.parameters else ''}{but_for}"
 
 
-def _shards(facts: Explanation) -> str:
+def _shards(spec: ProgramSpec) -> str:
     """Returns words on how shards are spread over nodes; nothing without hierarchical shards."""
-    if facts.hierarchy is None:
+    if spec.hierarchy is None:
         return ""
-    kind = "replicated" if facts.hierarchy["replicated"] else "refreshed"
-    return f" with shards {kind} between nodes of {facts.hierarchy['node_ranks']} ranks"
+    kind = "replicated" if spec.hierarchy.replicated else "refreshed"
+    return f" with shards {kind} between nodes of {spec.hierarchy.node_ranks} ranks"
 
 
 def _by_speed(facts: Explanation) -> str:
     """Returns lines on what follows the speeds of ranks; nothing if these are equal."""
     text = ""
-    if facts.pipeline_rank_speeds is not None:
-        text += f"\nlayers by the speeds of pipeline ranks, {_numbers(facts.pipeline_rank_speeds)}"
-    if facts.data_rank_speeds is not None:
+    if facts.settings.pipeline_rank_speeds is not None:
+        text += f"\nlayers by the speeds of pipeline ranks, {_numbers(facts.settings.pipeline_rank_speeds)}"
+    if facts.settings.data_rank_speeds is not None:
         text += (
-            f"\nmicro-batches by the speeds of data-parallel ranks, {_numbers(facts.data_rank_speeds)}: "
-            f"{_numbers(facts.micro_batch_shares)}; what follows is for a rank with {facts.micro_batches}"
+            f"\nmicro-batches by the speeds of data-parallel ranks, {_numbers(facts.settings.data_rank_speeds)}: "
+            f"{_numbers(facts.micro_batch_shares)}; what follows is for a rank with {facts.spec.micro_batches}"
         )
     return text
 
@@ -108,7 +110,7 @@ def _compressed(names: Sequence[str]) -> list[str]:
 
 def _traffic_table(facts: Explanation) -> str:
     titles = ["rank", "gathers", "reduces", "tied gathers", "tied reduces", "tied sums", "frozen gathers", "messages"]
-    between = ["refreshes", "combines"] if facts.hierarchy is not None else []
+    between = ["refreshes", "combines"] if facts.spec.hierarchy is not None else []
     rows = []
     for rank in facts.ranks:
         moved = rank.traffic
@@ -122,7 +124,7 @@ def _traffic_table(facts: Explanation) -> str:
             sent += [with_bytes(rank.bus_bytes_loaded), with_bytes(rank.bus_bytes_stored)]
         rows.append([rank.pipeline_rank, *counts, *sent])
     titles += [*between, "collectives send", *(["between nodes"] if between else [])]
-    titles += ["from the host", "to the host"] if facts.offload is not None else []
+    titles += ["from the host", "to the host"] if facts.spec.offload is not None else []
     return "Each step, each rank\n" + table(titles, rows)
 
 
@@ -131,7 +133,7 @@ def _memory_table(facts: Explanation) -> str:
         *("rank", "weights", "resident", "master", "optimizer", "gradients", "gradient buffers", "tied copies", "peak"),
         "stored activations",
     ]
-    on_host = facts.offload is not None
+    on_host = facts.spec.offload is not None
     if on_host:
         titles.insert(3, "loaded")
     rows = []
@@ -139,51 +141,52 @@ def _memory_table(facts: Explanation) -> str:
         held = rank.memory
         before = [held.weights, held.resident_weights, *([held.loaded_weights] if on_host else []), held.master_weights]
         after = [held.gradients, held.gradient_buffers, held.tied_copies, held.peak]
-        state = "unknown" if held.optimizer_state is None else with_bytes(held.optimizer_state)
-        sizes = [*map(with_bytes, before), state, *map(with_bytes, after)]
+        sizes = map(_size, (*before, held.optimizer_state, *after))
         rows.append([rank.pipeline_rank, *sizes, held.stored_activations])
     return "Memory, each rank\n" + table(titles, rows)
 
 
 def _host_table(facts: Explanation) -> str:
-    """Returns the bytes on the host by kind; nothing without offloading."""
-    kinds = [kind.name for kind in fields(HostMemory)]
-    rows = []
-    for rank in facts.ranks:
-        if rank.memory.host is not None:
-            held = (getattr(rank.memory.host, kind) for kind in kinds)
-            rows.append([rank.pipeline_rank, *("unknown" if size is None else with_bytes(size) for size in held)])
-    titles = ["rank", *(kind.replace("_", " ") for kind in kinds)]
-    return "Memory on the host, each rank\n" + table(titles, rows) if rows else ""
+    titles = {kind.name: kind.name.replace("_", " ") for kind in fields(HostMemory)}
+    return _sizes_table("Memory on the host, each rank", titles, [rank.memory.host for rank in facts.ranks])
 
 
 def _disk_table(facts: Explanation) -> str:
-    """Returns the bytes on a disk; nothing if nothing lies there."""
-    rows = [[rank.pipeline_rank, *map(with_bytes, rank.disk)] for rank in facts.ranks if rank.disk is not None]
-    titles = ["rank", "held", "read in a step", "written in a step", "buffers on the host"]
-    return "On the disk, each rank\n" + table(titles, rows) if rows else ""
+    titles = {
+        "held": "held",
+        "read": "read in a step",
+        "written": "written in a step",
+        "buffers": "buffers on the host",
+    }
+    return _sizes_table("On the disk, each rank", titles, [rank.disk for rank in facts.ranks])
 
 
 def _live_table(facts: Explanation) -> str:
-    """Returns the bytes of live states; nothing without them."""
-    rows = [
-        [rank.pipeline_rank, *("unknown" if size is None else with_bytes(size) for size in rank.live)]
-        for rank in facts.ranks
-        if rank.live is not None
-    ]
-    return "Live states, each rank\n" + table(["rank", "held", "written in a step"], rows) if rows else ""
+    titles = {"held": "held", "written": "written in a step"}
+    return _sizes_table("Live states, each rank", titles, [rank.live for rank in facts.ranks])
 
 
 def _activation_table(facts: Explanation) -> str:
-    """Returns the bytes by kind; nothing if they are unknown."""
-    kinds = [kind.name for kind in fields(ActivationMemory)]
+    titles = {kind.name: kind.name.replace("_", " ") for kind in fields(ActivationMemory)}
+    heading = "Memory of activations, each rank, each kind at its highest"
+    return _sizes_table(heading, titles, [rank.memory.activations for rank in facts.ranks])
+
+
+def _sizes_table(heading: str, titles: dict[str, str], ranks: Sequence[Any]) -> str:
+    """Returns the bytes of every pipeline rank by kind; nothing if no rank has any.
+
+    Args:
+        titles: of the columns, by attribute.
+        ranks: what has the attributes, by rank; None for a rank without.
+    """
     rows = [
-        [rank.pipeline_rank, *(with_bytes(getattr(rank.memory.activations, kind)) for kind in kinds)]
-        for rank in facts.ranks
-        if rank.memory.activations is not None
+        [rank, *(_size(getattr(held, kind)) for kind in titles)] for rank, held in enumerate(ranks) if held is not None
     ]
-    titles = ["rank", *(kind.replace("_", " ") for kind in kinds)]
-    return "Memory of activations, each rank, each kind at its highest\n" + table(titles, rows) if rows else ""
+    return f"{heading}\n" + table(["rank", *titles.values()], rows) if rows else ""
+
+
+def _size(number: int | None) -> str:
+    return "unknown" if number is None else with_bytes(number)
 
 
 def _words(facts: Explanation) -> str:
@@ -192,22 +195,21 @@ def _words(facts: Explanation) -> str:
     if facts.data_ranks == 1:
         sentences.append("One data-parallel rank: nothing is gathered or reduced.")
     if facts.micro_batch_outer_gathers is not None:
-        chunks = max(sum(chunk.parameters > 0 for chunk in rank.chunks) for rank in facts.ranks)
         gathers = max(rank.traffic.gathers for rank in facts.ranks)
         sentences.append(
             "ZeRO-3 with micro-batches outermost would gather about "
-            f"2*N*M = 2*{chunks}*{facts.micro_batches} = {facts.micro_batch_outer_gathers} times per step and rank, "
-            f"not {gathers}."
+            f"2*N*M = 2*{facts.most_chunks}*{facts.spec.micro_batches} = {facts.micro_batch_outer_gathers} times per "
+            f"step and rank, not {gathers}."
         )
-    kept = "inputs of chunks" if facts.recompute == "full" else "chunks with what autograd saves of them"
+    stored = "inputs of chunks" if facts.settings.recompute == "full" else "chunks with what autograd saves of them"
     passing = "layers" if all(rank.memory.update is not None for rank in facts.ranks) else "layers and the optimizer"
     if facts.activations_unknown is None:
-        sentences.append(f"Stored activations are {kept}, a number. The peak includes their bytes.")
+        sentences.append(f"Stored activations are {stored}, a number. The peak includes their bytes.")
         if passing != "layers":
             sentences.append("The optimizer's temporary memory is unknown and left out of the peak.")
     else:
         sentences.append(
-            f"Stored activations are {kept}, a number: their bytes are unknown, because {facts.activations_unknown}. "
+            f"Stored activations are {stored}, a number: their bytes are unknown, because {facts.activations_unknown}. "
             f"The peak leaves them out, and what {passing} take for the moment."
         )
     update = max(facts.ranks, key=lambda rank: rank.update_bytes_sent)
@@ -216,15 +218,15 @@ def _words(facts: Explanation) -> str:
             f"The step of {facts.optimizer} itself sends at most {with_bytes(update.update_bytes_sent)} in "
             f"{update.update_collectives} collective(s) on a rank, beside those above."
         )
-    loaded = max(rank.bus_bytes_loaded or 0 for rank in facts.ranks)
-    stored = max(rank.bus_bytes_stored or 0 for rank in facts.ranks)
-    if facts.offload is not None:
-        always = "" if facts.returns_outputs else ", whatever the number of micro-batches"
+    if facts.spec.offload is not None:
+        loaded = max(rank.bus_bytes_loaded or 0 for rank in facts.ranks)
+        unloaded = max(rank.bus_bytes_stored or 0 for rank in facts.ranks)
+        always = "" if facts.spec.returns_outputs else ", whatever the number of micro-batches"
         sentences.append(
             f"Over a bus of {with_bytes(_BUS)}/s in each direction (PCIe 4.0 x16), a step's loads take at least "
-            f"{loaded / _BUS:.3g} s, its stores {stored / _BUS:.3g} s{always}."
+            f"{loaded / _BUS:.3g} s, its stores {unloaded / _BUS:.3g} s{always}."
         )
-    if facts.pipeline_ranks > 1:
+    if facts.spec.pipeline_ranks > 1:
         sentences.append("Layers of other pipeline ranks are taken as their specifications build them.")
     if any((rank.memory.host or rank.memory).optimizer_state is None for rank in facts.ranks):
         sentences.append("The optimizer's state is unknown and left out of the peak.")
@@ -232,7 +234,7 @@ def _words(facts: Explanation) -> str:
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[object]], left: Container[int] = ()) -> str:
-    """Returns aligned columns. Those with an index in ``left`` align to the left, others to the right."""
+    """Returns aligned columns. Columns with an index in ``left`` align to the left, other columns to the right."""
     cells = [titles, *([f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells)]
     lines = (
@@ -254,14 +256,6 @@ def with_bytes(number: float) -> str:
     return f"{number:.3g} TB"
 
 
-class OtherOrder(NamedTuple):
-    """An order that was not chosen."""
-
-    order: str
-    seconds: float
-    """Of its messages in a step."""
-
-
 class LaidOut(NamedTuple):
     """The chosen order, and why."""
 
@@ -271,7 +265,8 @@ class LaidOut(NamedTuple):
     knows_messages: bool
     """Whether the bytes between pipeline ranks are known. Unknown ones count as none."""
     assignment: Assignment
-    others: Sequence[OtherOrder]
+    others: Sequence[Assignment]
+    """In orders that were not chosen."""
     network_seconds: float
     """Of a step on the clock, if compute took no time."""
     step_seconds: float | None
@@ -313,7 +308,7 @@ def assigned_json(laid_out: LaidOut) -> dict[str, Any]:
         "network_seconds": laid_out.network_seconds,
         "step_seconds": laid_out.step_seconds,
         "exposed_seconds": laid_out.exposed_seconds,
-        "other_orders": [other._asdict() for other in laid_out.others],
+        "other_orders": [{"order": other.order, "seconds": _seconds(other)} for other in laid_out.others],
     }
 
 
@@ -367,11 +362,15 @@ def _links(laid_out: LaidOut) -> str:
 
 
 def _orders(laid_out: LaidOut) -> str:
-    chosen = OtherOrder(laid_out.assignment.order, sum(laid_out.assignment.seconds.values()))
-    rows = [[f"{seconds:.3g}", order] for order, seconds in (chosen, *laid_out.others)]
+    rows = [[f"{_seconds(each):.3g}", each.order] for each in (laid_out.assignment, *laid_out.others)]
     return "Orders, and the seconds of their messages in a step; the first one is taken\n" + table(
         ["seconds", "order"], rows, left={1}
     )
+
+
+def _seconds(assignment: Assignment) -> float:
+    """Returns the seconds of the messages of a step."""
+    return sum(assignment.seconds.values())
 
 
 def _ranges(numbers: Sequence[int]) -> str:

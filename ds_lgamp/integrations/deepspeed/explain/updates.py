@@ -10,10 +10,8 @@ from torch import nn
 from ds_lgamp.cost.muon import Iteration, Matrix, exchange_bytes, step_memory
 from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
     ELEMENTWISE,
-    choose_optimizer,
+    choice_of,
     counterpart,
-    kernels_of,
-    works_on_shards,
 )
 from ds_lgamp.optimizers.lamb import Lamb
 from ds_lgamp.optimizers.muon import DEFAULTS, Muon, NewtonSchulz
@@ -44,7 +42,7 @@ class Update:
     def __init__(self, name: str, kind: type | None, groups: Sequence[dict[str, Any]]) -> None:
         self.name = name
         self._kind = None if kind is None else counterpart(kind)
-        """Lamb or Muon, which need whole tensors; None for others."""
+        """Lamb or Muon, which need whole tensors; None for other optimizers."""
         self._groups = groups
         self._group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group["params"]}
         counts = [None] if kind is None else [state_tensors(kind, group) for group in groups]
@@ -124,7 +122,7 @@ def update_of(optimizer: Any, config: Any) -> Update:
     if optimizer is not None:
         return Update("made by a function", None, [])
     device = torch.device(get_accelerator().current_device_name())
-    choice = choose_optimizer(config.optimizer_name, config.optimizer_params or {}, device, kernels_of(device))
+    choice = choice_of(config, device)
     groups = [choice.options]
     if choice.kind is Muon:
         matrices, others = {**DEFAULTS, **choice.options["matrices"]}, choice.options["others"]
@@ -152,7 +150,7 @@ def state_tensors(kind: type, options: dict[str, Any]) -> int | None:
 
 def updates_in_place(kind: type, options: dict[str, Any]) -> bool:
     """Whether a step needs no memory for temporary tensors."""
-    if works_on_shards(kind):
+    if counterpart(kind) is not None:
         return False
     from_outside = kind.__module__.partition(".")[0] in ("deepspeed", "apex")
     return from_outside or (kind in ELEMENTWISE and bool(options.get("fused")))

@@ -29,7 +29,7 @@ from torch.utils.file_baton import FileBaton
 from ds_lgamp.config import BLOCK, ConfigError, read_block
 from ds_lgamp.integrations.cluster_file import with_speeds
 from ds_lgamp.integrations.deepspeed.checkpoint.fp32_weights import serve_zero_to_fp32
-from ds_lgamp.integrations.deepspeed.config.check_keys import check_batch_sizes, check_keys
+from ds_lgamp.integrations.deepspeed.config.check_keys import check_batch_sizes, check_keys, for_deepspeed
 from ds_lgamp.integrations.deepspeed.config.run_checks import refuse_differing_ranks, sentence_of
 from ds_lgamp.integrations.deepspeed.engine.pipeline_engine import LgampEngine
 from ds_lgamp.integrations.deepspeed.hook.notice import (
@@ -43,7 +43,6 @@ from ds_lgamp.integrations.deepspeed.model.construction import gather_partitione
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import share_given_layers
 from ds_lgamp.integrations.deepspeed.plain.build import build_engine, check_sequence_key, feeding_ranks, only_evaluates
 from ds_lgamp.integrations.hosts import replace_attribute, resolve, standing_in
-from ds_lgamp.integrations.shard_keys import for_deepspeed
 from ds_lgamp.integrations.user_script import end_well, finish_engines, leaves_because_of_an_error, say_without_effect
 from ds_lgamp.watch.this_rank import this_rank
 

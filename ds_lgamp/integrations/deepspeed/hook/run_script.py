@@ -1,9 +1,9 @@
 """``ds_lgamp run`` of a DeepSpeed script, unedited: with the engine installed or, for ``--explain``, up to
 ``deepspeed.initialize`` on imagined ranks."""
 
+import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
@@ -145,17 +145,16 @@ class _Explainer:
         self._output, self._as_json, self._lay_out = output, as_json, lay_out
         self.done = False
 
-    def explain_pipeline(self, _stock: Any, *, model: Any, config: Any, config_class: Any, **rest: Any) -> NoReturn:
+    def explain_pipeline(self, _stock: Any, **arguments: Any) -> NoReturn:
         from ds_lgamp.integrations.deepspeed.explain.explain import explain
         from ds_lgamp.integrations.deepspeed.hook.initialize import partition_method_of
 
-        optimizer, data, collate_fn = (rest.get(name) for name in ("optimizer", "training_data", "collate_fn"))
-        method = partition_method_of(model)
+        method = partition_method_of(arguments["model"])
 
         def facts_of(filled: dict[str, Any]) -> "Explanation":
-            return explain(model, filled, config_class, optimizer, method, data, collate_fn)
+            return explain({**arguments, "config": filled}, method)
 
-        self._explain(facts_of, config, replicas=True)
+        self._explain(facts_of, arguments["config"], replicas=True)
 
     def explain_plain(self, stock: Any, **arguments: Any) -> Any:
         from ds_lgamp.integrations.deepspeed.explain.explain import enabled_block, explain_plain
@@ -176,22 +175,22 @@ class _Explainer:
         they may be refused."""
         facts = facts_of(config)
         if self._output is not None:
-            laid_out = None if self._lay_out is None else self._lay_out(asdict(facts))
+            laid_out = None if self._lay_out is None else self._lay_out(facts.as_data())
             filled = config if laid_out is None else with_speeds(config, laid_out.assignment, replicas)
             if self._lay_out is not None and laid_out is not None and filled != config:
                 # The same order, with the work that follows from it.
                 facts = facts_of(filled)
-                laid_out = self._lay_out({**asdict(facts), "order": laid_out.assignment.order})
+                laid_out = self._lay_out({**facts.as_data(), "order": laid_out.assignment.order})
             self._output.write(self._text(facts, laid_out))
             self._output.flush()
         self.done = True
         raise SystemExit(0)
 
     def _text(self, facts: "Explanation", laid_out: "LaidOut | None") -> str:
-        from ds_lgamp.integrations.deepspeed.explain.facts import json_text
         from ds_lgamp.integrations.deepspeed.explain.text import as_text, assigned_json, assigned_text
 
         if self._as_json:
-            return json_text(facts, None if laid_out is None else assigned_json(laid_out)) + "\n"
+            assignment = {} if laid_out is None else {"assignment": assigned_json(laid_out)}
+            return json.dumps(facts.as_data() | assignment) + "\n"
         parts = [as_text(facts), *([] if laid_out is None else [assigned_text(laid_out)])]
         return "\n\n".join(parts) + "\n"

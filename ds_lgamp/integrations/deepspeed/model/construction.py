@@ -161,14 +161,17 @@ def build_without_memory(spec: LayerSpec) -> nn.Module:
 def _drop_memory(layer: nn.Module) -> None:
     """Replaces parameters and buffers by ones on the meta device. Shared tensors stay shared."""
     replaced: dict[int, torch.Tensor] = {}
-    for module in layer.modules():
-        kinds: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for tensors in kinds:
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    if id(tensor) not in replaced:
-                        replaced[id(tensor)] = _without_memory(tensor)
-                    tensors[name] = replaced[id(tensor)]
+    for tensors, name, tensor in places_of_tensors(layer.modules()):
+        if id(tensor) not in replaced:
+            replaced[id(tensor)] = _without_memory(tensor)
+        tensors[name] = replaced[id(tensor)]
+
+
+def places_of_tensors(modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
+    """Returns the parameters and buffers of ``modules``, without those of their children, each with the dictionary that
+    holds it and its name there."""
+    dictionaries = [tensors for module in modules for tensors in (module._parameters, module._buffers)]
+    return [(held, name, tensor) for held in dictionaries for name, tensor in held.items() if tensor is not None]
 
 
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,8 @@ Layers move with their values and are never initialised anew, because users load
 a hook.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +38,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class Traits(NamedTuple):
-    """Those of a layer or a part of it."""
+    """What a layer, or a part of it, has beside tensors."""
 
     values: dict[str, bool | float]
     """Attributes of torch's own modules, such as a rate of dropout. Those of other classes may belong to a rank."""
@@ -53,7 +54,8 @@ def place_layers(module: PipelineModule, layout: Layout) -> None:
     builds.
     """
     previous_owner = [module.stage_owner(layer) for layer in range(module._num_layers)]
-    infos, traits, stayed = announced_tensors(module), announced_traits(module), set(built_layers(module))
+    infos, stayed = announced_tensors(module), built_layers(module)
+    traits = dict(ChainMap(*over_pipeline(module, traits_of(stayed))))
     device = torch.device(get_accelerator().device_name(module.local_rank))
     sources = layer_sources(device)
     with undisturbed(sources):
@@ -77,7 +79,7 @@ def place_built(module: PipelineModule, layout: Layout, built: dict[int, Any]) -
     """Makes ``module`` a :class:`PlacedModule` of the pipeline rank ``module.stage_id``, and returns it.
 
     Args:
-        built: the functions of this rank's layers; those of others are ignored.
+        built: the functions of this rank's layers; functions of other layers are ignored.
     """
     module.__class__ = type(type(module).__name__, (PlacedModule, type(module)), {})
     module.layout = layout
@@ -87,7 +89,7 @@ def place_built(module: PipelineModule, layout: Layout, built: dict[int, Any]) -
 
 def _forget_collectives(parameter: nn.Parameter) -> None:
     """Drops the autograd hook that would warn, in every first backward pass, of the broadcast of a tied parameter by
-    stock's module. Assigning the hooks that Python has added drops all others."""
+    stock's module. Assigning the hooks that Python has added drops all other hooks."""
     parameter._backward_hooks = parameter._backward_hooks
 
 
@@ -192,13 +194,6 @@ def _receive(
     return layer
 
 
-def announced_traits(module: PipelineModule) -> dict[str, Traits]:
-    """Returns what the built layers of all pipeline ranks have beside tensors, by the global names of their parts.
-    Collective."""
-    own = {name: each for prefix, layer in built_layers(module).items() for name, each in traits_of(layer, prefix)}
-    return {name: each for rank in over_pipeline(module, own) for name, each in rank.items()}
-
-
 def _register(module: PlacedModule, built: dict[int, Any]) -> None:
     """Registers this rank's layers, and only these, under DeepSpeed's names, in layer order."""
     layout, specs = module.layout, module._layer_specs
@@ -229,16 +224,17 @@ def _build(spec: Any) -> nn.Module | None:
     return spec if isinstance(spec, nn.Module) else None
 
 
-def traits_of(layer: nn.Module, prefix: str) -> Iterator[tuple[str, Traits]]:
-    """Yields the traits of ``layer`` and its parts, by name."""
-    for name, part in layer.named_modules(prefix=prefix):
-        yield name, _traits(part)
+def traits_of(layers: Mapping[str, nn.Module]) -> dict[str, Traits]:
+    """Returns the traits of ``layers`` and of their parts, by global name."""
+    return {
+        name: _traits(part) for prefix, layer in layers.items() for name, part in layer.named_modules(prefix=prefix)
+    }
 
 
 def adopt_traits(layers: Mapping[str, nn.Module], traits: Mapping[str, Traits]) -> str | None:
     """Gives layers, which were built anew, the ``traits`` of those whose places they take.
 
-    Returns a complaint if one of the latter had other hooks, which cannot move; else None.
+    Returns a complaint if one of the layers before had other hooks, which cannot move; else None.
     """
     for prefix, layer in layers.items():
         for name, part in layer.named_modules(prefix=prefix):

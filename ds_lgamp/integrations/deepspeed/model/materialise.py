@@ -86,7 +86,7 @@ class DeferredLayers:
                 f"layer {prefix} builds other parameters or buffers on the meta device than it builds for real; build "
                 "the PipelineModule outside ds_lgamp.deferred_init()"
             )
-        complaint = adopt_traits({prefix: layer}, dict(traits_of(described, prefix)))
+        complaint = adopt_traits({prefix: layer}, traits_of({prefix: described}))
         if complaint is not None:
             raise ConfigError(complaint)
         for parameter, known in zip(layer.parameters(), described.parameters()):

@@ -96,7 +96,7 @@ BeforeLayer = Callable[[int, int], None]
 
 
 class TensorInfo(NamedTuple):
-    """A parameter or buffer of a built layer, as its pipeline rank describes it to others."""
+    """A parameter or buffer of a built layer, as its pipeline rank describes it to other ranks."""
 
     shape: torch.Size
     dtype: torch.dtype

@@ -99,7 +99,7 @@ def check_tensors(model: nn.Module) -> None:
 
 
 def _described(tensor: Tensor) -> str:
-    # That of zero.Init.
+    # zero.Init keeps the whole shape in ``ds_shape``.
     shape = [*getattr(tensor, "ds_shape", tensor.shape)]
     return f"{tensor.dtype} of shape {shape}{' without values' if tensor.is_meta else ''}"
 

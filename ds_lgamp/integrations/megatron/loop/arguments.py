@@ -16,7 +16,6 @@ from ds_lgamp.integrations.megatron.loop.flags import (
     refuse_together,
 )
 from ds_lgamp.integrations.program_spec import program_spec
-from ds_lgamp.integrations.shard_keys import active
 from ds_lgamp.partition.agreement import Term, refuse_differing_terms
 
 SHARED_KEYS = {
@@ -84,7 +83,7 @@ def check_file(config: dict[str, Any], settings: LgampConfig) -> Job:
     for key, (harmless, reason) in REFUSED_KEYS.items():
         if (value := getattr(settings, key)) != harmless:
             raise ConfigError(f"{BLOCK}.{key} is {value!r}, {reason}")
-    for name, ranks in active(config).items():
+    for name, ranks in shard_groups(config).items():
         raise ConfigError(
             f"zero_optimization.{name} is {ranks!r}, but in Megatron-LM's training loop all data-parallel ranks share "
             f"a chunk's shards; {_WITH_DEEPSPEED}"

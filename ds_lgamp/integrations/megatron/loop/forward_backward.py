@@ -144,7 +144,9 @@ class ForwardBackward:
         placement = placement_of(chunks_per_rank, pipeline_ranks)
         # Evaluation takes any number of micro-batches. Some schedules train with a multiple of the ranks only.
         trained = pipeline_ranks if forward_only else micro_batches
-        spec = program_spec(self._settings, placement, trained, self._zero_stage, posts_on_arrival())
+        spec = program_spec(
+            self._settings, placement, trained, self._zero_stage, receives_on_arrival=posts_on_arrival()
+        )
         # Megatron-core's loop steps the optimizer after the program, so nothing can be gathered after the step. Its
         # layers recompute by themselves.
         spec = replace(spec, defers_gathers=True, recomputes=False)

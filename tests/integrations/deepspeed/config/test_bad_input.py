@@ -22,9 +22,8 @@ def snapshot(module, optimizer):
     return type(module), parameters, groups, torch.get_rng_state().tolist()
 
 
-def refusal(config, module=None, optimizer=None):
+def refusal(config, module, optimizer=None):
     """Returns the error of a refused initialization. Checks that it changed nothing."""
-    module = pipeline() if module is None else module
     client = sgd(module.parameters()) if optimizer is None and "optimizer" not in config else None
     client = optimizer(module) if optimizer is not None else client
     before = snapshot(module, client)
@@ -39,16 +38,18 @@ def run_all():
     # Makes this test independent of the machine's fp16 support.
     get_accelerator().is_fp16_supported = lambda: False
     ds_lgamp.install()
-    said = {("block", name): refusal({**BASE, "ds_lgamp": block}) for name, (block, _) in BLOCKS.items()}
-    said |= {("config", name): refusal(merged(changes)) for name, (changes, _) in CONFIGS.items()}
+    # A refusal leaves it as it is.
+    module = pipeline()
+    said = {("block", name): refusal({**BASE, "ds_lgamp": block}, module) for name, (block, _) in BLOCKS.items()}
+    said |= {("config", name): refusal(merged(changes), module) for name, (changes, _) in CONFIGS.items()}
     said |= {("module", name): refusal(merged({}), build()) for name, (build, _) in MODULES.items()}
-    said |= {("optimizer", name): refusal(merged({}), None, make) for name, (make, _) in OPTIMIZERS.items()}
+    said |= {("optimizer", name): refusal(merged({}), module, make) for name, (make, _) in OPTIMIZERS.items()}
     for name, block in (("another block", {"resident_chunks": 1 + dist.get_rank()}), ("a block", {})):
         mine = {**BASE, "zero_optimization": {"stage": 1}}
         if name == "another block" or dist.get_rank() == 1:
             mine["ds_lgamp"] = block
-        said["rank", name] = refusal(mine)
-    said["rank", "another loss scale"] = refusal(merged({"fp16": {"loss_scale": 1 + dist.get_rank()}}))
+        said["rank", name] = refusal(mine, module)
+    said["rank", "another loss scale"] = refusal(merged({"fp16": {"loss_scale": 1 + dist.get_rank()}}), module)
     return said, still_trains()
 
 

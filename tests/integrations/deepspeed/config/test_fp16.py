@@ -189,14 +189,14 @@ def overflow_of_one_rank(stage):
     with engine.optimizer.partition.full_parameters():
         if engine.global_rank == 3:
             next(engine.module.parameters()).register_hook(lambda gradient: gradient * infinite)
-    told = []
+    after_steps = []
     for step, factor in ((1, float("inf")), (2, 1.0)):
         infinite.fill_(factor)
         before = state_of(engine)
         engine.train_batch(batches(step, engine))
         stayed = [torch.equal(old, new) for old, new in zip(before, state_of(engine))]
-        told.append((all(stayed), any(stayed), engine.skipped_steps, engine.optimizer.cur_scale))
-    return told
+        after_steps.append((all(stayed), any(stayed), engine.skipped_steps, engine.optimizer.cur_scale))
+    return after_steps
 
 
 def state_of(engine):

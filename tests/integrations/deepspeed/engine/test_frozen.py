@@ -17,9 +17,9 @@ from ds_lgamp.config import ConfigError
 from ds_lgamp.cost.memory import rank_memory
 from ds_lgamp.cost.traffic import collective_bytes, predict_traffic
 from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize, aligned
+from ds_lgamp.integrations.deepspeed.config.check_keys import for_deepspeed
 from ds_lgamp.integrations.deepspeed.explain.explain import explain
 from ds_lgamp.integrations.deepspeed.hook.initialize import partition_method_of
-from ds_lgamp.integrations.shard_keys import for_deepspeed
 from ds_lgamp.runtime.measure import CollectiveCounter
 from ds_lgamp.schedule.program import build_program
 from testing.deepspeed_rank import prepare_rank
@@ -159,7 +159,7 @@ def explained(stage):
     parameters."""
     case = Case("tied adapted", 1, stage, "json", {})
     module, config = module_of(case.model, 1), config_of(case)
-    facts = explain(module, config, DeepSpeedConfig(config, module.mpu()), None, partition_method_of(module)).ranks[0]
+    facts = facts_of(module, config, config)
     engine = engine_of(case, module)
     for step in range(2):
         with CollectiveCounter() as counter:
@@ -177,12 +177,16 @@ def explained(stage):
     return told.frozen_gathers
 
 
+def facts_of(module, config, given):
+    arguments = {"model": module, "config": config, "config_class": DeepSpeedConfig(given, module.mpu())}
+    return explain(arguments, partition_method_of(module)).ranks[0]
+
+
 def explained_by_nodes(case):
     """Compares training with shards of nodes with one process, and the last step's bytes and memory with the
     explanation."""
     module, config = module_of(case.model, 1), config_of(case)
-    given = for_deepspeed(config)
-    facts = explain(module, config, DeepSpeedConfig(given, module.mpu()), None, partition_method_of(module)).ranks[0]
+    facts = facts_of(module, config, for_deepspeed(config))
     engine, counter = trained_as_one_process(case)
     peers = {unit.policy.nodes.peers for unit in engine.optimizer.partition.units}
     between = sum(sent for group in peers for _, sent in counter.calls_in(group))

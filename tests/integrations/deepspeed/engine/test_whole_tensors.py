@@ -24,7 +24,7 @@ from ds_lgamp.runtime.measure import CollectiveCounter, PeakMemory, live_tensors
 from testing.deepspeed_rank import prepare_rank, quiet
 from testing.prompt_gloo import prompt_exchanges
 from testing.ranks import run_on_ranks
-from tests.integrations.deepspeed.config.stand_ins import FusedLAMB, FusedLamb
+from tests.integrations.deepspeed.config.bad_modules import FusedLAMB, FusedLamb
 from tests.integrations.deepspeed.models import MICRO_BATCHES, Training, pipeline_module
 from tests.integrations.deepspeed.running import batches
 from tests.optimizers.reference import ReferenceLamb
@@ -215,7 +215,7 @@ def prediction(case, pipeline_ranks=2):
     module, config = arguments["model"], arguments["config"]
     with quiet():
         made = DeepSpeedConfig(config, module.mpu())
-    facts = explain(module, config, made, arguments.get("optimizer"), "parameters")
+    facts = explain({**arguments, "config_class": made}, "parameters")
     # Storages that are collected within a step would change what it seems to take.
     gc.collect()
     return [((rank.update_collectives, rank.update_bytes_sent), rank.memory.update) for rank in facts.ranks]

@@ -43,8 +43,8 @@ def test_fake_tensors_tell_what_the_benchmark_measures_with_real_ones(recompute)
     """With this measurement, the formula equals the memory of training steps on real ranks."""
     blocks = [Block(index, SIZE) for index in range(SIZE.blocks)]
     weights = [parameter for block in blocks for parameter in block.parameters()]
-    told = measured(blocks, micro_batch(SIZE, 0, 0), settings=LgampConfig(recompute=recompute))
-    assert replace(told, flops=()) == activation_bytes(SIZE, recompute == "full")
+    found = measured(blocks, micro_batch(SIZE, 0, 0), settings=LgampConfig(recompute=recompute))
+    assert replace(found, flops=()) == activation_bytes(SIZE, recompute == "full")
     assert [parameter for block in blocks for parameter in block.parameters()] == weights, (
         "the layers have other parameters"
     )
@@ -81,17 +81,17 @@ def test_a_micro_batch_is_that_of_deepspeeds_loader():
 def test_the_block_of_a_specification_is_measured_without_memory():
     with torch.device("meta"):
         layers = [LayerSpec(torch.nn.Linear, 4, 4).build() for _ in range(4)]
-    told = measured(layers, (torch.zeros(2, 4), torch.zeros(2, 4)), torch.nn.functional.mse_loss)
-    assert [chunk.result for chunk in told.chunks] == [32, 32, 32, 0] and told.inputs == told.labels == 32
+    found = measured(layers, (torch.zeros(2, 4), torch.zeros(2, 4)), torch.nn.functional.mse_loss)
+    assert [chunk.result for chunk in found.chunks] == [32, 32, 32, 0] and found.inputs == found.labels == 32
 
 
 def test_gradients_accumulate_where_they_are():
     """The gradients of weights are larger than everything else here, and exist one after another."""
     linear = [torch.nn.Linear(64, 64) for _ in range(6)]
     layers = [linear[0], torch.nn.Sequential(*linear[1:4]), *linear[4:]]
-    told = measured(layers, (torch.zeros(1, 64), torch.zeros(1, 64)), torch.nn.functional.mse_loss)
+    found = measured(layers, (torch.zeros(1, 64), torch.zeros(1, 64)), torch.nn.functional.mse_loss)
     weight = 4 * 64 * 64
-    assert weight < told.chunks[1].backward < 2 * weight
+    assert weight < found.chunks[1].backward < 2 * weight
 
 
 @pytest.mark.skipif(not ACCUMULATES_IN_OTHER_DTYPES, reason="this torch accumulates in another type through a hook")

@@ -169,20 +169,20 @@ def test_every_number_is_the_engines(explained):
     assert (facts["pipeline_ranks"], facts["data_ranks"], facts["chunks"], facts["micro_batches"]) == (2, 2, 6, 4)
     assert facts["parameters"] == 13 * 8 + 6 * (8 + 8 + 64 + 8) + 16, "the tied embedding counts once"
     for rank in (0, 1):
-        told, engine = facts["ranks"][rank], real[2 * rank]
+        shown, engine = facts["ranks"][rank], real[2 * rank]
         assert engine["rank"] == rank
         chunks = {
             str(chunk["chunk"]): [chunk["first_layer"], chunk["last_layer"], chunk["parameters"]]
-            for chunk in told["chunks"]
+            for chunk in shown["chunks"]
         }
         assert chunks == {str(chunk): entry for chunk, entry in engine["chunks"].items()}
-        moved, calls = told["traffic"], Counter(engine["calls"])
-        assert moved["gathers"] + moved["tied_gathers"] + told["tied_sums"] == calls["all_gather"]
+        moved, calls = shown["traffic"], Counter(engine["calls"])
+        assert moved["gathers"] + moved["tied_gathers"] + shown["tied_sums"] == calls["all_gather"]
         assert moved["reduces"] + moved["tied_reduces"] == calls["all_to_all"], "gloo has no reduce-scatter"
         assert moved["sends"] == calls["send"] and moved["receives"] == calls["receive"]
-        assert told["collective_bytes_sent"] == engine["bytes"]["all_gather"] + engine["bytes"]["all_to_all"]
-        assert told["memory"]["weights"] == engine["weights"]
-        assert told["memory"]["optimizer_state"] == engine["momentum"]
+        assert shown["collective_bytes_sent"] == engine["bytes"]["all_gather"] + engine["bytes"]["all_to_all"]
+        assert shown["memory"]["weights"] == engine["weights"]
+        assert shown["memory"]["optimizer_state"] == engine["momentum"]
 
 
 def test_the_example_is_explained(explained):
@@ -318,15 +318,15 @@ def test_with_training_data_the_peak_has_activations(explained):
 
 
 def test_a_model_of_transformers_is_explained_as_a_pipeline_of_its_layers(explained):
-    told, by_hand = (facts_of(explained[name]) for name in ("model", "by hand"))
-    assert told.pop("activations_unknown").startswith("the script gives micro-batches to the engine only after")
+    shown, by_hand = (facts_of(explained[name]) for name in ("model", "by hand"))
+    assert shown.pop("activations_unknown").startswith("the script gives micro-batches to the engine only after")
     del by_hand["activations_unknown"]
-    for facts in (told, by_hand):
+    for facts in (shown, by_hand):
         for rank in facts["ranks"]:
             for chunk in rank["chunks"]:
                 chunk["layer_types"] = len(chunk["layer_types"])
-    assert told == by_hand
-    assert (told["pipeline_ranks"], told["data_ranks"], told["chunks"], told["micro_batches"]) == (2, 2, 4, 8)
+    assert shown == by_hand
+    assert (shown["pipeline_ranks"], shown["data_ranks"], shown["chunks"], shown["micro_batches"]) == (2, 2, 4, 8)
 
 
 def test_without_activations_the_explanation_says_why(explained):

@@ -96,18 +96,18 @@ def compare_memory(
         gradients, buffers = follow(partition, actions, updates)
     element = element_of(dtype, gradient_dtype, communication_dtype)
     sharding = Sharding(zero_stage, data_group.size(), hierarchy, in_rank_order, in_rank_order)
-    told = rank_memory(actions, SIZES, sharding, element)
+    formula = rank_memory(actions, SIZES, sharding, element)
     label = (case, zero_stage, data_group.size(), dtype, gradient_dtype, communication_dtype, in_rank_order)
     held = {tensor.untyped_storage()._cdata: tensor for tensor in stored}
-    assert told.weights == sum(tensor.untyped_storage().nbytes() for tensor in held.values()), label
+    assert formula.weights == sum(tensor.untyped_storage().nbytes() for tensor in held.values()), label
     converts = communication_dtype is not None or element.gradients != element.master
     # Conversions and additions need more memory for a moment. Only the peak shows it.
     partitioned = partition.units[0].storage.partitioned
-    assert told.gradients == gradients or (converts and not partitioned) or updates == "reduction", label
-    assert told.gradient_buffers == buffers or hierarchy is not None or (converts and partitioned) or in_rank_order, (
-        label
-    )
-    assert told.peak == memory.peak, label
+    assert formula.gradients == gradients or (converts and not partitioned) or updates == "reduction", label
+    assert (
+        formula.gradient_buffers == buffers or hierarchy is not None or (converts and partitioned) or in_rank_order
+    ), label
+    assert formula.peak == memory.peak, label
 
 
 def follow(partition, actions, updates):

@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from ds_lgamp.config import LgampConfig
 from ds_lgamp.cost.disk import DiskUse, LiveUse
 from ds_lgamp.cost.memory import rank_memory
 from ds_lgamp.cost.traffic import bus_bytes, predict_traffic
 from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize
-from ds_lgamp.integrations.deepspeed.explain.facts import Explanation, RankFacts, json_text
+from ds_lgamp.integrations.deepspeed.explain.facts import Explanation, RankFacts
 from ds_lgamp.integrations.deepspeed.explain.text import as_text
 from ds_lgamp.schedule.offload import Offload
 from ds_lgamp.schedule.program import build_rank_program
@@ -41,33 +42,16 @@ def explained(offload, element=BF16):
         bus_bytes_stored=stored,
     )
     return Explanation(
-        pipeline_ranks=1,
+        spec=spec,
+        settings=LgampConfig(),
         data_ranks=2,
         tensor_ranks=1,
-        schedule="layered",
-        placement="modular",
-        zero_stage=3,
-        hierarchy=None,
-        offload=None if offload is None else offload._asdict(),
-        chunks=4,
-        first_trained=0,
-        returns_outputs=False,
-        micro_batches=4,
-        micro_batch_group=4,
-        resident_chunks=2,
-        defers_gathers=False,
-        pipeline_rank_speeds=None,
-        data_rank_speeds=None,
         micro_batch_shares=[4, 4],
-        recompute="full",
         precision="bf16",
         optimizer="AdamW",
-        updates=updates,
         layers=4,
         parameters=4 * 10**9,
         bubble=0.0,
-        bubble_formula=0.0,
-        micro_batch_outer_gathers=32,
         activations_unknown="there are no data",
         ranks=[rank],
     )
@@ -79,41 +63,42 @@ def lines(facts):
 
 def test_host_memory_and_bytes_over_the_bus_are_told():
     """Parts of half a billion elements: 6 loads of 1 GB, 4 stores of 2 GB; 2, 4, 8 and 4 bytes on the host."""
-    told = lines(explained(Offload(parameters=True)))
-    assert any(line.endswith("each update in the next step, on the host, as parameters are") for line in told)
-    assert any(line.endswith("collectives send from the host to the host") for line in told)
-    assert any(line.endswith("6.00 GB 8.00 GB") or line.endswith("6 GB 8 GB") for line in told)
-    table = told[told.index("Memory on the host, each rank") :]
+    output = lines(explained(Offload(parameters=True)))
+    assert any(line.endswith("each update in the next step, on the host, as parameters are") for line in output)
+    assert any(line.endswith("collectives send from the host to the host") for line in output)
+    assert any(line.endswith("6.00 GB 8.00 GB") or line.endswith("6 GB 8 GB") for line in output)
+    table = output[output.index("Memory on the host, each rank") :]
     assert table[1] == "rank weights master weights optimizer state gradients update peak"
     assert table[2] == "0 4 GB 8 GB 16 GB 8 GB 0 B 36 GB"
     assert (
         "Over a bus of 31.5 GB/s in each direction (PCIe 4.0 x16), a step's loads take at least 0.19 s, its stores "
-        "0.254 s, whatever the number of micro-batches." in told
+        "0.254 s, whatever the number of micro-batches." in output
     )
-    header = next(line for line in told if line.startswith("rank weights resident"))
+    header = next(line for line in output if line.startswith("rank weights resident"))
     assert header.startswith("rank weights resident loaded master optimizer")
 
 
 def test_chunks_that_go_forward_only_are_told():
     facts = explained(None)
     assert not any("forward only" in line for line in lines(facts))
-    told = "4 layers in 4 chunks, of which the first 2 are frozen and go forward only, 4,000,000,000 parameters"
-    assert told in lines(replace(facts, first_trained=2))
+    output = "4 layers in 4 chunks, of which the first 2 are frozen and go forward only, 4,000,000,000 parameters"
+    assert output in lines(replace(facts, spec=replace(facts.spec, first_trained=2)))
 
 
 def test_calls_that_return_outputs_are_told():
-    told = lines(replace(explained(Offload(parameters=True)), returns_outputs=True))
+    facts = explained(Offload(parameters=True))
+    output = lines(replace(facts, spec=replace(facts.spec, returns_outputs=True)))
     assert any(
-        line.startswith("4 micro-batches forward call by call, 1 in each, and backward all toge") for line in told
+        line.startswith("4 micro-batches forward call by call, 1 in each, and backward all toge") for line in output
     )
-    assert any(line.endswith("its stores 0.254 s.") for line in told)
+    assert any(line.endswith("its stores 0.254 s.") for line in output)
 
 
 def test_what_lies_on_a_disk_is_told():
     facts = explained(Offload(parameters=True))
     disk = DiskUse(held=72 * 10**9, read=70 * 10**9, written=36 * 10**9, buffers=18 * 10**9)
-    told = lines(replace(facts, ranks=[replace(facts.ranks[0], disk=disk)]))
-    assert told[told.index("On the disk, each rank") :][1:3] == [
+    output = lines(replace(facts, ranks=[replace(facts.ranks[0], disk=disk)]))
+    assert output[output.index("On the disk, each rank") :][1:3] == [
         "rank held read in a step written in a step buffers on the host",
         "0 72 GB 70 GB 36 GB 18 GB",
     ]
@@ -123,9 +108,9 @@ def test_what_lies_on_a_disk_is_told():
 def test_what_live_states_take_is_told():
     facts = explained(None)
     held = [LiveUse(held=48 * 10**9, written=24 * 10**9), LiveUse(None, None)]
-    told = [lines(replace(facts, ranks=[replace(facts.ranks[0], live=live)])) for live in held]
+    output = [lines(replace(facts, ranks=[replace(facts.ranks[0], live=live)])) for live in held]
     titles = ["Live states, each rank", "rank held written in a step"]
-    assert [each[each.index(titles[0]) :][:3] for each in told] == [
+    assert [each[each.index(titles[0]) :][:3] for each in output] == [
         [*titles, "0 48 GB 24 GB"],
         [*titles, "0 unknown unknown"],
     ]
@@ -138,17 +123,17 @@ def test_in_memory_nothing_is_said_of_a_host():
 
 
 def test_what_is_unknown_of_the_state_on_the_host_is_said():
-    told = lines(explained(Offload(), ElementBytes(weights=2, optimizer=None, update=None)))
-    assert "The optimizer's state is unknown and left out of the peak." in told
-    assert "0 4 GB 8 GB unknown 8 GB unknown 20 GB" in told
-    assert any(line.endswith("each update in the next step, on the host") for line in told)
+    output = lines(explained(Offload(), ElementBytes(weights=2, optimizer=None, update=None)))
+    assert "The optimizer's state is unknown and left out of the peak." in output
+    assert "0 4 GB 8 GB unknown 8 GB unknown 20 GB" in output
+    assert any(line.endswith("each update in the next step, on the host") for line in output)
 
 
 @pytest.mark.parametrize("offload", [None, Offload(), Offload(parameters=True)])
 def test_a_program_reads_the_same(offload):
-    told = json.loads(json_text(explained(offload)))
-    (rank,) = told["ranks"]
-    assert told["offload"] == (None if offload is None else {"parameters": offload.parameters, "on_device": []})
+    output = json.loads(json.dumps(explained(offload).as_data()))
+    (rank,) = output["ranks"]
+    assert output["offload"] == (None if offload is None else {"parameters": offload.parameters, "on_device": []})
     if offload is None:
         assert rank["memory"]["host"] is None and rank["bus_bytes_loaded"] is None
     else:

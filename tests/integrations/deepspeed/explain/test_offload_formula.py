@@ -102,10 +102,10 @@ def compare(case, updates, stage, offload, data_group, tie_group, dtype, gradien
     partition.catch_up()
     element = element_of(dtype, gradient_dtype, communication_dtype)
     sharding = Sharding(stage, data_group.size())
-    told = rank_memory(actions, SIZES, sharding, element, offload=offload)
+    formula = rank_memory(actions, SIZES, sharding, element, offload=offload)
     label = (spec, data_group.size(), dtype, gradient_dtype, communication_dtype)
-    assert told.peak == memory.peak, label
-    assert told.host.peak == sum(home.nbytes for home in bus.homes), label
+    assert formula.peak == memory.peak, label
+    assert formula.host.peak == sum(home.nbytes for home in bus.homes), label
     moved = bus.bytes_loaded - before[0], bus.bytes_stored - before[1]
     assert moved == bus_bytes(actions, SIZES, offload, sharding, element), label
 
