@@ -119,18 +119,15 @@ def _chunks(
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             result = compute(inputs)
         flops.append(counter.get_total_flops())
-        gradients = [torch.ones_like(member) for member in differentiable(result)]
+        trains = chunk >= spec.first_trained
         yield chunk_bytes(
             compute,
             inputs,
-            gradients,
+            [torch.ones_like(member) for member in differentiable(result)] if trains else None,
             [*_memory_of(layers[own]), *tree_leaves(labels)],
             0 if chunk == last else _bytes_of(result),
             is_first=chunk == 0,
-            is_last=chunk == last,
             recompute=spec.is_recomputed(chunk),
-            fake=True,
-            trains=chunk >= spec.first_trained,
         )
         inputs = result
 
