@@ -407,3 +407,16 @@ def test_last_words_are_said_even_where_no_thread_starts_any_more(monkeypatch, c
     monkeypatch.setattr(threading.Thread, "start", refuse)
     last_words.say("last words")
     assert capfd.readouterr().err == "last words"
+
+
+def test_a_rank_does_not_wait_for_somebody_to_read_what_it_says(monkeypatch):
+    read, written = threading.Event(), threading.Event()
+
+    def write(text):
+        read.wait(10)
+        written.set()
+
+    monkeypatch.setattr(last_words, "_write", write)
+    last_words.say("rank 0 ends")
+    assert not written.is_set()
+    read.set()
