@@ -106,7 +106,7 @@ def bytes_of_block(size: ModelSize, is_first: bool, is_last: bool, recompute: bo
 
     existing = [labels, *parameters, *(parameter.grad for parameter in parameters)]
     handed_on = 0 if is_last else hidden.nbytes
-    return chunk_bytes(compute, hidden, [gradient], existing, handed_on, is_first, is_last, recompute)
+    return chunk_bytes(compute, hidden, [gradient], existing, handed_on, is_first, recompute)
 
 
 def largest_deviation(on_ranks: Sequence[Counted], micro_batches: int, formula: Sequence[int]) -> float:

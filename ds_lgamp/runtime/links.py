@@ -41,6 +41,18 @@ class Endpoint(NamedTuple):
     tag: int
 
 
+class Ends(NamedTuple):
+    """How all messages of a rank travel. Activations come from the previous rank of the ring and go to the next one;
+    gradients travel the other way. Headers travel with activations."""
+
+    activations_in: Endpoint
+    activations_out: Endpoint
+    gradients_in: Endpoint
+    gradients_out: Endpoint
+    headers_in: Endpoint
+    headers_out: Endpoint
+
+
 class Outgoing:
     """The sending end of a link, for one kind of message.
 
@@ -196,10 +208,7 @@ class Incoming:
 class Links:
     """All links of a pipeline rank. A ring of one rank uses none.
 
-    Activations come from the previous rank of the ring and go to the next one. Gradients travel the other way.
-
     Args:
-        headers_in, headers_out: how headers of activations travel.
         dynamic: whether the shapes of a chunk's results may differ between micro-batches.
         on_arrival: whether programs post receives on arrival.
         advice: the fix that the error names if shapes differ unexpectedly.
@@ -208,12 +217,7 @@ class Links:
     def __init__(
         self,
         device: torch.device,
-        activations_in: Endpoint,
-        activations_out: Endpoint,
-        gradients_in: Endpoint,
-        gradients_out: Endpoint,
-        headers_in: Endpoint,
-        headers_out: Endpoint,
+        ends: Ends,
         dynamic: bool = False,
         on_arrival: bool = False,
         advice: str = RESET,
@@ -222,10 +226,10 @@ class Links:
         self._on_arrival = on_arrival
         self.broken = False
         """Whether a batch runs or failed. Messages of a failed one may be under way that nobody will take."""
-        self._activations_in = Incoming(activations_in, device, headers_in, dynamic, on_arrival)
-        self._activations_out = Outgoing(activations_out, headers_out, device, dynamic, on_arrival, advice)
-        self._gradients_in = Incoming(gradients_in, device, None, dynamic, on_arrival)
-        self._gradients_out = Outgoing(gradients_out, headers_out, device, dynamic, on_arrival, advice)
+        self._activations_in = Incoming(ends.activations_in, device, ends.headers_in, dynamic, on_arrival)
+        self._activations_out = Outgoing(ends.activations_out, ends.headers_out, device, dynamic, on_arrival, advice)
+        self._gradients_in = Incoming(ends.gradients_in, device, None, dynamic, on_arrival)
+        self._gradients_out = Outgoing(ends.gradients_out, ends.headers_out, device, dynamic, on_arrival, advice)
 
     @property
     def neighbours(self) -> tuple[int, int]:

@@ -217,31 +217,29 @@ def _nbytes(tensor: torch.Tensor) -> int:
 def chunk_bytes(
     compute: Callable[[Any], Any],
     inputs: Any,
-    gradients: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor] | None,
     existing: Iterable[torch.Tensor],
     result_bytes: int,
     is_first: bool,
-    is_last: bool,
     recompute: bool,
-    fake: bool = False,
-    trains: bool = True,
 ) -> ChunkBytes:
-    """Runs a forward and a backward as the executor does, and returns the bytes they take.
+    """Runs a forward and a backward as the executor does, and returns the bytes they take. If tensors are fake, these
+    are the bytes that real ones would take.
 
     Args:
         compute: returns the chunk's result for its inputs; of the last chunk, the loss.
         inputs: the chunk's inputs.
-        gradients: the gradients of the floating-point members of the result; of the last chunk, of the loss.
+        gradients: the gradients of the floating-point members of the result; of the last chunk, of the loss. None if
+            the chunk has no backward.
         existing: what is in memory beside the inputs: parameters, their gradients, buffers and labels.
         result_bytes: what the next chunk gets; 0 for the last chunk.
         recompute: whether the backward computes the chunk again.
-        fake: whether all tensors are fake.
-        trains: whether the chunk has a backward.
     """
-    given = _tensors(inputs)
-    with PeakMemory([*existing, *gradients, *given], fake) as memory:
+    given, is_last = _tensors(inputs), result_bytes == 0
+    existing = [*existing, *(gradients or ()), *given]
+    with PeakMemory(existing, fake=any(map(_is_fake, existing))) as memory:
         before = memory.live()
-        if not trains:
+        if gradients is None:
             with torch.no_grad():
                 compute(inputs)
             return ChunkBytes(result_bytes, memory.peak - before, 0)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ds_lgamp.partition.agreement import own_of_disjoint
-from ds_lgamp.runtime.links import RESET, Endpoint, Links
+from ds_lgamp.runtime.links import RESET, Endpoint, Ends, Links
 
 _KINDS = ("activations", "gradients")
 _HEADER_TAG = len(_KINDS)
@@ -56,15 +56,8 @@ def ring_links(
         forward = kind == "activations"
         ends[f"{kind}_in"] = Endpoint(previous, before, tag) if forward else Endpoint(following, after, tag)
         ends[f"{kind}_out"] = Endpoint(following, after, tag) if forward else Endpoint(previous, before, tag)
-    return Links(
-        device,
-        **ends,
-        headers_in=Endpoint(previous, hosts, _HEADER_TAG),
-        headers_out=Endpoint(following, hosts, _HEADER_TAG),
-        dynamic=dynamic,
-        on_arrival=on_arrival,
-        advice=advice,
-    )
+    headers_in, headers_out = (Endpoint(peer, hosts, _HEADER_TAG) for peer in (previous, following))
+    return Links(device, Ends(**ends, headers_in=headers_in, headers_out=headers_out), dynamic, on_arrival, advice)
 
 
 def edge_colours(pipelines: Sequence[Sequence[int]]) -> list[list[Edge]]:

@@ -42,7 +42,7 @@ CHUNKS = {
 }
 
 
-def measured(build, inputs, is_first, recompute, fake):
+def measured(build, inputs, is_first, recompute):
     layers, given = build(), inputs()
     for parameter in layers.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
@@ -52,16 +52,16 @@ def measured(build, inputs, is_first, recompute, fake):
     gradients = [torch.ones_like(member) for member in differentiable(result)]
     weights = list(layers.parameters())
     existing = [*weights, *layers.buffers(), *(weight.grad for weight in weights if weight.grad is not None)]
-    return chunk_bytes(layers, given, gradients, existing, 4 * 2 * 5 * 16, is_first, False, recompute, fake)
+    return chunk_bytes(layers, given, gradients, existing, 4 * 2 * 5 * 16, is_first, recompute)
 
 
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("name", CHUNKS)
 def test_fake_tensors_take_as_much_as_real_ones(name, recompute):
     build, inputs, is_first = CHUNKS[name]
-    real = measured(build, inputs, is_first, recompute, fake=False)
+    real = measured(build, inputs, is_first, recompute)
     with FakeTensorMode():
-        fake = measured(build, inputs, is_first, recompute, fake=True)
+        fake = measured(build, inputs, is_first, recompute)
     assert fake == real
     assert real.forward > 0 and real.backward > 0 and (real.saved > 0) == (not recompute)
 
@@ -90,18 +90,14 @@ def test_a_fake_transformer_block_takes_what_the_benchmark_measures(is_first, is
             return loss_function(block(inputs), labels) if is_last else block(inputs)
 
         result_bytes = 0 if is_last else hidden.nbytes
-        fake = chunk_bytes(compute, hidden, [gradient], existing, result_bytes, is_first, is_last, recompute, fake=True)
+        fake = chunk_bytes(compute, hidden, [gradient], existing, result_bytes, is_first, recompute)
     assert fake == expected
 
 
 def test_a_result_that_autograd_keeps_is_told_apart_from_what_else_it_keeps():
     """The linear layer keeps its input and tanh keeps its result, 160 numbers each. The leaf of the graph has one
     number."""
-    kept = measured(
-        lambda: nn.Sequential(nn.Linear(16, 16), nn.Tanh()), lambda: torch.zeros(2, 5, 16), False, False, False
-    )
+    kept = measured(lambda: nn.Sequential(nn.Linear(16, 16), nn.Tanh()), lambda: torch.zeros(2, 5, 16), False, False)
     assert (kept.saved, kept.keeps_result) == (644, True)
-    kept = measured(
-        lambda: nn.Sequential(nn.Tanh(), nn.Linear(16, 16)), lambda: torch.zeros(2, 5, 16), False, False, False
-    )
+    kept = measured(lambda: nn.Sequential(nn.Tanh(), nn.Linear(16, 16)), lambda: torch.zeros(2, 5, 16), False, False)
     assert (kept.saved, kept.keeps_result) == (644, False)

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from ds_lgamp.runtime import links
-from ds_lgamp.runtime.links import Endpoint, Outgoing
+from ds_lgamp.runtime.links import Endpoint, LinkError, Outgoing
 from ds_lgamp.schedule.spec import SENDS_IN_FLIGHT
 
 CPU = torch.device("cpu")
@@ -50,3 +50,12 @@ def test_with_receives_ahead_messages_wait_once_the_peer_knows_their_shapes(awai
     for number in range(4):
         link.send([torch.full((1,), number)])
     assert [message.item() for message in awaited] == [0, 1]
+
+
+def test_a_send_that_fails_names_the_rank_at_the_other_end(monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("Connection closed by peer\nand a trace")
+
+    monkeypatch.setattr(links.dist, "isend", fail)
+    with pytest.raises(LinkError, match=r"^the link to rank 1 failed: Connection closed by peer$"):
+        outgoing(on_arrival=False).send([torch.zeros(2)])

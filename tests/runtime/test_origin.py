@@ -59,3 +59,12 @@ def test_in_a_chunk_that_goes_forward_only_infinity_counts_in_hidden_states_and_
         seen.after_layer(1, 0, infinite)
     forward, _ = seen.end().squeeze(-1)
     assert forward[seen.places.index(0)].isfinite() and not forward[seen.places.index(1)].isfinite()
+
+
+def test_results_of_an_evaluation_between_two_calls_are_not_noted():
+    seen = FirstSeen([0], torch.device("cpu"))
+    seen.begin(2, lambda _: (torch.ones(1), torch.ones(1)))
+    with seen.looking_away():
+        seen.after_layer(0, 0, torch.full((1,), torch.nan))
+    seen.after_layer(0, 1, torch.full((1,), torch.nan))
+    assert seen.end().isfinite()[0].tolist() == [[True, True], [True, True], [True, False]]

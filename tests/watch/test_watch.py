@@ -4,6 +4,7 @@ import ctypes
 import math
 import os
 import signal
+import socket
 import threading
 import time
 from contextlib import contextmanager
@@ -16,8 +17,10 @@ import torch.distributed as dist
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.watch import guard, last_words
+from ds_lgamp.watch.connections import Member
 from ds_lgamp.watch.guard import Guard
 from ds_lgamp.watch.last_words import dump_flight_recorder
+from ds_lgamp.watch.lifeline import Lifeline, Process
 from ds_lgamp.watch.stalls import ANSWER, Asking, AwakeClock, Rounds, stalls
 from ds_lgamp.watch.standing import Neighbours, Standing, Wait
 from ds_lgamp.watch.this_rank import this_rank
@@ -407,3 +410,28 @@ def test_last_words_are_said_even_where_no_thread_starts_any_more(monkeypatch, c
     monkeypatch.setattr(threading.Thread, "start", refuse)
     last_words.say("last words")
     assert capfd.readouterr().err == "last words"
+
+
+def test_a_rank_does_not_wait_for_somebody_to_read_what_it_says(monkeypatch):
+    read, written = threading.Event(), threading.Event()
+
+    def write(text):
+        read.wait(10)
+        written.set()
+
+    monkeypatch.setattr(last_words, "_write", write)
+    last_words.say("rank 0 ends")
+    assert not written.is_set()
+    read.set()
+
+
+def test_a_rank_names_another_that_fails_again_after_it_went_on():
+    process = Process(SimpleNamespace(), this_rank.whereabouts, SimpleNamespace())
+    lifeline = Lifeline(Member(0, "here", "127.0.0.1", 0), socket.create_server(("127.0.0.1", 0)), "", 2, process)
+    try:
+        for cause in ("first", "second"):
+            lifeline._note_failing(f"rank 1 failed ({cause})", SimpleNamespace())
+            assert f"rank 1 failed ({cause})" in lifeline.news()
+            lifeline._note_failing("", SimpleNamespace())
+    finally:
+        lifeline.let_go()

@@ -115,14 +115,11 @@ def _chunks(
         taken = chunk_bytes(
             compute,
             inputs,
-            gradients,
+            gradients if chunk >= spec.first_trained else None,
             [*_memory_of(layers[own]), *tree_leaves(labels)],
             0 if chunk == last else _bytes_of(result),
             is_first=chunk == 0,
-            is_last=chunk == last,
             recompute=spec.is_recomputed(chunk),
-            fake=True,
-            trains=chunk >= spec.first_trained,
         )
         yield taken, counter.get_total_flops()
         inputs = result

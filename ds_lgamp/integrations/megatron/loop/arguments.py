@@ -15,7 +15,7 @@ from ds_lgamp.integrations.megatron.loop.flags import (
     refuse_flags,
     refuse_together,
 )
-from ds_lgamp.integrations.program_spec import program_spec
+from ds_lgamp.integrations.program_spec import program_spec, shard_groups
 from ds_lgamp.partition.agreement import Term, refuse_differing_terms
 
 SHARED_KEYS = {
