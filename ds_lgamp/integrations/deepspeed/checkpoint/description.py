@@ -1,7 +1,7 @@
 """What state.json says of a run beside tensors, alike on all ranks; whether it fits another run; and how that run takes
 over the counters and the position in the data. The schema is in ``ds_lgamp.checkpoint.schema``."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType
@@ -13,7 +13,6 @@ from deepspeed.pipe import TiedLayerSpec
 
 from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.checkpoint.names import Share, name_of_first
-from ds_lgamp.checkpoint.saver import Saver
 from ds_lgamp.checkpoint.schema import COUNTERS, PULLED
 from ds_lgamp.checkpoint.values import UnsupportedValue, encode, name_of_dtype
 from ds_lgamp.integrations.deepspeed.config.precision import parameter_dtype, scaler_state
@@ -28,8 +27,7 @@ from ds_lgamp.integrations.deepspeed.model.module import (
 )
 from ds_lgamp.integrations.split.parts import Tree
 from ds_lgamp.partition.unit import parts_of
-from ds_lgamp.runtime.recompute import RandomSource, undisturbed
-from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.runtime.recompute import undisturbed
 from ds_lgamp.version import __version__
 
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
@@ -39,42 +37,25 @@ class Run(Protocol):
     """An engine, as far as a checkpoint reads or writes it. The counters come on top."""
 
     global_steps: int
-    live: Any
-    """Its :class:`LiveCheckpoint`; None without."""
     optimizer: Any
     """Its PartitionedOptimizer."""
     lr_scheduler: Any
     own_data: Any
     """Its OwnData; None if it has no data of its own."""
-    random_sources: Sequence[RandomSource]
-    saver: Saver
-    program_spec: ProgramSpec
-    zero_stage: int
-    partition_method: str
+    lgamp: Any
+    """Its Training."""
     grid: Any
     """DeepSpeed's PipelineParallelGrid."""
     device: Any
-    tensor_access: Any
     _config: Any
     """The DeepSpeedConfig."""
 
-    @property
-    def placed(self) -> PlacedModule:
-        """The module whose layers the engine trains."""
-        ...
-
     def train_micro_batch_size_per_gpu(self) -> int: ...
-
-    def settle_nonfinite(self) -> None:
-        """Acts on the last batch, if it is not finite."""
-
-    def forget_nonfinite(self) -> None:
-        """Forgets the last batch."""
 
 
 def ranks_of(run: Run) -> tuple[int, int, int]:
     """Returns this rank's pipeline, data-parallel and tensor-parallel rank."""
-    return run.placed.stage_id, run.grid.data_parallel_id, run.grid.get_slice_parallel_rank()
+    return run.lgamp.placed.stage_id, run.grid.data_parallel_id, run.grid.get_slice_parallel_rank()
 
 
 def describe(run: Run) -> dict[str, Any]:
@@ -93,7 +74,7 @@ def describe(run: Run) -> dict[str, Any]:
             **{name: getattr(run, name) for name in COUNTERS},
             PULLED: 0 if run.own_data is None else run.own_data.pulled,
         },
-        "micro_offset": run.placed.micro_offset,
+        "micro_offset": run.lgamp.placed.micro_offset,
         # Only the device may know of one so far. Callers that may wait for it fill this in.
         "late_overflow": False,
         "data": epoch_of(run),
@@ -105,12 +86,12 @@ def describe(run: Run) -> dict[str, Any]:
 
 def describe_layout(run: Run) -> dict[str, Any]:
     """Returns the layout of the run. A run of any other layout may load the checkpoint."""
-    spec, layout = run.program_spec, run.placed.layout
+    spec, layout = run.lgamp.program_spec, run.lgamp.placed.layout
     return {
         "pipeline_ranks": spec.pipeline_ranks,
         "data_ranks": run.grid.data_parallel_size,
         "tensor_ranks": run.grid.get_slice_parallel_world_size(),
-        "zero_stage": run.zero_stage,
+        "zero_stage": run.lgamp.zero_stage,
         "schedule": spec.schedule,
         "chunk_bounds": layout.bounds,
         "placement": layout.placement,
@@ -126,14 +107,14 @@ def describe_parameters(run: Run, exclude_frozen: bool = False) -> dict[str, dic
         if unit.trains or not exclude_frozen
         for part in parts_of(unit)
     }
-    return {name: infos[name] for name, _ in global_names(run.placed) if name in infos}
+    return {name: infos[name] for name, _ in global_names(run.lgamp.placed) if name in infos}
 
 
 def share_of(run: Run, exclude_frozen: bool = False) -> Share:
     """Returns this rank's share of the description, without the scalars of the optimizer, which change."""
     # The same on all data-parallel ranks, so the first one's suffice.
     parameters = describe_parameters(run, exclude_frozen) if run.grid.data_parallel_id == 0 else {}
-    return Share(parameters, {}, set(empty_extra_states(run.placed)))
+    return Share(parameters, {}, set(empty_extra_states(run.lgamp.placed)))
 
 
 def encode_named(name: str, value: Any) -> Any:
@@ -162,16 +143,16 @@ def _layers(run: Run) -> dict[str, Any]:
     """Returns what the parameters do not show: the types of layers, which of them use a tied module, how DeepSpeed cuts
     them, and whose names their parameters have."""
     tied: dict[str, list[int]] = {}
-    for layer, spec in enumerate(run.placed._layer_specs):
+    for layer, spec in enumerate(run.lgamp.placed._layer_specs):
         if isinstance(spec, TiedLayerSpec):
             tied.setdefault(spec.key, []).append(layer)
     return {
-        "types": layer_types(run.placed),
+        "types": layer_types(run.lgamp.placed),
         "tied": tied,
-        "partition_method": run.partition_method,
+        "partition_method": run.lgamp.partition_method,
         # The first rank has the first layer.
-        "names_of_model": any(isinstance(layer, Tree) for layer in built_layers(run.placed).values()),
-        "other_names": dict(run.placed.other_names),
+        "names_of_model": any(isinstance(layer, Tree) for layer in built_layers(run.lgamp.placed).values()),
+        "other_names": dict(run.lgamp.placed.other_names),
     }
 
 
@@ -202,7 +183,7 @@ def check_fit(
         sizes: the tensors in the checkpoint.
     """
     _check_parameters(run, folder, state["parameters"], own, parts.strict)
-    _check_buffers(folder, run.placed, sizes, parts.strict)
+    _check_buffers(folder, run.lgamp.placed, sizes, parts.strict)
     if parts.optimizer:
         _check_optimizer(run, folder, state, own)
     if parts.scheduler:
@@ -214,7 +195,7 @@ def _check_parameters(run: Run, folder: Path, written: dict[str, Any], own: dict
     others = sorted(name for name in names if _shape(own, name) != _shape(written, name))
     if others:
         shown = ", ".join(
-            f"{shown_name(run.placed, name)} is {_shape(written, name)} there, {_shape(own, name)} here"
+            f"{shown_name(run.lgamp.placed, name)} is {_shape(written, name)} there, {_shape(own, name)} here"
             for name in others[:3]
         )
         raise CheckpointError(
@@ -262,7 +243,7 @@ def _check_optimizer(run: Run, folder: Path, state: dict[str, Any], own: dict[st
     if there != here:
         raise CheckpointError(f"{folder} has {there} parameter groups, not {here}; build them as they were, {fix}")
     for name, entry in own.items():
-        shown = shown_name(run.placed, name)
+        shown = shown_name(run.lgamp.placed, name)
         if name not in state["parameters"]:
             # Parameters of a group count their steps together, so a new one cannot begin at the first.
             if entry["group"] is not None:
@@ -303,7 +284,7 @@ def seek_data(run: Run, pulled: int, there: Epoch | None) -> None:
     if run.own_data is not None and here is not None:
         # A run without own data has taken nothing from it.
         position = 0 if there is None else micro_batches_here(pulled, there, here)
-        with undisturbed(run.random_sources):
+        with undisturbed(run.lgamp.random_sources):
             run.own_data.seek(position)
 
 

@@ -38,7 +38,7 @@ class LiveCheckpoint(LiveState):
             "ranks": dist.get_world_size(),
             "places": list(ranks_of(engine)),
         }
-        optimizer, slots = engine.optimizer, slots_of(engine.program_spec.updates)
+        optimizer, slots = engine.optimizer, slots_of(engine.lgamp.program_spec.updates)
         units, own = optimizer.partition.units, share_of(engine)
         super().__init__(folder, header, units, optimizer.optimizer, engine.device, slots, own)
         self._directory: str | None = None
@@ -51,7 +51,9 @@ class LiveCheckpoint(LiveState):
     def end_step(self, engine: Run, client_state: dict[Any, Any]) -> None:
         """Called at the end of a step, after which only updates that it has postponed change its state."""
         with torch.no_grad():
-            buffers = {name: tensor.clone() for name, tensor in persistent_buffers(engine.placed) if tensor.numel()}
+            buffers = {
+                name: tensor.clone() for name, tensor in persistent_buffers(engine.lgamp.placed) if tensor.numel()
+            }
         state, own = describe(engine), rank_state(engine, client_state)
         self.complete(BesideUnits(engine.global_steps, self._directory, state, own, buffers))
 

@@ -32,9 +32,9 @@ def rank_state_to_write(run: Run, client_state: Mapping[Any, Any]) -> dict[str, 
 def rank_state(run: Run, client_state: Mapping[Any, Any]) -> dict[str, Any]:
     """Returns ``random``, ``extra_states`` and ``client_state`` of this rank, encoded. Raises CheckpointError as
     :func:`rank_state_to_write` does."""
-    sources = run.random_sources
+    sources = run.lgamp.random_sources
     random = {source.name: encode(state) for source, state in zip(sources, read_states(sources))}
-    states = {name: part.get_extra_state() for name, part in with_extra_state(run.placed)}
+    states = {name: part.get_extra_state() for name, part in with_extra_state(run.lgamp.placed)}
     return {
         "random": random,
         "extra_states": {name: encode_named(name, state) for name, state in states.items() if state is not None},
@@ -59,7 +59,7 @@ def rank_state_to_read(run: Run, layout: Mapping[str, Any], sizes: Mapping[str, 
         # One process wrote the checkpoint for all ranks.
         name = rank_name(0, 0, 0)
     names = [name]
-    if any(with_extra_state(run.placed)):
+    if any(with_extra_state(run.lgamp.placed)):
         others = (rank_name(rank, 0, 0) for rank in range(layout["pipeline_ranks"]))
         names += (other for other in others if other in sizes)
     return {
@@ -103,7 +103,7 @@ def buffers_to_write(run: Run) -> dict[str, FlatShard]:
     names = names_to_write(own, first)
     return {
         names[name]: FlatShard(tensor.shape, 0, row_of(tensor.detach()))
-        for name, tensor in persistent_buffers(run.placed)
+        for name, tensor in persistent_buffers(run.lgamp.placed)
         if name in names
     }
 
@@ -120,7 +120,7 @@ def buffers_to_read(
     """
     has_own = all(here[kind] == there[kind] for kind in _KINDS_OF_RANKS)
     buffers = {}
-    for name, tensor in persistent_buffers(run.placed):
+    for name, tensor in persistent_buffers(run.lgamp.placed):
         own = name_of_own(name, ranks_of(run))
         written = own if has_own and own in sizes else name_of_first(name)
         if written in sizes:
@@ -138,7 +138,7 @@ def commit_buffers(module: PlacedModule, read: Mapping[str, FlatShard]) -> None:
 
 
 def _copies(run: Run) -> dict[str, Copy]:
-    return {name: Copy(ranks_of(run), _digest(tensor)) for name, tensor in persistent_buffers(run.placed)}
+    return {name: Copy(ranks_of(run), _digest(tensor)) for name, tensor in persistent_buffers(run.lgamp.placed)}
 
 
 def _digest(tensor: torch.Tensor) -> str:

@@ -60,9 +60,9 @@ def save_checkpoint(
     Without frozen parameters, it loads with ``load_module_strict=False``, and the model keeps those that it has.
     """
     # With "abort", weights that are not finite never get into a checkpoint.
-    engine.settle_nonfinite()
-    if engine.live is not None:
-        engine.live.saves_in(Path(save_dir))
+    engine.lgamp.settle_nonfinite()
+    if engine.lgamp.live is not None:
+        engine.lgamp.live.saves_in(Path(save_dir))
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
     save(
         engine,
@@ -91,9 +91,9 @@ def load_checkpoint(
     of the last one are missing or damaged."""
     if custom_load_fn is not None:
         raise ConfigError(f"custom_load_fn is given, but a {BLOCK} block does not support it; remove it")
-    engine.tensor_access.refuse_inside_block("load_checkpoint")
+    engine.lgamp.tensor_access.refuse_inside_block("load_checkpoint")
     wait_for_all()
-    live = None if load_module_only else engine.live
+    live = None if load_module_only else engine.lgamp.live
     if live is not None:
         live.loads_from(Path(load_dir))
         if tag is None:
@@ -108,15 +108,15 @@ def load_checkpoint(
         progress=not load_module_only,
     )
     folder, client_state = load_first_whole(engine, Path(load_dir), candidates, parts)
-    engine.forget_nonfinite()
-    if engine.live is not None:
-        engine.live.forget()
+    engine.lgamp.forget_nonfinite()
+    if engine.lgamp.live is not None:
+        engine.lgamp.live.forget()
     return str(folder), client_state
 
 
 def wait_for_checkpoint(engine: Run) -> None:
     """Waits until the last save is on the disk. Collective; raises CheckpointError on every rank if it failed."""
-    engine.saver.wait()
+    engine.lgamp.saver.wait()
 
 
 def save(
@@ -158,7 +158,7 @@ def save(
     ):
         own = merge(everyone(own, group))
     add_share(state, own)
-    run.saver.save(directory, tag, tensors, state, publish_latest)
+    run.lgamp.saver.save(directory, tag, tensors, state, publish_latest)
 
 
 def find_checkpoints(directory: Path, tag: Any) -> list[Path]:
@@ -206,7 +206,7 @@ def load(run: Run, folder: Path, parts: Parts) -> dict[str, Any]:
     sizes = {name: entry.size for name, entry in reader.tensors.items()}
     dtypes = {name: entry.properties.dtype for name, entry in reader.tensors.items()}
     parameters = everywhere(partial(describe_parameters, run))
-    own = {name: info for rank in over_pipeline(run.placed, parameters) for name, info in rank.items()}
+    own = {name: info for rank in over_pipeline(run.lgamp.placed, parameters) for name, info in rank.items()}
 
     of_parameters = (state["optimizer"] or {}).get("of_parameters", {})
 
@@ -221,15 +221,15 @@ def load(run: Run, folder: Path, parts: Parts) -> dict[str, Any]:
         return loading, buffers, rank_state_to_read(run, state["layout"], sizes)
 
     loading, buffers, text = everywhere(memory)
-    run.saver.load(reader, {**loading.targets, **buffers, **text})
+    run.lgamp.saver.load(reader, {**loading.targets, **buffers, **text})
     mine = everywhere(partial(decode_rank_state, folder, text))
     if parts.scheduler and run.lr_scheduler is not None:
         _load_scheduler(folder, run.lr_scheduler, decode(state["lr_scheduler"]["state"]))
 
     def commit() -> None:
         loading.commit_weights()
-        commit_buffers(run.placed, buffers)
-        write_extra_states(run.placed, mine["extra_states"])
+        commit_buffers(run.lgamp.placed, buffers)
+        write_extra_states(run.lgamp.placed, mine["extra_states"])
         if parts.optimizer:
             written = state["optimizer"]
             groups = decode(written["groups"])
@@ -263,6 +263,6 @@ def _resume(run: Run, state: dict[str, Any], random: dict[str, Any]) -> None:
     """Restores the counters, the position in the engine's own data, and the random states."""
     for name in COUNTERS:
         setattr(run, name, state["counters"][name])
-    run.placed.micro_offset = state["micro_offset"]
+    run.lgamp.placed.micro_offset = state["micro_offset"]
     seek_data(run, state["counters"][PULLED], state["data"])
-    write_random_states(run.random_sources, random)
+    write_random_states(run.lgamp.random_sources, random)

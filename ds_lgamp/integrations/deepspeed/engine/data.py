@@ -187,7 +187,7 @@ def complete_own_data(engine: Any) -> None:
     pipeline rank for the last one."""
     if engine.training_data and engine.is_last_stage() and engine.own_data is None:
         # Other ranks have already drawn what this one draws now, so all generators stay equal.
-        with undisturbed(engine.random_sources):
+        with undisturbed(engine.lgamp.random_sources):
             engine._build_data_iter(engine.training_data)
 
 

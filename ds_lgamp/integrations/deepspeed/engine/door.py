@@ -8,7 +8,6 @@ from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 from deepspeed.runtime.keep_in_fp32 import keep_in_fp32_pattern
 from torch import nn
 
-from ds_lgamp.checkpoint.saver import Saver
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.deepspeed.checkpoint import save_and_load
 from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
@@ -23,7 +22,6 @@ from ds_lgamp.integrations.deepspeed.engine.training import Training
 from ds_lgamp.integrations.deepspeed.model.construction import children_with_memory, showing
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import share_values, values_of
-from ds_lgamp.runtime.recompute import RandomSource
 from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.watch.this_rank import this_rank
 
@@ -116,34 +114,8 @@ class LgampDoor(DeepSpeedEngine):
         return self.lgamp.program_spec
 
     @property
-    def random_sources(self) -> list[RandomSource]:
-        return self.lgamp.random_sources
-
-    @property
-    def saver(self) -> Saver:
-        return self.lgamp.saver
-
-    @property
-    def live(self) -> Any:
-        return self.lgamp.live
-
-    @property
     def zero_stage(self) -> int:
         return self.lgamp.zero_stage
-
-    @property
-    def partition_method(self) -> str:
-        return self.lgamp.partition_method
-
-    @property
-    def tensor_access(self) -> Any:
-        return self.lgamp.tensor_access
-
-    def settle_nonfinite(self) -> None:
-        self.lgamp.settle_nonfinite()
-
-    def forget_nonfinite(self) -> None:
-        self.lgamp.forget_nonfinite()
 
     # What scripts may call, but not do here what it does in DeepSpeed
 

@@ -99,7 +99,7 @@ class LgampEngine(LgampDoor, PipelineEngine):
     def train_batch(self, data_iter: Any = None) -> Tensor:
         """As PipelineEngine's. Where the data end, raises StopIteration on all ranks at the same step; the engine goes
         on with other data."""
-        self.tensor_access.refuse_inside_block("train_batch")
+        self.lgamp.tensor_access.refuse_inside_block("train_batch")
         with self.lgamp.monitored():
             try:
                 with self.lgamp.in_batch(training=True):

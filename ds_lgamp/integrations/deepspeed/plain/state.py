@@ -89,7 +89,7 @@ class _Tensor(NamedTuple):
 
 def is_spread(engine: Engine) -> bool:
     """Whether this rank lacks current values of the model between two batches, so that reading them needs others."""
-    return engine.num_stages > 1 or engine.optimizer.partition.frees_weights or engine.program_spec.defers_gathers
+    return engine.num_stages > 1 or engine.optimizer.partition.frees_weights or engine.lgamp.program_spec.defers_gathers
 
 
 def give_state(engine: Engine) -> None:
@@ -155,7 +155,7 @@ def whole_state(engine: Engine, exclude_frozen_parameters: bool = False) -> dict
     agree(Next.READ_STATE)
     broken = engine.optimizer.is_half_updated
     raise_everywhere("the last batch failed, and weights are of two steps" if broken else None, ConfigError)
-    placed, partition = engine.placed, engine.optimizer.partition
+    placed, partition = engine.lgamp.placed, engine.optimizer.partition
     state = _references(engine.module)
     names = {id(tensor): name for name, tensor in reversed(state.items())}
     own = {prefix: _described(layer, names) for prefix, layer in built_layers(placed).items()}
@@ -223,8 +223,8 @@ def _load(engine: Engine, stock: Callable[..., Any], state: dict[str, Any], stri
     """Loads the layers of this rank from the whole ``state``. Collective over all ranks, with the same state; raises
     RuntimeError on all if it does not fit one of them."""
     agree(Next.LOAD_STATE)
-    own = {id(tensor) for layer in built_layers(engine.placed).values() for _, tensor in tensors_of(layer)}
-    with engine.placed.full_parameters(), engine.elsewhere.unguarded():
+    own = {id(tensor) for layer in built_layers(engine.lgamp.placed).values() for _, tensor in tensors_of(layer)}
+    with engine.lgamp.placed.full_parameters(), engine.elsewhere.unguarded():
         mine = dict(state)
         for name, tensor in _references(engine.module).items():
             if name in mine and isinstance(tensor, nn.Parameter) and id(tensor) not in own:
@@ -236,7 +236,7 @@ def _load(engine: Engine, stock: Callable[..., Any], state: dict[str, Any], stri
         except RuntimeError as error:
             complaint = str(error)
         raise_everywhere(complaint, RuntimeError)
-        engine.placed.adopt_parameters()
+        engine.lgamp.placed.adopt_parameters()
     return result
 
 

@@ -163,7 +163,7 @@ def train_on_a_full_disk(disk: Path, checkpoints: Path, saves: bool) -> Full:
     prepare_rank()
     run = Run(CASES["zero 3"], disk / "live")
     run.step()
-    run.engine.live.wait()
+    run.engine.lgamp.live.wait()
     fill(disk)
     run.step()
     with pytest.raises(ActionError) as full:
@@ -204,7 +204,7 @@ def publishes_beside_what_it_loaded(folder: Path) -> list[str]:
     run = Run(case, folder / "live")
     run.load(saved)
     run.step()
-    run.engine.live.wait()
+    run.engine.lgamp.live.wait()
     shutil.copytree(folder / "live", folder / "copy")
     next_run = Run(case, folder / "copy")
     assert next_run.load(saved) == 2

@@ -49,7 +49,7 @@ def changes_while_it_is_copied(folder: Path) -> tuple[bool, bool]:
     (parameter,) = (value for name, value in run.engine.module.named_parameters() if name == FIRST)
     after_step = safe_get_full_fp32_param(parameter).clone()
     safe_set_full_fp32_param(parameter, torch.zeros_like(after_step))
-    run.engine.live.wait()
+    run.engine.lgamp.live.wait()
     kept = torch.equal(weights_in(folder, 1), after_step.flatten())
     return kept, bool((safe_get_full_fp32_param(parameter) == 0).all())
 
@@ -81,7 +81,7 @@ def leaves_the_working_directory(folder: Path) -> set[int]:
         patch.chdir(folder.parent)
         for _ in range(2):
             run.step()
-        run.engine.live.wait()
+        run.engine.lgamp.live.wait()
         return steps_on_disk(folder / "live")
 
 
@@ -92,12 +92,12 @@ def beside_another_job(folder: Path) -> list[bool]:
     run, found = Run(CASES[ONE_STEP], folder), []
     with holding(folder) as job:
         run.step()
-        run.engine.live.wait()
+        run.engine.lgamp.live.wait()
         found.append(other.exists())
         job.kill()
         job.wait()
         run.step()
-        run.engine.live.wait()
+        run.engine.lgamp.live.wait()
         found.append(other.exists())
     return found
 
@@ -108,11 +108,11 @@ def removed_by_somebody(folder: Path) -> tuple[list[int], set[str]]:
     run = Run(CASES[ONE_STEP], folder)
     for _ in range(2):
         run.step()
-    run.engine.live.wait()
+    run.engine.lgamp.live.wait()
     shutil.rmtree(folder)
     for _ in range(3):
         run.step()
-    run.engine.live.wait()
+    run.engine.lgamp.live.wait()
     held = {header.step: read_blobs(path, header).keys() for path, header in headers_in(folder)}
     return sorted(held), set.intersection(*map(set, held.values()))
 

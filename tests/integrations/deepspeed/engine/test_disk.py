@@ -148,7 +148,7 @@ def checkpointed():
         dist.barrier()
     state = sum(room(each.nbytes) for unit in units for each in [unit.master.values] * 3)
     state += sum(room(unit.master.values.nbytes) for unit in partition.units if not unit.trains)
-    return engine.saver._asynchronous, taken, state
+    return engine.lgamp.saver._asynchronous, taken, state
 
 
 def states():

@@ -128,7 +128,7 @@ def skip_all(layout):
         follows = step(engine, number + 2)
         number += 3
         results[fault] = (said.take(), equal(before, after), torch.tensor([healthy, follows]).isfinite().all().item())
-    engine.settle_nonfinite()
+    engine.lgamp.settle_nonfinite()
     logger.removeHandler(said)
     return results, engine.skipped_steps, engine.module.layout
 
@@ -168,7 +168,7 @@ def report():
         for micro_batch, layer in ((0, 1), (1, 1), (1, 3)):
             step(engine, 1, Fault("backward", layer, micro_batch, 0))
         faulty.current.clear()
-        engine.settle_nonfinite()
+        engine.lgamp.settle_nonfinite()
         runs.append((after, engine.skipped_steps))
     logger.removeHandler(said)
     return said.take(), equal(runs[0][0], runs[1][0]), [skipped for _, skipped in runs]
