@@ -190,11 +190,8 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
             parser.error(f"--explain trains nothing that --{option} could see; remove one of them")
     if options.explained is not None and (options.cluster is None or options.explain):
         parser.error("--explained belongs to --cluster, without --explain")
-    from ds_lgamp.integrations.deepspeed.hook.notice import VARIABLE
     from ds_lgamp.integrations.megatron.loop import run_script as megatron
 
-    if options.block is not None:
-        os.environ[VARIABLE] = options.block
     try:
         config, arguments = megatron.split_option(options.arguments)
     except ConfigError as error:
@@ -203,6 +200,10 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     keys = {key: value for key, value in traced.items() if value is not None}
     if config is not None:
         return _run_megatron(parser, options, arguments, config, keys)
+    if options.block is not None:
+        from ds_lgamp.integrations.deepspeed.hook.notice import VARIABLE
+
+        os.environ[VARIABLE] = options.block
     if options.cluster is not None and not options.explain:
         from ds_lgamp.cli.run_islands import dry_run, place_ranks
 

@@ -55,7 +55,7 @@ def test_blocks_and_head_of_transformers_take_what_the_formula_says(name, dtype)
 
     def compare(compute, gradient, is_last, recompute):
         result = 0 if is_last else hidden.nbytes
-        seen = measured_bytes(compute, hidden, [gradient], existing, result, False, is_last, recompute)
+        seen = measured_bytes(compute, hidden, [gradient], existing, result, False, recompute)
         told = chunk_bytes(layer, ends, LAYERS, False, is_last, recompute)
         # A copy of the input is gone by the time the backward begins, if autograd does not keep it.
         freed = hidden.nbytes if recompute and name != "GPT-2" and size == 2 else 0

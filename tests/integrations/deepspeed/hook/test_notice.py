@@ -173,7 +173,10 @@ def environment(tmp_path):
 
 
 def run_python(code, environment):
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=180)
+    # The folder in which Python starts comes first, and a checkout may hold the metadata of an older installation.
+    folder = environment["PYTHONPATH"].split(":")[0]
+    words = [sys.executable, "-c", code]
+    return subprocess.run(words, env=environment, cwd=folder, capture_output=True, text=True, timeout=180)
 
 
 def test_a_process_without_hosts_imports_nothing_more(environment):
