@@ -210,6 +210,8 @@ def _destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
 def install(pipeline: Callable[..., Any] = pipeline_engine, plain: Callable[..., Any] = plain_engine) -> None:
     """From now on ``deepspeed.initialize`` heeds the ``ds_lgamp`` block. Without a block it stays stock DeepSpeed.
 
+    A rank that waits for a compilation that no process does names the file to remove.
+
     Args:
         pipeline: builds the engine of a PipelineModule, from stock's class and its arguments.
         plain: builds that of any other module.
@@ -225,12 +227,13 @@ def install(pipeline: Callable[..., Any] = pipeline_engine, plain: Callable[...,
         _replace_engines(pipeline, plain)
     _installed.append(deepspeed.PipelineEngine)
     _undo.callback(_installed.clear)
+    name_forgotten_locks(_undo)
     serve_zero_to_fp32(_undo)
 
 
 def watch_the_process() -> None:
     """From the first enabled block on, a rank that fails leaves at once, so that the launcher ends the job. A rank that
-    dies ends the others. A rank that waits for a compilation that no process does names the file to remove."""
+    dies ends the others."""
     if _watched:
         return
     _watched.append(None)
@@ -239,7 +242,6 @@ def watch_the_process() -> None:
         replace_attribute(module, _stock_destroy.__name__, _destroy_process_group, _undo)
     end_well(_undo)
     _undo.callback(this_rank.leave)
-    name_forgotten_locks(_undo)
 
 
 def uninstall() -> None:
