@@ -41,9 +41,8 @@ def losses(folder: Path, page: str, script: str, enabled: bool) -> list[float]:
     torchrun, *words = shlex.split(command)
     assert torchrun == "torchrun"
     environment = {**ON_CPU, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    if not enabled:
-        # Then stock DeepSpeed does not compile its collectives for some minutes.
-        words[words.index("train.py") :] = ["-m", "ds_lgamp", "run", "train.py"]
+    # Then DeepSpeed does not compile its collectives for some minutes.
+    words[words.index("train.py") :] = ["-m", "ds_lgamp", "run", "train.py"]
     launcher = [sys.executable, "-m", "torch.distributed.run", *words]
     printed = run(launcher, 300, environment, folder)
     assert not enabled or recorded(folder / "trace")

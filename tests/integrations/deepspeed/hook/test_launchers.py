@@ -124,6 +124,14 @@ def test_an_unedited_script_trains_the_same_under_both_launchers(command, ranks,
 
 
 @pytest.mark.slow
+def test_a_block_alone_is_enough(folder, stock):
+    completed = launch(torchrun(ranks=2), folder, LAYERED, "--checkpoint", str(folder / "embedding.pt"))
+    engine, losses = result_of(completed)
+    assert engine == "LgampEngine"
+    assert losses == pytest.approx(stock(2), rel=1e-6)
+
+
+@pytest.mark.slow
 def test_without_a_block_the_script_stays_stock_to_the_bit(folder, stock):
     command = torchrun("-m", "ds_lgamp", "run")
     completed = launch([*command, "--trace", "nowhere"], folder, STOCK, "--checkpoint", str(folder / "embedding.pt"))
