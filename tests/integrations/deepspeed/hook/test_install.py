@@ -53,9 +53,12 @@ def compare_attributes():
 
     import ds_lgamp.integrations.deepspeed.hook.initialize  # noqa: F401
     from ds_lgamp.integrations.deepspeed.hook.deepspeed_seams import check_seams
+    from ds_lgamp.integrations.deepspeed.hook.notice import notice_nothing
 
     # Imports parts of deepspeed first, because these imports do not count as a trace.
     check_seams()
+    # Where torch calls ds_lgamp, the import of deepspeed is no stock one.
+    notice_nothing()
     before = attributes_of("deepspeed")
     ds_lgamp.install()
     ds_lgamp.install()
