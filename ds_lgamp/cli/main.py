@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ds_lgamp.autoload import VARIABLE
 from ds_lgamp.cli.plan import add_plan_command
 from ds_lgamp.cli.schedule import add_schedule_command
 from ds_lgamp.cli.terminal import complete_paths, count, own_output, with_examples
@@ -201,8 +202,6 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if config is not None:
         return _run_megatron(parser, options, arguments, config, keys)
     if options.block is not None:
-        from ds_lgamp.integrations.deepspeed.hook.notice import VARIABLE
-
         os.environ[VARIABLE] = options.block
     if options.cluster is not None and not options.explain:
         from ds_lgamp.cli.run_islands import dry_run, place_ranks

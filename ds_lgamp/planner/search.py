@@ -100,13 +100,14 @@ def _by_bound(
         if bound > WORTH_A_LOOK * fastest.get(method, inf):
             continue
         tried.append(configuration)
+        prediction = predict(model, cluster, configuration)
         # Memory takes more time to predict than a step does.
-        if predict(model, cluster, configuration).seconds > WORTH_A_LOOK * fastest.get(method, inf):
+        if prediction.seconds > WORTH_A_LOOK * fastest.get(method, inf):
             slow.add(configuration)
             without_plan.append(configuration)
         elif fits(model, configuration, cluster):
-            plans.append(_plan(model, cluster, configuration))
-            fastest[method] = min(fastest.get(method, inf), plans[-1].prediction.seconds)
+            plans.append(_plan(model, cluster, configuration, prediction))
+            fastest[method] = min(fastest.get(method, inf), prediction.seconds)
         else:
             without_plan.append(configuration)
     if not offload:
@@ -142,7 +143,7 @@ def _on_host(
             counts[layout] += 1
             tried.append(configuration)
             if fits(model, configuration, cluster):
-                plans.append(_plan(model, cluster, configuration))
+                plans.append(_plan(model, cluster, configuration, predict(model, cluster, configuration)))
             if counts.total() == MOST_ON_HOST:
                 break
     return plans
@@ -164,7 +165,7 @@ def _by_memory(
     for method in dict.fromkeys(map(method_of, tried)):
         ascending = _ascending(model, [one for one in tried if method_of(one) == method])
         that_fit = takewhile(lambda one: memory(model, one).fits(cluster), ascending)
-        plans += [_plan(model, cluster, one) for one in islice(that_fit, _SIMILAR * best)]
+        plans += [_plan(model, cluster, one, predict(model, cluster, one)) for one in islice(that_fit, _SIMILAR * best)]
     if not offload:
         return plans
     in_memory = list(tried)
@@ -205,7 +206,7 @@ def _with_nodes(model: Model, cluster: Cluster, plans: Sequence[Plan]) -> list[P
         for replicated in (False, True):
             configuration = replace(plan.configuration, hierarchy=Hierarchy(ranks, replicated))
             if fits(model, configuration, cluster):
-                found.append(_plan(model, cluster, configuration))
+                found.append(_plan(model, cluster, configuration, predict(model, cluster, configuration)))
     return found
 
 
@@ -273,8 +274,7 @@ def best_by_method(plans: Sequence[Plan]) -> dict[str, Plan]:
     return first
 
 
-def _plan(model: Model, cluster: Cluster, configuration: Configuration) -> Plan:
-    prediction = predict(model, cluster, configuration)
+def _plan(model: Model, cluster: Cluster, configuration: Configuration, prediction: Prediction) -> Plan:
     needed = memory(model, configuration)
     return Plan(configuration, prediction, needed, _dollars(cluster, configuration, prediction))
 

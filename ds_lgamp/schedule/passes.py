@@ -84,7 +84,7 @@ def add_reductions(spec: ProgramSpec, rank: int, segments: Segments) -> Segments
             lowered.append(Action(Kind.REDUCE, final))
             final = None
         lowered.append(action)
-        if action.kind is Kind.BACKWARD and spec.is_final_backward(action):
+        if spec.is_final_backward(action):
             final = action.chunk
     if final is not None:
         lowered.append(Action(Kind.REDUCE, final))

@@ -1,4 +1,4 @@
-"""Runs docs/first_run.md as the page shows it."""
+"""Runs docs/first_run.md as the page shows it, but trains under ``ds_lgamp run``."""
 
 import json
 import os

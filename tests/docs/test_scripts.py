@@ -1,4 +1,5 @@
-"""Runs the examples of docs/transformers.md and docs/own_models.md as the pages show them."""
+"""Runs the examples of docs/transformers.md and docs/own_models.md as the pages show them, but under
+``ds_lgamp run``."""
 
 import json
 import os

@@ -57,8 +57,6 @@ _PLAIN_ENGINES = ("DeepSpeedEngine", "DeepSpeedHybridEngine", "DualPipeVEngine")
 _stock_destroy = dist.destroy_process_group
 _installed: list[type] = []
 """``deepspeed.PipelineEngine`` as :func:`install` left it; empty while nothing is installed."""
-_watched: list[None] = []
-"""One entry from the first enabled block on."""
 _undo = ExitStack()
 
 
@@ -156,6 +154,7 @@ def plain_engine(stock: Callable[..., Any], *positional: Any, **arguments: Any) 
         return stock(*positional, **arguments)
     if only_evaluates(arguments):
         log_dist("No optimizer and no parameters to train: stock DeepSpeed, without a pipeline, evaluates", ranks=[0])
+        # deepspeed.initialize calls, also where a script imported it before it could be replaced.
         with initializing():
             return stock(*positional, **arguments)
     arguments["config"] = _with_cluster(arguments["config"], replicas=False)
@@ -234,10 +233,8 @@ def install(pipeline: Callable[..., Any] = pipeline_engine, plain: Callable[...,
 def watch_the_process() -> None:
     """From the first enabled block on, a rank that fails leaves at once, so that the launcher ends the job. A rank that
     dies ends the others."""
-    if _watched:
+    if dist.destroy_process_group is _destroy_process_group:
         return
-    _watched.append(None)
-    _undo.callback(_watched.clear)
     for module in (dist, dist.distributed_c10d):
         replace_attribute(module, _stock_destroy.__name__, _destroy_process_group, _undo)
     end_well(_undo)

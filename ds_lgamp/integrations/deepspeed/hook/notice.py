@@ -17,11 +17,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ds_lgamp.autoload import VARIABLE
 from ds_lgamp.integrations.hosts import replace_attribute
 
-VARIABLE = "DS_LGAMP_BLOCK"
-"""The variable of the environment that holds a block as JSON, or names a file with one, for scripts that make their
-configuration themselves."""
 METHOD = "_ds_lgamp_partition_method"
 """The attribute of a PipelineModule that remembers its ``partition_method``, which stock DeepSpeed uses and forgets."""
 _NAMES_IN_ARGS = ("deepspeed_config", "deepscale_config")

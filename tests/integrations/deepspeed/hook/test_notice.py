@@ -96,7 +96,7 @@ def engines_by_environment(folder):
     cases += [(text, {"config_params": PLAIN}) for text in ("{", folder / "none.json", folder / "list.json")]
     said = []
     for text, arguments in cases:
-        os.environ[notice.VARIABLE] = str(text)
+        os.environ[autoload.VARIABLE] = str(text)
         try:
             said.append(engine_for(**arguments).lgamp.settings.chunks_per_rank)
         except ConfigError as refused:
@@ -205,7 +205,7 @@ print("trained")
 def test_a_process_that_trains_without_an_engine_for_the_block_of_the_environment_fails(
     block, steps, end, status, environment
 ):
-    done = run_python(TRAINS.format(steps=steps, end=end), {**environment, notice.VARIABLE: block})
+    done = run_python(TRAINS.format(steps=steps, end=end), {**environment, autoload.VARIABLE: block})
     assert done.returncode == status, done.stderr
     assert done.stdout == "trained\n"
     assert ("nobody called deepspeed.initialize, which would take the block of DS_LGAMP_BLOCK" in done.stderr) == (

@@ -8,8 +8,7 @@ import torch.distributed as dist
 
 from ds_lgamp.runtime.batch import ActionError
 from testing.ranks import run_on_ranks
-from tests.integrations.megatron.training_loop import Case, Place, Training, one_or_all, outcomes_of, prepare_process
-from tests.slow import chosen
+from tests.integrations.megatron.training_loop import Case, Place, Training, one_or_all, prepare_process
 
 SHARED = Place(1, 2, "layered", data_ranks=2)
 PLACES = [
@@ -75,11 +74,6 @@ CASES = {
     "training and evaluation go on after the data ended before or within a batch": Case(2, go_on_at_all_places),
     "no batch follows where backward passes were under way": Case(1, end_after_a_backward_pass),
 }
-
-
-@pytest.fixture(scope="module")
-def outcomes(request):
-    return outcomes_of(CASES, chosen(request, "case"))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ds_lgamp.config import ConfigError
 from testing.ranks import run_on_ranks
-from tests.integrations.megatron.training_loop import STOCK, Case, Place, Training, outcomes_of, prepare_process
+from tests.integrations.megatron.training_loop import STOCK, Case, Place, Training, prepare_process
 from tests.slow import chosen, slow_except
 
 HALF = (("bf16", True), ("params_dtype", torch.bfloat16), ("pipeline_dtype", torch.bfloat16))
@@ -169,11 +169,6 @@ CASES = {
         for stage in (2, 3)
     },
 }
-
-
-@pytest.fixture(scope="module")
-def outcomes(request):
-    return outcomes_of(CASES, chosen(request, "case"))
 
 
 @pytest.mark.parametrize("case", CASES)

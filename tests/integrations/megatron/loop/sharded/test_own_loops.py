@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 
 from ds_lgamp.config import ConfigError
-from tests.integrations.megatron.training_loop import STOCK, Case, Place, Training, outcomes_of
-from tests.slow import chosen
+from tests.integrations.megatron.training_loop import STOCK, Case, Place, Training
 
 SHARDED = Place(1, 2, "layered", zero_stage=3)
 WHOLE = Place(1, 1, STOCK)
@@ -232,11 +231,6 @@ for setting, value, said in (
     ("gradient_accumulation_fusion", True, "^gradient_accumulation_fusion is True beside zero_optimization.stage"),
 ):
     CASES[f"{setting} is refused without Megatron-LM's arguments"] = Case(1, build_with, (setting, value, said))
-
-
-@pytest.fixture(scope="module")
-def outcomes(request):
-    return outcomes_of(CASES, chosen(request, "case"))
 
 
 @pytest.mark.parametrize("case", CASES)

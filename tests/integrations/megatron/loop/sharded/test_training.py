@@ -15,11 +15,9 @@ from tests.integrations.megatron.training_loop import (
     Place,
     Training,
     assert_trained_alike,
-    outcomes_of,
     prepare_process,
     train_all,
 )
-from tests.slow import chosen
 
 UNTIED = {"tied": False}
 
@@ -209,11 +207,6 @@ CASES = {
     "a gradient of NaN ends the batch": Case(1, meet, (float("nan"),)),
     "a gradient of infinite norm ends the batch": Case(1, meet, (1e30,)),
 }
-
-
-@pytest.fixture(scope="module")
-def outcomes(request):
-    return outcomes_of(CASES, chosen(request, "case"))
 
 
 @pytest.mark.parametrize("case", CASES)
