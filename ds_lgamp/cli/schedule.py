@@ -10,13 +10,11 @@ from typing import Any
 from ds_lgamp.cli.terminal import at_work, count, with_examples, write_file
 from ds_lgamp.schedule.actions import Kind, Program
 from ds_lgamp.schedule.costs import Durations
-from ds_lgamp.schedule.hierarchy import Hierarchy
-from ds_lgamp.schedule.offload import Offload
 from ds_lgamp.schedule.orders import SCHEDULES, SINGLE_CHUNK_SCHEDULES, default_placement
 from ds_lgamp.schedule.placement import PLACEMENTS, place_chunks
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import Timeline, peak_live_activations, simulate
-from ds_lgamp.schedule.spec import UPDATES, ProgramSpec
+from ds_lgamp.schedule.spec import UPDATES, Hierarchy, Offload, ProgramSpec
 from ds_lgamp.schedule.validate import validate
 from ds_lgamp.version import __version__
 from ds_lgamp.view.figures import show
