@@ -64,7 +64,7 @@ def _add_program(command: argparse.ArgumentParser) -> None:
     command.add_argument("--zero-stage", type=int, default=3, choices=range(4))
     command.add_argument("--resident-chunks", type=count, default=2, metavar="B")
     command.add_argument(
-        "--defer-gathers", action="store_true", help="gather updates in the next step, one chunk ahead"
+        "--defer-gathers", action="store_true", help="gather updates in the next step, one chunk early"
     )
     command.add_argument(
         "--node-shards",
@@ -74,7 +74,7 @@ def _add_program(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--updates",
         choices=UPDATES,
-        help="when the optimizer updates a chunk: all at the step (default), behind its reduction, or in the next step "
+        help="when the optimizer updates a chunk: all at the step (default), after its reduction, or in the next step "
         "(default with --offload)",
     )
     command.add_argument(

@@ -185,18 +185,18 @@ def chunk_visits(computes: Iterable[Action]) -> list[int]:
     return visits
 
 
-def updated_windows(visits: Sequence[int], ahead: int, defers_gathers: bool) -> list[list[int]]:
+def updated_windows(visits: Sequence[int], further: int, defers_gathers: bool) -> list[list[int]]:
     """Returns, for each visit, the chunks whose updated weights must be under way when it begins, in order of need.
 
-    Every chunk is gathered once: behind the step, so that all are under way at the first visit, or deferred. Deferred
-    gathers cover the chunk that computes and the ``ahead`` next ones.
+    Every chunk is gathered once: after the step, so that all are under way at the first visit, or deferred. Deferred
+    gathers cover the chunk that computes and the ``further`` next ones.
     """
     if not defers_gathers:
         everything = list(dict.fromkeys(visits))
         return [everything for _ in visits]
     gathered: list[int] = []
     windows = []
-    for upcoming in next_distinct(visits, 1 + ahead):
+    for upcoming in next_distinct(visits, 1 + further):
         gathered.extend(chunk for chunk in upcoming if chunk not in gathered)
         windows.append(list(gathered))
     return windows
@@ -233,7 +233,7 @@ class Waits:
     So reductions are awaited as late as possible. They end in the order they began, and waits follow that order.
 
     With hierarchical shards, a gather inside a node waits for the refresh of its chunk. A reduction inside a node runs
-    behind one compute. Then its wait follows, and COMBINE, which goes on between nodes. At most ``resident_chunks``
+    after one compute. Then its wait follows, and COMBINE, which goes on between nodes. At most ``resident_chunks``
     are under way; the oldest one is awaited before another begins, when the next reduction of its chunk approaches, or
     at STEP.
 
@@ -250,7 +250,7 @@ class Waits:
         self._most_held = spec.resident_chunks if spec.zero_stage >= 1 else None
         self._combines = spec.hierarchy is not None
         self._goes_on_early = self._combines or spec.offload is not None
-        """Whether a reduction is awaited behind one compute, because something follows it."""
+        """Whether a reduction is awaited after one compute, because something follows it."""
         self._under_way = set(started)
         """Gathers and refreshes."""
         self._accumulating: set[int] = set()

@@ -19,13 +19,13 @@ from ds_lgamp.schedule.placement import Placement, place_chunks
 
 SENDS_IN_FLIGHT = 2
 """How many messages of one kind on one link may be under way before the sender waits for the oldest. A rank that posts
-receives ahead has more of them posted, so the wait is short."""
+receives early has more of them posted, so the wait is short."""
 RECEIVES_POSTED = 3
-"""How many receives of one kind a rank keeps posted ahead if no messages pile up. One is for the next compute, one is
+"""How many receives of one kind a rank keeps posted early if no messages pile up. One is for the next compute, one is
 in flight, and one tells its sender early that it may send. With two, large messages on a slow link wait for that
 permission (docs/performance.md)."""
 NEAREST = 3
-"""How many computes a backward must be behind its forward for the input to leave: one covers the way to the host,
+"""How many computes a backward must be after its forward for the input to leave: one covers the way to the host,
 another the way back. The script's turn in between is enough."""
 
 DISK_BLOCK = 4096
@@ -123,13 +123,13 @@ class ProgramSpec:
     full gradients are held."""
     forward_only: bool = False
     defers_gathers: bool = False
-    """Whether what a step updated is gathered during the next step, each chunk one visit ahead, instead of behind the
+    """Whether what a step updated is gathered during the next step, each chunk one visit early, instead of after the
     step: weights at stages 1 and 2, the shards of nodes at stage 3."""
     updates: str = "step"
     """One of :data:`UPDATES`."""
     receives_on_arrival: bool = False
     """Whether a rank posts a receive when its message has been sent, as streams that share hardware queues require,
-    instead of well ahead (:mod:`ds_lgamp.schedule.receives`)."""
+    instead of well before its use (:mod:`ds_lgamp.schedule.receives`)."""
     hierarchy: Hierarchy | None = None
     """How stage 3 spreads its shards over nodes; None if it spreads all over all data-parallel ranks."""
     offload: Offload | None = None

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from ds_lgamp.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, Segments, computes_of
 from ds_lgamp.schedule.spec import NEAREST, Offload, ProgramSpec, Update
 
-_BEHIND_LOADS = RECEIVES | {Kind.WAIT_GATHER, Kind.WAIT_REDUCE}
+_AFTER_LOADS = RECEIVES | {Kind.WAIT_GATHER, Kind.WAIT_REDUCE}
 """What runs between the loads for the next visit and the first compute of this one."""
 
 
@@ -40,7 +40,7 @@ def _with_loads(offload: Offload, actions: Sequence[Action], known: set[int]) ->
         elif action.kind in COMPUTE and action.chunk != visited:
             visited, visit = action.chunk, visit + 1
             row = len(lowered)
-            while row > 0 and lowered[row - 1].kind in _BEHIND_LOADS:
+            while row > 0 and lowered[row - 1].kind in _AFTER_LOADS:
                 row -= 1
             following = loads[visit + 1] if visit + 1 < len(loads) else []
             lowered[row:row] = [Action(Kind.LOAD, chunk) for chunk in following]

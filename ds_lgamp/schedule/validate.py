@@ -38,7 +38,7 @@ def validate(spec: ProgramSpec, program: Program) -> None:
 
     The rules (:mod:`ds_lgamp.schedule.rules`) know nothing of the passes that made the program.
 
-    Raises ProgramError if a rank's program breaks a rule or if the ranks deadlock. Receives that are posted ahead must
+    Raises ProgramError if a rank's program breaks a rule or if the ranks deadlock. Receives that are posted early must
     allow every SEND to block until its RECV is posted. Receives that are posted on arrival must allow a device to put
     all its work into one hardware queue. Raises ValueError if the number of ranks is wrong.
     """

@@ -79,7 +79,7 @@ def test_receives_that_are_posted_a_compute_before_or_after_their_message_arrive
         return min(max(0, stock(starts, time) + late), len(starts) - 1)
 
     monkeypatch.setattr(receives, "bisect_left", wrong)
-    with pytest.raises(ProgramError, match="is not posted when its message arrives|needs RECV_B2.0 ahead of it"):
+    with pytest.raises(ProgramError, match="is not posted when its message arrives|needs RECV_B2.0 before it"):
         validate(spec, build_program(spec))
 
 

@@ -96,7 +96,7 @@ def test_a_program_that_lacks_one_of_the_actions_is_refused(spec, data):
 def test_an_input_that_need_not_leave_is_refused(text):
     program = build_program(LGA)
     program[0].insert(program[0].index(Action.parse("B2.0")), Action.parse(text))
-    with pytest.raises(ProgramError, match=f"ahead of B2.0 inputs move by {text}; first must stand none"):
+    with pytest.raises(ProgramError, match=f"before B2.0 inputs move by {text}; first must stand none"):
         validate(LGA, program)
 
 
