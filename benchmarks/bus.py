@@ -17,10 +17,9 @@ from benchmarks.virtual.chunk import Setting
 from benchmarks.virtual.pipelines import Executed, spec_of
 from benchmarks.virtual.steps import Start, is_precise, scheduling, seconds_in_turns
 from ds_lgamp.schedule.actions import Kind
-from ds_lgamp.schedule.offload import Offload
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import simulate
-from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.schedule.spec import Offload, ProgramSpec
 from testing.ranks import run_on_ranks
 
 NAME = "bus"

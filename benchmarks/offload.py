@@ -15,9 +15,8 @@ from benchmarks.model import ModelSize, block_elements, reference_losses
 from benchmarks.record import OURS, Record, begin
 from ds_lgamp.cost.traffic import bus_bytes
 from ds_lgamp.cost.units import ElementBytes, Sharding
-from ds_lgamp.schedule.offload import Offload
 from ds_lgamp.schedule.program import build_program
-from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.schedule.spec import Offload, ProgramSpec
 from testing.deepspeed_rank import prepare_rank
 from testing.ranks import run_on_ranks
 

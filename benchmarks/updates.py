@@ -30,7 +30,7 @@ LAYOUTS = ((1, 2), (2, 2))
 STAGES = (1, 3)
 WAYS = {
     "step": f"{OURS}, all updates at the step",
-    "reduction": f"{OURS}, each update behind its reduction",
+    "reduction": f"{OURS}, each update after its reduction",
     "next_step": f"{OURS}, each update in the next step",
 }
 """By the value of ``ProgramSpec.updates``."""

@@ -22,6 +22,7 @@ def test_a_trace_has_its_first_and_its_last_step(keys, steps):
         ({"placement": "random"}, "ds_lgamp.placement is 'random'"),
         ({"resident_chunks": "2"}, "ds_lgamp.resident_chunks is '2': input should be a valid integer"),
         ({"resident_chunks": 0}, "ds_lgamp.resident_chunks is 0: input should be greater than 0"),
+        ({"layers_per_chunk": 0}, "ds_lgamp.layers_per_chunk is 0: input should be greater than 0"),
         ({"micro_batch_group": "some"}, "ds_lgamp.micro_batch_group is 'some'"),
         ({"recompute": "half"}, "ds_lgamp.recompute is 'half'"),
         ({"trace": "x", "trace_steps": "3:1"}, "ds_lgamp.trace_steps is '3:1': give the first and the last step, from"),

@@ -36,10 +36,9 @@ from ds_lgamp.runtime.chunk import Chunk
 from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.recompute import default_sources
 from ds_lgamp.runtime.ring import ring_links
-from ds_lgamp.schedule.offload import Offload
 from ds_lgamp.schedule.orders import SINGLE_CHUNK_SCHEDULES
 from ds_lgamp.schedule.program import build_rank_program
-from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.schedule.spec import Offload, ProgramSpec
 from testing.deepspeed_rank import quiet
 
 DEVICE = torch.device("cpu")

@@ -10,13 +10,11 @@ from typing import Any
 from ds_lgamp.cli.terminal import at_work, count, with_examples, write_file
 from ds_lgamp.schedule.actions import Kind, Program
 from ds_lgamp.schedule.costs import Durations
-from ds_lgamp.schedule.hierarchy import Hierarchy
-from ds_lgamp.schedule.offload import Offload
 from ds_lgamp.schedule.orders import SCHEDULES, SINGLE_CHUNK_SCHEDULES, default_placement
 from ds_lgamp.schedule.placement import PLACEMENTS, place_chunks
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import Timeline, peak_live_activations, simulate
-from ds_lgamp.schedule.spec import UPDATES, ProgramSpec
+from ds_lgamp.schedule.spec import UPDATES, Hierarchy, Offload, ProgramSpec
 from ds_lgamp.schedule.validate import validate
 from ds_lgamp.version import __version__
 from ds_lgamp.view.figures import show
@@ -66,7 +64,7 @@ def _add_program(command: argparse.ArgumentParser) -> None:
     command.add_argument("--zero-stage", type=int, default=3, choices=range(4))
     command.add_argument("--resident-chunks", type=count, default=2, metavar="B")
     command.add_argument(
-        "--defer-gathers", action="store_true", help="gather updates in the next step, one chunk ahead"
+        "--defer-gathers", action="store_true", help="gather updates in the next step, one chunk early"
     )
     command.add_argument(
         "--node-shards",
@@ -76,7 +74,7 @@ def _add_program(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--updates",
         choices=UPDATES,
-        help="when the optimizer updates a chunk: all at the step (default), behind its reduction, or in the next step "
+        help="when the optimizer updates a chunk: all at the step (default), after its reduction, or in the next step "
         "(default with --offload)",
     )
     command.add_argument(

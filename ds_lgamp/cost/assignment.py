@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from ds_lgamp.schedule.hierarchy import Hierarchy
+from ds_lgamp.schedule.spec import Hierarchy
 
 LinkKind = Literal["node", "island", "between"]
 """What joins two GPUs: their node, the fast network of their island, or the network between islands."""

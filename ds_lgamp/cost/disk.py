@@ -26,7 +26,7 @@ from ds_lgamp.cost.offload import HostMemory, on_host
 from ds_lgamp.cost.traffic import bus_bytes
 from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize
 from ds_lgamp.schedule.actions import Action, Kind
-from ds_lgamp.schedule.offload import DISK_BLOCK, PIECE, PIECES, UPDATE_BUFFERS, Offload
+from ds_lgamp.schedule.spec import DISK_BLOCK, PIECE, PIECES, UPDATE_BUFFERS, Offload
 
 
 class OnDisk(NamedTuple):

@@ -113,8 +113,8 @@ from ds_lgamp.cost.offload import (
 from ds_lgamp.cost.state import Ledger, StateWalk, Step
 from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize
 from ds_lgamp.schedule.actions import Action, Kind
-from ds_lgamp.schedule.offload import Offload
 from ds_lgamp.schedule.simulate import peak_live_activations
+from ds_lgamp.schedule.spec import Offload
 
 
 @dataclass(frozen=True)

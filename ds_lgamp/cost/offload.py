@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ds_lgamp.cost.state import HeldUnit, Ledger, StateWalk
 from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize
 from ds_lgamp.schedule.actions import Action, Kind
-from ds_lgamp.schedule.offload import Offload
+from ds_lgamp.schedule.spec import Offload
 
 
 @dataclass(frozen=True)

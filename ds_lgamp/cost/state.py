@@ -299,7 +299,7 @@ class HeldUnit:
 
 
 def _postpones(actions: Sequence[Action]) -> bool:
-    """Whether updates of the step before stand ahead of the forwards."""
+    """Whether updates that the previous step left come before the forwards."""
     kinds = (action.kind for action in actions if action.kind in (Kind.UPDATE, Kind.FORWARD))
     return next(kinds, None) is Kind.UPDATE
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ds_lgamp.schedule.hierarchy import Hierarchy
+from ds_lgamp.schedule.spec import Hierarchy
 
 ALIGNMENT = 32
 """Every parameter begins at a multiple of so many elements, and every rank's part of a unit's storage ends at one. The

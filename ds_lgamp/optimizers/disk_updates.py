@@ -20,7 +20,7 @@ from ds_lgamp.partition.host import Host, HostThread, Job
 from ds_lgamp.partition.segments import Segment, is_elementwise
 from ds_lgamp.partition.unit import Unit
 from ds_lgamp.partition.zero_partition import ZeroPartition
-from ds_lgamp.schedule.offload import UPDATE_BUFFERS
+from ds_lgamp.schedule.spec import UPDATE_BUFFERS
 
 
 class Contents(NamedTuple):

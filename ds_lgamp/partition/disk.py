@@ -29,7 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 # O_DIRECT needs addresses, offsets and lengths that are multiples of DISK_BLOCK.
 from ds_lgamp.cost.disk import room
-from ds_lgamp.schedule.offload import DISK_BLOCK, PIECE, PIECES
+from ds_lgamp.schedule.spec import DISK_BLOCK, PIECE, PIECES
 
 Move = Callable[[int, list, int], int]
 """``os.preadv`` or ``os.pwritev``."""

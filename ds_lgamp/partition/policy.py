@@ -8,11 +8,11 @@ import torch.distributed as dist
 
 from ds_lgamp.partition.agreement import own_of_disjoint
 from ds_lgamp.partition.host import Host
-from ds_lgamp.schedule.hierarchy import Hierarchy
+from ds_lgamp.schedule.spec import Hierarchy
 
 
 class NodeGroups(NamedTuple):
-    """The groups of hierarchical shards (:class:`ds_lgamp.schedule.hierarchy.Hierarchy`)."""
+    """The groups of hierarchical shards (:class:`ds_lgamp.schedule.spec.Hierarchy`)."""
 
     inside: dist.ProcessGroup
     """The data-parallel ranks of this rank's node."""

@@ -5,11 +5,9 @@ from functools import cached_property
 from typing import Any
 
 from ds_lgamp.planner.model import Model
-from ds_lgamp.schedule.hierarchy import Hierarchy
-from ds_lgamp.schedule.offload import Offload
 from ds_lgamp.schedule.orders import SCHEDULES, default_placement
 from ds_lgamp.schedule.placement import Placement, place_chunks, split_by_speed, split_evenly
-from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.schedule.spec import Hierarchy, Offload, ProgramSpec
 
 RECOMPUTE = ("full", "none")
 OFFLOAD = (None, "optimizer", "parameters")

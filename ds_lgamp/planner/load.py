@@ -16,9 +16,9 @@ from ds_lgamp.planner.islands import IslandCluster
 from ds_lgamp.planner.memory import as_executed, chunks_of, default_software, sharding_of, units_of
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.models import Flags, model_of_flags
-from ds_lgamp.schedule.hierarchy import Hierarchy
 from ds_lgamp.schedule.orders import SINGLE_CHUNK_SCHEDULES
 from ds_lgamp.schedule.program import build_rank_program
+from ds_lgamp.schedule.spec import Hierarchy
 
 USUAL_VOCABULARY = 50257
 """Words of a Megatron-LM job whose tokenizer, not a flag, says how many there are: those of GPT-2."""

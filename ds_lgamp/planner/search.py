@@ -14,7 +14,7 @@ from ds_lgamp.planner.memory import ConfigurationMemory, fits, least, memory
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.predict import Prediction, predict, scaled
 from ds_lgamp.planner.work import exact_seconds, is_quick
-from ds_lgamp.schedule.hierarchy import Hierarchy
+from ds_lgamp.schedule.spec import Hierarchy
 
 OBJECTIVES = ("time", "cost", "memory")
 

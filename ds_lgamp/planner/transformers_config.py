@@ -1,7 +1,7 @@
 """Reads sizes from a config.json of transformers. Counts parameters as transformers' own classes have them."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from ds_lgamp.planner.model import Model
 
@@ -77,12 +77,14 @@ def _gpt2(config: _Config) -> Model:
     hidden, positions = config.count("n_embd"), config.count("n_positions")
     return _with_biases(
         config,
-        layers=config.count("n_layer"),
-        hidden=hidden,
-        heads=config.count("n_head"),
-        wide=config.count("n_inner", 4 * hidden),
-        positions=positions,
-        length=positions,
+        _Sizes(
+            layers=config.count("n_layer"),
+            hidden=hidden,
+            heads=config.count("n_head"),
+            wide=config.count("n_inner", 4 * hidden),
+            positions=positions,
+            length=positions,
+        ),
         tied=config.flag("tie_word_embeddings", True),
         activation=config.word("activation_function", "gelu_new"),
         is_plain_gpt=True,
@@ -97,13 +99,15 @@ def _opt(config: _Config) -> Model:
     config.only("enable_bias", True)
     return _with_biases(
         config,
-        layers=config.count("num_hidden_layers"),
-        hidden=hidden,
-        heads=config.count("num_attention_heads"),
-        wide=config.count("ffn_dim"),
-        # transformers leaves two rows for padding.
-        positions=positions + 2,
-        length=positions,
+        _Sizes(
+            layers=config.count("num_hidden_layers"),
+            hidden=hidden,
+            heads=config.count("num_attention_heads"),
+            wide=config.count("ffn_dim"),
+            # transformers leaves two rows for padding.
+            positions=positions + 2,
+            length=positions,
+        ),
         tied=config.flag("tie_word_embeddings", True),
         activation=config.word("activation_function", "relu"),
     )
@@ -113,12 +117,14 @@ def _gpt_neox(config: _Config) -> Model:
     config.only("attention_bias", True)
     return _with_biases(
         config,
-        layers=config.count("num_hidden_layers"),
-        hidden=config.count("hidden_size"),
-        heads=config.count("num_attention_heads"),
-        wide=config.count("intermediate_size"),
-        positions=0,
-        length=config.count("max_position_embeddings"),
+        _Sizes(
+            layers=config.count("num_hidden_layers"),
+            hidden=config.count("hidden_size"),
+            heads=config.count("num_attention_heads"),
+            wide=config.count("intermediate_size"),
+            positions=0,
+            length=config.count("max_position_embeddings"),
+        ),
         tied=config.flag("tie_word_embeddings", False),
         activation=config.word("hidden_act", "gelu"),
     )
@@ -128,12 +134,14 @@ def _bert(config: _Config) -> Model:
     hidden, positions = config.count("hidden_size"), config.count("max_position_embeddings")
     return _with_biases(
         config,
-        layers=config.count("num_hidden_layers"),
-        hidden=hidden,
-        heads=config.count("num_attention_heads"),
-        wide=config.count("intermediate_size"),
-        positions=positions + config.count("type_vocab_size"),
-        length=positions,
+        _Sizes(
+            layers=config.count("num_hidden_layers"),
+            hidden=hidden,
+            heads=config.count("num_attention_heads"),
+            wide=config.count("intermediate_size"),
+            positions=positions + config.count("type_vocab_size"),
+            length=positions,
+        ),
         tied=config.flag("tie_word_embeddings", True),
         activation=config.word("hidden_act", "gelu"),
         # The head has a matrix, its bias and a norm in front, and a bias for every word. The norm that the sizes have
@@ -142,34 +150,44 @@ def _bert(config: _Config) -> Model:
     )
 
 
+class _Sizes(NamedTuple):
+    """The sizes of a model of the GPT-2 kind, whose keys have a name of their own in each config."""
+
+    layers: int
+    hidden: int
+    heads: int
+    wide: int
+    """Of the feed-forward part."""
+    positions: int
+    """Rows of learned positions and token types."""
+    length: int
+    """Tokens of the longest sequence."""
+
+
 def _with_biases(
     config: _Config,
+    sizes: _Sizes,
     *,
-    layers: int,
-    hidden: int,
-    heads: int,
-    wide: int,
-    positions: int,
-    length: int,
     tied: bool,
     activation: str,
     extras: int = 0,
     is_plain_gpt: bool = False,
 ) -> Model:
     """The GPT-2 kind: biases, LayerNorm, two matrices in the feed-forward part."""
+    hidden, heads = sizes.hidden, sizes.heads
     if hidden % heads:
         raise ValueError(f"the number of attention heads is {heads}; it must divide the hidden size {hidden}")
     return Model(
         name=config.name,
-        layers=layers,
+        layers=sizes.layers,
         hidden_size=hidden,
         attention_heads=heads,
         vocabulary_size=config.count("vocab_size"),
-        sequence_length=config.sequence_length(length),
+        sequence_length=config.sequence_length(sizes.length),
         key_value_heads=heads,
         head_size=hidden // heads,
-        feed_forward_size=wide,
-        position_embeddings=positions,
+        feed_forward_size=sizes.wide,
+        position_embeddings=sizes.positions,
         tied_embeddings=tied,
         extras=extras,
         composed_activation=activation in _COMPOSED,
@@ -181,9 +199,23 @@ _COMPOSED = ("gelu_new", "gelu_fast", "quick_gelu", "gelu_10", "mish")
 """Activation functions that transformers computes by several operations, each of which keeps a tensor."""
 
 
+class _Attention(NamedTuple):
+    """What attention of the Llama kind has beyond its matrices."""
+
+    head_norms: bool = False
+    """Whether queries and keys have norms of the size of a head."""
+    bias: bool = False
+    """Whether queries, keys and values have biases."""
+    bias_of_output: bool = True
+    """Whether the output has a bias where they have."""
+
+
+_PLAIN = _Attention()
+
+
 def _llama(config: _Config) -> Model:
     config.refuse_experts()
-    return _without_biases(config, attention_bias=config.flag("attention_bias", False), bias_of_output=True)
+    return _without_biases(config, attention=_Attention(bias=config.flag("attention_bias", False)))
 
 
 def _mistral(config: _Config) -> Model:
@@ -198,13 +230,13 @@ def _mixtral(config: _Config) -> Model:
 
 def _qwen2(config: _Config) -> Model:
     config.refuse_experts()
-    return _without_biases(config, attention_bias=True)
+    return _without_biases(config, attention=_Attention(bias=True, bias_of_output=False))
 
 
 def _qwen3(config: _Config) -> Model:
     config.refuse_experts()
-    biases = config.flag("attention_bias", False)
-    return _without_biases(config, head_norms=True, attention_bias=biases, bias_of_output=True)
+    attention = _Attention(head_norms=True, bias=config.flag("attention_bias", False))
+    return _without_biases(config, attention=attention)
 
 
 def _qwen3_moe(config: _Config) -> Model:
@@ -213,9 +245,7 @@ def _qwen3_moe(config: _Config) -> Model:
     return _without_biases(
         config,
         wide="moe_intermediate_size",
-        head_norms=True,
-        attention_bias=config.flag("attention_bias", False),
-        bias_of_output=True,
+        attention=_Attention(head_norms=True, bias=config.flag("attention_bias", False)),
         experts=config.first("num_experts", "num_local_experts"),
         experts_per_token=config.count("num_experts_per_tok"),
     )
@@ -236,7 +266,7 @@ def _gemma2(config: _Config) -> Model:
 
 def _gemma3(config: _Config) -> Model:
     config.only("attention_bias", False)
-    return _without_biases(config, tied=True, norms=4, head_norms=True)
+    return _without_biases(config, tied=True, norms=4, attention=_Attention(head_norms=True))
 
 
 def _without_biases(
@@ -245,9 +275,7 @@ def _without_biases(
     wide: str = "intermediate_size",
     tied: bool = False,
     norms: int = 2,
-    head_norms: bool = False,
-    attention_bias: bool = False,
-    bias_of_output: bool = False,
+    attention: _Attention = _PLAIN,
     experts: int = 1,
     experts_per_token: int = 1,
 ) -> Model:
@@ -257,16 +285,14 @@ def _without_biases(
         wide: the key of the feed-forward size.
         tied: whether embeddings are tied where the config does not say.
         norms: norms of a layer.
-        head_norms: whether queries and keys have norms of the size of a head.
-        attention_bias: whether queries, keys and values have biases. With ``bias_of_output``, the output has, too.
     """
     config.only("mlp_bias", False)
     hidden, heads = config.count("hidden_size"), config.count("num_attention_heads")
     key_values = config.count("num_key_value_heads", heads)
     head_size = config.count("head_dim", max(1, hidden // heads))
-    extras = (norms - 2) * hidden + (2 * head_size if head_norms else 0)
-    if attention_bias:
-        extras += head_size * (heads + 2 * key_values) + (hidden if bias_of_output else 0)
+    extras = (norms - 2) * hidden + (2 * head_size if attention.head_norms else 0)
+    if attention.bias:
+        extras += head_size * (heads + 2 * key_values) + (hidden if attention.bias_of_output else 0)
     return Model(
         name=config.name,
         layers=config.count("num_hidden_layers"),
@@ -283,7 +309,7 @@ def _without_biases(
         tied_embeddings=config.flag("tie_word_embeddings", tied),
         biases=False,
         layer_extras=extras,
-        query_key_norms=head_norms,
+        query_key_norms=attention.head_norms,
     )
 
 

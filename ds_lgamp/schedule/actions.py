@@ -17,6 +17,7 @@ pipeline ranks have reached it.
 """
 
 import re
+from collections.abc import Iterable
 from enum import Enum
 from typing import NamedTuple
 
@@ -169,3 +170,8 @@ def send_matching(receive: Action) -> Action:
 def awaited_by(wait: Action) -> Action:
     """Returns the action that ``wait`` waits for."""
     return Action(AWAITED[wait.kind], wait.chunk, wait.micro_batch)
+
+
+def computes_of(actions: Iterable[Action]) -> list[Action]:
+    """Returns the forwards and backwards among ``actions``."""
+    return [action for action in actions if action.kind in COMPUTE]

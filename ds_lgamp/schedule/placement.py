@@ -43,8 +43,6 @@ def split_evenly(items: int, parts: int) -> list[int]:
 
 def split_by_count(layers: int, layers_per_chunk: int) -> list[int]:
     """Returns chunk bounds with ``layers_per_chunk`` layers in each chunk. The last chunk may be shorter."""
-    if layers_per_chunk < 1:
-        raise ValueError(f"layers_per_chunk is {layers_per_chunk}; it must be at least 1")
     return [*range(0, layers, layers_per_chunk), layers]
 
 

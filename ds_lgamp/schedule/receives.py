@@ -2,10 +2,10 @@
 
 Two ways exist, because two kinds of transport exist.
 
-- **Ahead.** gloo matches messages by tag and keeps no order between links. A rank posts receives well ahead of their
+- **Early.** gloo matches messages by tag and keeps no order between links. A rank posts receives well before their
   use, so that a sender never waits for permission.
 - **On arrival.** NCCL runs every operation in order on a stream, and streams may share one hardware queue of the GPU.
-  There, a receive whose message is not under way yet blocks everything that is queued behind it, sends of the same rank
+  There, a receive whose message is not under way yet blocks everything that is queued after it, sends of the same rank
   included. So a rank posts a receive when the simulated clock says that its message has just been sent. All ranks then
   queue their operations in the order of one clock, and an operation waits only for operations that are earlier on that
   clock. So no cycle of waits can form, however streams share queues; :mod:`ds_lgamp.schedule.validate` proves it for
@@ -32,15 +32,15 @@ def receive_posts(spec: ProgramSpec, rank: int, segments: Segments) -> list[list
     """
     if spec.receives_on_arrival:
         return _on_arrival(spec, rank, [action for segment in segments for action in segment])
-    return [posts for segment in segments for posts in _ahead(spec, rank, segment)]
+    return [posts for segment in segments for posts in _early(spec, rank, segment)]
 
 
-def _ahead(spec: ProgramSpec, rank: int, computes: Sequence[Action]) -> list[list[Action]]:
+def _early(spec: ProgramSpec, rank: int, computes: Sequence[Action]) -> list[list[Action]]:
     """Posts receives of one kind in the order of their consumers.
 
-    With a window of n receives, each is posted n - 1 computes of its kind ahead of its consumer, but not before the
+    With a window of n receives, each is posted n - 1 computes of its kind before its consumer, but not before the
     window has room. Forwards and backwards may alternate in between, so a receive is posted at most 2(n - 1) computes
-    of any kind ahead.
+    of any kind earlier.
     """
     posts: list[list[Action]] = [[] for _ in computes]
     for kind in (Kind.FORWARD, Kind.BACKWARD):
@@ -48,15 +48,15 @@ def _ahead(spec: ProgramSpec, rank: int, computes: Sequence[Action]) -> list[lis
         received = [order for order, index in enumerate(alike) if spec.receives_input(computes[index])]
         window = _window(spec, rank, kind)
         for position, order in enumerate(received):
-            consumer, ahead = alike[order], order - (window - 1)
-            early = alike[ahead] if ahead >= 0 else alike[0] + ahead
+            consumer, earliest = alike[order], order - (window - 1)
+            early = alike[earliest] if earliest >= 0 else alike[0] + earliest
             room = alike[received[position - window]] + 1 if position >= window else 0
             posts[max(room, early, consumer - 2 * (window - 1))].append(receive_of(computes[consumer]))
     return posts
 
 
 def _window(spec: ProgramSpec, rank: int, kind: Kind) -> int:
-    """Returns how many receives of one kind ``rank`` keeps posted ahead.
+    """Returns how many receives of one kind ``rank`` keeps posted early.
 
     This is ``RECEIVES_POSTED`` unless messages pile up. While a group larger than the ring passes, they do so on the
     wrap-around link and where the turn begins.

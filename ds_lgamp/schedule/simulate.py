@@ -6,7 +6,7 @@
   says when they are launched and awaited. They may share a network card with its messages
   (:mod:`ds_lgamp.schedule.card`). With hierarchical shards, so do the collectives between nodes, beside those inside.
 - With offloading, loads, stores and updates on the host run beside all that, each kind one after another.
-- The simulated step is one of many. Actions behind STEP count as those of the previous step and start at time 0. The
+- The simulated step is one of many. Actions after STEP count as those of the previous step and start at time 0. The
   step ends with the last update on the host if that follows a reduction: the next step waits for it first.
 - All data-parallel ranks behave alike.
 - A script's turn takes no time, but begins on all pipeline ranks together.
@@ -191,7 +191,7 @@ class _Run:
         """Kinds of actions that run beside compute."""
         self.cards = [(SharedCard if costs.shares_card else Card)(costs) for _ in program]
         self.ends = [_end_of_step(actions) for actions in program]
-        """The row behind each rank's STEP. Collectives from there on run when the next step begins."""
+        """The row after each rank's STEP. Collectives from there on run when the next step begins."""
         for card, actions, end in zip(self.cards, program, self.ends):
             for action in actions[end:]:
                 if action.kind in self.launched:
@@ -313,6 +313,6 @@ class _Run:
 
 
 def _end_of_step(actions: Sequence[Action]) -> int:
-    """Returns the row behind STEP, or behind the last action if there is no STEP."""
+    """Returns the row after STEP, or after the last action if there is no STEP."""
     steps = (row for row in reversed(range(len(actions))) if actions[row].kind is Kind.STEP)
     return next(steps, len(actions) - 1) + 1

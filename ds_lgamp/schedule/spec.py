@@ -1,12 +1,12 @@
 """The specification from which a program is derived."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from ds_lgamp.schedule.actions import Action, Kind, Segments, joined
-from ds_lgamp.schedule.hierarchy import Hierarchy
-from ds_lgamp.schedule.offload import Offload
 from ds_lgamp.schedule.orders import (
     SCHEDULES,
     SINGLE_CHUNK_SCHEDULES,
@@ -19,14 +19,23 @@ from ds_lgamp.schedule.placement import Placement, place_chunks
 
 SENDS_IN_FLIGHT = 2
 """How many messages of one kind on one link may be under way before the sender waits for the oldest. A rank that posts
-receives ahead has more of them posted, so the wait is short."""
+receives early has more of them posted, so the wait is short."""
 RECEIVES_POSTED = 3
-"""How many receives of one kind a rank keeps posted ahead if no messages pile up. One is for the next compute, one is
+"""How many receives of one kind a rank keeps posted early if no messages pile up. One is for the next compute, one is
 in flight, and one tells its sender early that it may send. With two, large messages on a slow link wait for that
 permission (docs/performance.md)."""
 NEAREST = 3
-"""How many computes a backward must be behind its forward for the input to leave: one covers the way to the host,
+"""How many computes a backward must be after its forward for the input to leave: one covers the way to the host,
 another the way back. The script's turn in between is enough."""
+
+DISK_BLOCK = 4096
+"""The disk moves multiples of so many bytes."""
+PIECE = 8 << 20
+"""Bytes of a piece of a tensor that moves on its own."""
+PIECES = 4
+"""How many pieces move at once, and how many of each direction of the bus have a buffer."""
+UPDATE_BUFFERS = 2
+"""Units in memory: one that is updated, and one that is written and then read for the next update."""
 
 UPDATES = ("step", "reduction", "next_step")
 """When the optimizer updates a chunk:
@@ -36,6 +45,50 @@ UPDATES = ("step", "reduction", "next_step")
 - next_step: during the next step, before the chunk's first gather, or before its first forward at stage 0. STEP decides
   whether and how. With offloading, the host begins directly after STEP.
 """
+
+
+class Hierarchy(NamedTuple):
+    """How ZeRO stage 3 spreads its shards over nodes. W data-parallel ranks form nodes of h ranks each: node n has the
+    ranks n h to (n + 1) h - 1.
+
+    Gathers, and the first half of every reduction, stay inside a node. The ranks with the same place in their node are
+    **peers**. Peers exchange the rest: 1/h of a chunk.
+    """
+
+    node_ranks: int
+    """h. It divides W, and is neither 1 nor W."""
+    replicated: bool
+    """Whether every node has the whole optimizer state (MiCS, arXiv 2205.00119), so that peers update the same shard.
+    Otherwise each of the W ranks updates a shard of its own, and peers gather what the others updated once per step
+    (ZeRO++ hpZ, arXiv 2306.10209)."""
+
+    def nodes(self, data_ranks: int) -> int:
+        """Returns the number of nodes, which is the number of peers."""
+        return data_ranks // self.node_ranks
+
+
+class Offload(NamedTuple):
+    """What lies in the memory of the host while the device does not need it.
+
+    The host holds the optimizer's state and master weights, and updates them. Every chunk's gradient is stored once per
+    step, and its weights are loaded once after every update.
+    """
+
+    parameters: bool = False
+    """Whether it also holds this rank's shards of the parameters (stage 3). Each gather then begins with a load."""
+    on_device: tuple[int, ...] = ()
+    """Chunks of which the host holds nothing (stage 3). STEP updates them on the device, and also what several chunks
+    share, because copies on other ranks must be updated alike."""
+
+
+def lowest_chunks(placement: Sequence[int], share: float) -> tuple[int, ...]:
+    """Returns the lowest chunks of every rank that stay on the device if the host is to hold at least the ``share``,
+    from 0 to 1, of each rank's chunks.
+
+    A step begins with the lowest chunks. Their updates on the host would be the only ones that nothing hides.
+    """
+    own = [[chunk for chunk, rank in enumerate(placement) if rank == each] for each in range(max(placement) + 1)]
+    return tuple(sorted(chunk for chunks in own for chunk in chunks[: len(chunks) - math.ceil(share * len(chunks))]))
 
 
 class Update(NamedTuple):
@@ -70,13 +123,13 @@ class ProgramSpec:
     full gradients are held."""
     forward_only: bool = False
     defers_gathers: bool = False
-    """Whether what a step updated is gathered during the next step, each chunk one visit ahead, instead of behind the
+    """Whether what a step updated is gathered during the next step, each chunk one visit early, instead of after the
     step: weights at stages 1 and 2, the shards of nodes at stage 3."""
     updates: str = "step"
     """One of :data:`UPDATES`."""
     receives_on_arrival: bool = False
     """Whether a rank posts a receive when its message has been sent, as streams that share hardware queues require,
-    instead of well ahead (:mod:`ds_lgamp.schedule.receives`)."""
+    instead of well before its use (:mod:`ds_lgamp.schedule.receives`)."""
     hierarchy: Hierarchy | None = None
     """How stage 3 spreads its shards over nodes; None if it spreads all over all data-parallel ranks."""
     offload: Offload | None = None

@@ -1,19 +1,19 @@
-"""Passes that add copies between device and host: the weights of offloaded chunks, and the inputs from which backward
-passes recompute.
+"""Passes that add the optimizer's updates of single chunks, and copies between device and host: gradients and weights
+of offloaded chunks, and the inputs from which backward passes recompute.
+
+:meth:`ds_lgamp.schedule.spec.ProgramSpec.chunk_updates` says when each chunk is updated, and by what.
 
 The weights of a chunk are loaded once after every update. If the host holds the parameters too, each gather of a chunk
 takes a load of its own.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from ds_lgamp.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, Segments
-from ds_lgamp.schedule.offload import Offload
-from ds_lgamp.schedule.passes import computes_of
-from ds_lgamp.schedule.spec import NEAREST, ProgramSpec
+from ds_lgamp.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, Segments, computes_of
+from ds_lgamp.schedule.spec import NEAREST, Offload, ProgramSpec, Update
 
-_BEHIND_LOADS = RECEIVES | {Kind.WAIT_GATHER, Kind.WAIT_REDUCE}
+_AFTER_LOADS = RECEIVES | {Kind.WAIT_GATHER, Kind.WAIT_REDUCE}
 """What runs between the loads for the next visit and the first compute of this one."""
 
 
@@ -40,7 +40,7 @@ def _with_loads(offload: Offload, actions: Sequence[Action], known: set[int]) ->
         elif action.kind in COMPUTE and action.chunk != visited:
             visited, visit = action.chunk, visit + 1
             row = len(lowered)
-            while row > 0 and lowered[row - 1].kind in _BEHIND_LOADS:
+            while row > 0 and lowered[row - 1].kind in _AFTER_LOADS:
                 row -= 1
             following = loads[visit + 1] if visit + 1 < len(loads) else []
             lowered[row:row] = [Action(Kind.LOAD, chunk) for chunk in following]
@@ -134,3 +134,83 @@ def _leaving(segments: Segments) -> set[Action]:
 
 def _of(kind: Kind, compute: Action | None) -> list[Action]:
     return [] if compute is None else [Action(kind, compute.chunk, compute.micro_batch)]
+
+
+def add_postponed_updates(spec: ProgramSpec, rank: int, segments: Segments) -> Segments:
+    """Adds each UPDATE that the step before left to this one, before the first gather or forward of its chunk."""
+    if spec.forward_only:
+        return segments
+    updates = spec.chunk_updates
+    postponed = {chunk for chunk, update in updates.items() if update.when == "next_step" and not update.on_host}
+    if not postponed:
+        return segments
+    lowered: Segments = []
+    for segment in segments:
+        lowered.append([])
+        for action in segment:
+            if action.chunk in postponed:
+                postponed.remove(action.chunk)
+                lowered[-1].append(Action(Kind.UPDATE, action.chunk))
+            lowered[-1].append(action)
+    return lowered
+
+
+def add_final_updates(spec: ProgramSpec, rank: int, segments: Segments) -> Segments:
+    """Adds each UPDATE that need not wait for STEP, after the end of its chunk's last reduction."""
+    at_once = {
+        chunk for chunk, update in spec.chunk_updates.items() if update.when == "reduction" and not update.on_host
+    }
+    if spec.forward_only or not at_once:
+        return segments
+    *calls, actions = segments
+    lowered: list[Action] = []
+    for action, update in ready_gradients(spec, actions):
+        lowered.append(action)
+        if update is not None and action.chunk in at_once:
+            lowered.append(Action(Kind.UPDATE, action.chunk))
+    return [*calls, lowered]
+
+
+def add_stores(spec: ProgramSpec, rank: int, segments: Segments) -> Segments:
+    """Adds STORE after the end of the last reduction of each chunk that the host updates. One STORE is under way at a
+    time; its WAIT_STORE comes before the next one, or before STEP. UPDATE follows that wait, or STEP if that decides
+    whether and how to update."""
+    if spec.offload is None or spec.forward_only:
+        return segments
+    *calls, actions = segments
+    lowered: list[Action] = []
+    stored: list[int] = []
+    under_way: int | None = None
+
+    def finish() -> list[Action]:
+        if under_way is None:
+            return []
+        at_once = spec.chunk_updates[under_way].when == "reduction"
+        return [Action(Kind.WAIT_STORE, under_way), *([Action(Kind.UPDATE, under_way)] if at_once else [])]
+
+    for action, update in ready_gradients(spec, actions):
+        if action.kind is Kind.STEP:
+            lowered.extend(finish())
+        lowered.append(action)
+        if update is not None and update.on_host:
+            lowered.extend(finish())
+            under_way = action.chunk
+            stored.append(under_way)
+            lowered.append(Action(Kind.STORE, under_way))
+        if action.kind is Kind.STEP:
+            visits = dict.fromkeys(each.chunk for segment in segments for each in segment if each.kind in COMPUTE)
+            postponed = {chunk for chunk in stored if spec.chunk_updates[chunk].when == "next_step"}
+            lowered.extend(Action(Kind.UPDATE, chunk) for chunk in visits if chunk in postponed)
+    return [*calls, lowered]
+
+
+def ready_gradients(spec: ProgramSpec, actions: Sequence[Action]) -> Iterator[tuple[Action, Update | None]]:
+    """Yields each action with the update of the chunk whose last reduction it ends; with None if it ends none."""
+    updates = spec.chunk_updates
+    last = {
+        action.chunk: row
+        for row, action in enumerate(actions)
+        if action.chunk in updates and action.kind is updates[action.chunk].ready_after
+    }
+    for row, action in enumerate(actions):
+        yield action, updates[action.chunk] if last.get(action.chunk) == row else None

@@ -16,10 +16,9 @@ from ds_lgamp.schedule.actions import (
     send_matching,
 )
 from ds_lgamp.schedule.rules.gradients import check_gradients
-from ds_lgamp.schedule.rules.inputs import check_inputs, check_recomputation
 from ds_lgamp.schedule.rules.messages import check_arrivals, check_channels, check_receives, check_sends
 from ds_lgamp.schedule.rules.stops import Fault, Stop, check_layout, check_order, cut
-from ds_lgamp.schedule.rules.weights import check_weights
+from ds_lgamp.schedule.rules.weights import check_inputs, check_recomputation, check_weights
 from ds_lgamp.schedule.simulate import DeadlockError, simulate
 from ds_lgamp.schedule.spec import ProgramSpec
 
@@ -39,7 +38,7 @@ def validate(spec: ProgramSpec, program: Program) -> None:
 
     The rules (:mod:`ds_lgamp.schedule.rules`) know nothing of the passes that made the program.
 
-    Raises ProgramError if a rank's program breaks a rule or if the ranks deadlock. Receives that are posted ahead must
+    Raises ProgramError if a rank's program breaks a rule or if the ranks deadlock. Receives that are posted early must
     allow every SEND to block until its RECV is posted. Receives that are posted on arrival must allow a device to put
     all its work into one hardware queue. Raises ValueError if the number of ranks is wrong.
     """

@@ -8,11 +8,10 @@ from typing import Any
 
 from ds_lgamp.schedule.actions import COLLECTIVES, COMPUTE, Action, Kind
 from ds_lgamp.schedule.costs import Costs, Durations, Link, links_of, uniform_costs
-from ds_lgamp.schedule.offload import Offload
 from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import simulate
-from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.schedule.spec import Offload, ProgramSpec
 from ds_lgamp.view.critical_path import Peers, action_of, micro_batches_of
 from ds_lgamp.view.figures import Shown
 from ds_lgamp.view.recording import Interval, Recording, of_simulation

@@ -14,10 +14,8 @@ from typing import Any, NamedTuple
 
 from ds_lgamp.schedule.actions import BETWEEN_NODES, COLLECTIVES, TRANSFERS, Kind, awaited_by, send_of
 from ds_lgamp.schedule.card import Span, Wait
-from ds_lgamp.schedule.hierarchy import Hierarchy
-from ds_lgamp.schedule.offload import Offload
 from ds_lgamp.schedule.simulate import Timeline
-from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.schedule.spec import Hierarchy, Offload, ProgramSpec
 
 VERSION = 1
 """Of the format."""

@@ -6,13 +6,10 @@ from dataclasses import replace
 from random import Random
 
 from ds_lgamp.schedule.actions import Action, Kind, Program, joined
-from ds_lgamp.schedule.hierarchy import Hierarchy
-from ds_lgamp.schedule.offload import Offload
-from ds_lgamp.schedule.passes import mark_recomputed
 from ds_lgamp.schedule.placement import place_chunks
-from ds_lgamp.schedule.program import build_program
+from ds_lgamp.schedule.program import build_program, mark_recomputed
 from ds_lgamp.schedule.simulate import simulate
-from ds_lgamp.schedule.spec import UPDATES, ProgramSpec
+from ds_lgamp.schedule.spec import UPDATES, Hierarchy, Offload, ProgramSpec
 from ds_lgamp.schedule.validate import run_in_one_queue, validate
 from testing.fuzz.outcome import Outcome, sentence_fault
 

@@ -16,8 +16,7 @@ from ds_lgamp.config import ConfigError
 from ds_lgamp.cost.assignment import Demand
 from ds_lgamp.planner.island_search import Exposed
 from ds_lgamp.runtime.node import NODE
-from ds_lgamp.schedule.hierarchy import Hierarchy
-from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.schedule.spec import Hierarchy, ProgramSpec
 from ds_lgamp.watch.launcher import Launch
 from testing.launching import free_port
 from testing.ranks import run_on_ranks

@@ -11,9 +11,8 @@ from ds_lgamp.cost.offload import HostMemory
 from ds_lgamp.cost.traffic import BusBytes, bus_bytes
 from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize
 from ds_lgamp.schedule.actions import Kind
-from ds_lgamp.schedule.offload import Offload
 from ds_lgamp.schedule.program import build_program, build_rank_program
-from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.schedule.spec import Offload, ProgramSpec
 
 STATE, EVERYTHING = Offload(), Offload(parameters=True)
 BF16 = ElementBytes(weights=2, gradients=2, optimizer=8, update=4)

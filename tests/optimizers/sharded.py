@@ -13,7 +13,7 @@ from ds_lgamp.partition.policy import NodeGroups, ZeroPolicy, node_groups
 from ds_lgamp.partition.unit import parts_of
 from ds_lgamp.partition.zero_partition import ZeroPartition, build_partition
 from ds_lgamp.runtime.measure import CollectiveCounter
-from ds_lgamp.schedule.hierarchy import Hierarchy
+from ds_lgamp.schedule.spec import Hierarchy
 
 SHAPES = {
     "0.embedding": (11, 15),

@@ -11,7 +11,7 @@ import torch
 
 from ds_lgamp.optimizers.disk_updates import Contents, UpdateBuffers
 from ds_lgamp.partition.disk import Disk
-from ds_lgamp.schedule.offload import DISK_BLOCK
+from ds_lgamp.schedule.spec import DISK_BLOCK
 
 SECONDS = 30
 ELEMENTS = 1000

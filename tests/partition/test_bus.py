@@ -18,7 +18,7 @@ from ds_lgamp.partition import bus as bus_module
 from ds_lgamp.partition import disk as disks
 from ds_lgamp.partition.bus import Bus, Transfer, use_device
 from ds_lgamp.partition.disk import Disk
-from ds_lgamp.schedule.offload import DISK_BLOCK
+from ds_lgamp.schedule.spec import DISK_BLOCK
 
 CPU = torch.device("cpu")
 SECONDS = 10

@@ -9,7 +9,7 @@ from ds_lgamp.partition.collectives import start_all_reduce, start_reduce_scatte
 from ds_lgamp.partition.flat_storage import UnitParameter
 from ds_lgamp.partition.policy import ZeroPolicy, node_groups
 from ds_lgamp.partition.unit import Unit
-from ds_lgamp.schedule.hierarchy import Hierarchy
+from ds_lgamp.schedule.spec import Hierarchy
 from testing.ranks import run_on_ranks
 
 SMALL = 2.0**-9

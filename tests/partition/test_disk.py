@@ -12,7 +12,7 @@ import torch
 from ds_lgamp.cost.disk import room
 from ds_lgamp.partition import disk as disks
 from ds_lgamp.partition.disk import Disk, aligned
-from ds_lgamp.schedule.offload import DISK_BLOCK
+from ds_lgamp.schedule.spec import DISK_BLOCK
 from testing.ranks import CONTEXT
 
 SECONDS = 30

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 
 from ds_lgamp.cost.assignment import Demand, Slot
 from ds_lgamp.planner.assign import as_launched, assign, ranked
-from ds_lgamp.schedule.hierarchy import Hierarchy
+from ds_lgamp.schedule.spec import Hierarchy
 from tests.planner.islands import TWO, cluster, island, jobs
 
 PARAMETERS = Demand(2, 4, 1, data_bytes=(10**8, 10**8), hop_bytes=(10**6, 0))

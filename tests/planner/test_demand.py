@@ -10,7 +10,7 @@ from ds_lgamp.cost.traffic import hop_bytes
 from ds_lgamp.planner.configuration import Configuration
 from ds_lgamp.planner.load import demand_of, demand_of_facts, facts_of, megatron_demand
 from ds_lgamp.planner.models import read_model
-from ds_lgamp.schedule.hierarchy import Hierarchy
+from ds_lgamp.schedule.spec import Hierarchy
 
 FLAGS = """--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
     --micro-batch-size 2 --global-batch-size 16 --vocab-size 4096""".split()

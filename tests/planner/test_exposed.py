@@ -10,9 +10,8 @@ from ds_lgamp.cost.assignment import Demand
 from ds_lgamp.planner.assign import assign
 from ds_lgamp.planner.island_search import exposed
 from ds_lgamp.planner.load import load
-from ds_lgamp.schedule.hierarchy import Hierarchy
 from ds_lgamp.schedule.placement import place_chunks
-from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.schedule.spec import Hierarchy, ProgramSpec
 from tests.planner.islands import cluster, island
 
 SPEC = ProgramSpec(place_chunks("modular", 4, 2), "layered", 4, 4, zero_stage=3, resident_chunks=2, recomputes=False)

@@ -13,7 +13,7 @@ from ds_lgamp.planner.predict import predict
 from ds_lgamp.planner.search import search
 from ds_lgamp.planner.work import collectives_of, exact_seconds
 from ds_lgamp.planner.write import ds_config
-from ds_lgamp.schedule.hierarchy import Hierarchy
+from ds_lgamp.schedule.spec import Hierarchy
 
 MODEL = Model.gpt("medium", 16, 2048, 16, 1024, 50304)
 PLAIN = Configuration(8, 1, 1, 1, 4, zero_stage=3, schedule="layered", chunks_per_rank=16)

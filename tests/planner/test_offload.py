@@ -15,7 +15,7 @@ from ds_lgamp.planner.predict import predict
 from ds_lgamp.planner.search import NothingFits, best_by_method, search
 from ds_lgamp.planner.work import exact_seconds
 from ds_lgamp.planner.write import ds_config
-from ds_lgamp.schedule.offload import Offload
+from ds_lgamp.schedule.spec import Offload
 
 MODEL = Model.gpt("medium", 16, 2048, 16, 1024, 50304)
 IN_MEMORY = Configuration(4, 1, 1, 2, 4, zero_stage=3, schedule="layered", chunks_per_rank=16)

@@ -20,7 +20,7 @@ from ds_lgamp.planner.load import demand_of, demand_of_facts
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.models import model_of_flags
 from ds_lgamp.planner.write import OnIslands, ds_config, launch_script, why_not, write
-from ds_lgamp.schedule.offload import Offload
+from ds_lgamp.schedule.spec import Offload
 from testing import ROOT, SCRIPTS
 from testing.launching import ON_CPU, run
 

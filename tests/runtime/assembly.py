@@ -20,8 +20,7 @@ from ds_lgamp.runtime.links import Links
 from ds_lgamp.runtime.recompute import default_sources
 from ds_lgamp.runtime.ring import ring_links
 from ds_lgamp.runtime.stored_inputs import StoredInputs
-from ds_lgamp.schedule.hierarchy import Hierarchy
-from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.schedule.spec import Hierarchy, ProgramSpec
 from tests.runtime.models import Model, loss_function
 
 DEVICE = torch.device("cpu")

@@ -10,10 +10,9 @@ from ds_lgamp.cost.traffic import bytes_between_nodes, collective_bytes, predict
 from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize
 from ds_lgamp.runtime.batch import BatchState
 from ds_lgamp.runtime.measure import CollectiveCounter
-from ds_lgamp.schedule.hierarchy import Hierarchy
 from ds_lgamp.schedule.placement import place_chunks, split_balanced
 from ds_lgamp.schedule.program import build_program
-from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.schedule.spec import Hierarchy, ProgramSpec
 from testing.ranks import run_on_ranks
 from tests.runtime.assembly import assemble, build_grid
 from tests.runtime.models import LEARNING_RATE, build_model, micro_batch, train_reference

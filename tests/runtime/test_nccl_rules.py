@@ -23,10 +23,9 @@ from ds_lgamp.runtime.batch import BatchState
 from ds_lgamp.runtime.messages import HEADER_ELEMENTS
 from ds_lgamp.runtime.ring import posts_on_arrival
 from ds_lgamp.schedule.actions import Kind
-from ds_lgamp.schedule.hierarchy import Hierarchy
 from ds_lgamp.schedule.placement import place_chunks, split_balanced
 from ds_lgamp.schedule.program import build_program
-from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.schedule.spec import Hierarchy, ProgramSpec
 from testing import simnccl
 from testing.ranks import run_on_ranks
 from tests.runtime.assembly import DEVICE, Grid, assemble, build_grid

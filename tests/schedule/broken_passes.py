@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ds_lgamp import schedule
 
-PASSES = ("waits", "receives", "updates", "passes", "transfers")
+PASSES = ("receives", "transfers", "program")
 """The modules of ds_lgamp.schedule that place actions. Later ones import earlier ones."""
 SECONDS = 2.0
 """For so long a wrong pass may work on one program. A wrong condition may loop for ever."""
@@ -93,7 +93,7 @@ def _leave_out(statement: Any) -> None:
 @contextmanager
 def builder(mistake: Mistake) -> Iterator[Callable[..., Any]]:
     """Yields ``build_program`` with passes that have a mistake. It returns None where they fail."""
-    names = [*PASSES[PASSES.index(mistake.module) :], "program"]
+    names = PASSES[PASSES.index(mistake.module) :]
     stock = {name: importlib.import_module(f"ds_lgamp.schedule.{name}") for name in names}
     try:
         for name, module in stock.items():

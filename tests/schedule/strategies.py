@@ -5,10 +5,8 @@ from collections.abc import Iterable, Iterator
 from hypothesis import strategies as st
 
 from ds_lgamp.schedule.actions import Action, Kind
-from ds_lgamp.schedule.hierarchy import Hierarchy
-from ds_lgamp.schedule.offload import Offload
 from ds_lgamp.schedule.placement import place_chunks
-from ds_lgamp.schedule.spec import UPDATES, ProgramSpec
+from ds_lgamp.schedule.spec import UPDATES, Hierarchy, Offload, ProgramSpec
 
 HIERARCHIES = [Hierarchy(2, replicated=False), Hierarchy(2, replicated=True)]
 

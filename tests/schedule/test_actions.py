@@ -3,8 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_lgamp.schedule.actions import PARTITION, Action, Kind
-from ds_lgamp.schedule.passes import mark_recomputed
-from ds_lgamp.schedule.program import build_program
+from ds_lgamp.schedule.program import build_program, mark_recomputed
 from tests.schedule.strategies import program_specs
 
 

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from ds_lgamp.schedule.actions import COLLECTIVES, Action, Kind
 from ds_lgamp.schedule.card import Card, SharedCard
 from ds_lgamp.schedule.costs import Durations, uniform_costs
-from ds_lgamp.schedule.hierarchy import Hierarchy
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import simulate
-from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.schedule.spec import Hierarchy, ProgramSpec
 from tests.schedule.strategies import program_specs
 
 SPEC = ProgramSpec((0,) * 30, "layered", 1, 1, 3)

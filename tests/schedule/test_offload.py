@@ -9,11 +9,9 @@ from hypothesis import strategies as st
 
 from ds_lgamp.schedule.actions import COLLECTIVES, OFFLOADING, WAITS, Action, Kind, awaited_by
 from ds_lgamp.schedule.costs import Durations, uniform_costs
-from ds_lgamp.schedule.hierarchy import Hierarchy
-from ds_lgamp.schedule.offload import Offload, lowest_chunks
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import simulate
-from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.schedule.spec import Hierarchy, Offload, ProgramSpec, lowest_chunks
 from ds_lgamp.schedule.validate import ProgramError, validate
 from tests.schedule.mutations import assert_every_mutation_is_refused
 from tests.schedule.strategies import program_specs
@@ -180,10 +178,10 @@ def test_every_mutation_of_what_offloading_adds_is_refused(spec, pick):
         ("STORE2", "B2.1", "found STORE2 where REDUCE2 belongs"),
         ("WAIT_STORE2", "STORE1", "found STORE1 where WAIT_STORE2 belongs"),
         ("UPDATE2", "REDUCE2", "UPDATE2 does not belong here: B1.0 does not need it"),
-        ("GATHER2", "F0.1", "gathers and their waits ahead of F1.0 are GATHER2 WAIT_LOAD2; they must"),
-        ("LOAD0", "B1.1", "loads ahead of F2.0 are none; they must be LOAD0"),
-        ("LOAD2", "LOAD0", "loads ahead of F0.0 are LOAD0 LOAD2 LOAD1; they must be LOAD0 LOAD1 LOAD2"),
-        ("LOAD2", "LOAD1", "the loads ahead of all else are LOAD0 LOAD1 LOAD2; they must be LOAD0 LOAD1"),
+        ("GATHER2", "F0.1", "gathers and their waits before F1.0 are GATHER2 WAIT_LOAD2; they must"),
+        ("LOAD0", "B1.1", "loads before F2.0 are none; they must be LOAD0"),
+        ("LOAD2", "LOAD0", "loads before F0.0 are LOAD0 LOAD2 LOAD1; they must be LOAD0 LOAD1 LOAD2"),
+        ("LOAD2", "LOAD1", "the loads before all else are LOAD0 LOAD1 LOAD2; they must be LOAD0 LOAD1"),
         ("UPDATE2", "STEP", "found UPDATE2 where UPDATE0 belongs"),
         ("WAIT_STORE0", "STEP", "STEP needs the gradient of chunk 0 on the host first"),
         ("UPDATE1", None, "found UPDATE2 where UPDATE1 belongs"),

@@ -5,12 +5,11 @@ import pytest
 from hypothesis import example, given
 
 from ds_lgamp.schedule.actions import COMPUTE, RECEIVES, Action, Kind
-from ds_lgamp.schedule.hierarchy import Hierarchy
 from ds_lgamp.schedule.orders import micro_batch_groups
 from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.program import build_program, build_rank_program
 from ds_lgamp.schedule.simulate import peak_live_activations
-from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.schedule.spec import Hierarchy, ProgramSpec
 from ds_lgamp.schedule.validate import validate
 from tests.schedule.strategies import live_micro_batches, program_specs
 

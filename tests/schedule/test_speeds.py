@@ -8,11 +8,10 @@ from hypothesis import strategies as st
 
 from ds_lgamp.schedule.closed_form import Shape, step_time
 from ds_lgamp.schedule.costs import Durations, sized_costs
-from ds_lgamp.schedule.hierarchy import Hierarchy
 from ds_lgamp.schedule.placement import place_chunks, shares_by_speed, split_by_speed, split_evenly
 from ds_lgamp.schedule.program import build_program, build_timed_program, collectives_agree
 from ds_lgamp.schedule.simulate import simulate
-from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.schedule.spec import Hierarchy, ProgramSpec
 from ds_lgamp.schedule.validate import validate
 
 SPEEDS = st.lists(st.sampled_from([0.5, 1.0, 1.2, 1.5, 2.0, 3.0, 7.0]), min_size=1, max_size=4)

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from ds_lgamp.schedule.actions import COMPUTE, OF_INPUTS, Action, Kind
 from ds_lgamp.schedule.costs import Durations
-from ds_lgamp.schedule.passes import mark_recomputed
-from ds_lgamp.schedule.program import build_program, build_rank_program
+from ds_lgamp.schedule.program import build_program, build_rank_program, mark_recomputed
 from ds_lgamp.schedule.simulate import simulate
 from ds_lgamp.schedule.spec import NEAREST, ProgramSpec
 from ds_lgamp.schedule.validate import ProgramError, validate
@@ -97,7 +96,7 @@ def test_a_program_that_lacks_one_of_the_actions_is_refused(spec, data):
 def test_an_input_that_need_not_leave_is_refused(text):
     program = build_program(LGA)
     program[0].insert(program[0].index(Action.parse("B2.0")), Action.parse(text))
-    with pytest.raises(ProgramError, match=f"ahead of B2.0 inputs move by {text}; first must stand none"):
+    with pytest.raises(ProgramError, match=f"before B2.0 inputs move by {text}; first must stand none"):
         validate(LGA, program)
 
 

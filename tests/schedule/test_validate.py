@@ -5,10 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_lgamp.schedule.actions import Action, Kind
-from ds_lgamp.schedule.hierarchy import Hierarchy
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import DeadlockError, simulate
-from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.schedule.spec import Hierarchy, ProgramSpec
 from ds_lgamp.schedule.validate import ProgramError, validate
 from tests.schedule.mutations import assert_every_mutation_is_refused
 from tests.schedule.strategies import program_specs

@@ -2,9 +2,8 @@
 
 import pytest
 
-from ds_lgamp.schedule.hierarchy import Hierarchy
 from ds_lgamp.schedule.placement import place_chunks
-from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.schedule.spec import Hierarchy, ProgramSpec
 from ds_lgamp.view.critical_path import Place, causes, critical_path
 from ds_lgamp.view.recording import Interval, RankRecording, Step
 

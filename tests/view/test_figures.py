@@ -6,12 +6,10 @@ import pytest
 from hypothesis import given, settings
 
 from ds_lgamp.schedule.costs import Durations
-from ds_lgamp.schedule.hierarchy import Hierarchy
-from ds_lgamp.schedule.offload import Offload
 from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import simulate
-from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.schedule.spec import Hierarchy, Offload, ProgramSpec
 from ds_lgamp.view.figures import KINDS, show
 from ds_lgamp.view.measured_costs import costs_of, simulated, simulated_1f1b
 from ds_lgamp.view.recording import Interval, RankRecording, RecordingError, of_simulation

@@ -8,12 +8,10 @@ from hypothesis import given
 
 from ds_lgamp.schedule.actions import COMPUTE, Action, receive_matching
 from ds_lgamp.schedule.costs import Durations, uniform_costs
-from ds_lgamp.schedule.hierarchy import Hierarchy
-from ds_lgamp.schedule.offload import Offload
 from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import simulate
-from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.schedule.spec import Hierarchy, Offload, ProgramSpec
 from ds_lgamp.view.recording import (
     LANES,
     Interval,

@@ -13,19 +13,19 @@ _OF_GRADIENTS = frozenset(
 
 
 def check_gradients(spec: ProgramSpec, stops: Sequence[Stop]) -> None:
-    """- A chunk is reduced directly behind its last backward, and the SEND of that; at stages 2 and 3 also behind the
+    """- A chunk is reduced directly after its last backward, and the SEND of that; at stages 2 and 3 also after the
       last one of each group.
-    - Reductions end in the order they began. A rank waits for the oldest only if it must: ahead of a backward that adds
+    - Reductions end in the order they began. A rank waits for the oldest only if it must: before a backward that adds
       to the same chunk's gradient, or that would hold more full gradients than ``resident_chunks`` (stages 1 to 3);
-      ahead of STEP; and, if something follows a reduction on its way, when one compute has run beside it.
+      before STEP; and, if something follows a reduction on its way, when one compute has run beside it.
     - Between nodes a sum follows the wait for each reduction inside them, at most ``resident_chunks`` at once.
-    - Behind the end of a chunk's last reduction stands, directly, its update or its store, if it has one. A store waits
+    - After the end of a chunk's last reduction stands, directly, its update or its store, if it has one. A store waits
       for the one before, whose update may then begin.
     - STEP has all gradients, and no store is under way. The updates on the host that it decides on follow it.
     """
     rule = _Gradients(spec)
     for stop in stops:
-        for row, action in enumerate(stop.ahead, stop.first):
+        for row, action in enumerate(stop.before, stop.first):
             if action.kind in rule.kinds:
                 rule.follow(row, action, stop)
         rule.arrive(stop)
@@ -58,7 +58,7 @@ class _Gradients:
         """What must follow directly."""
 
     def follow(self, row: int, action: Action, stop: Stop) -> None:
-        """Checks an action ahead of ``stop``."""
+        """Checks an action before ``stop``."""
         kind, chunk, *_ = action
         full = len(self.combining) == self.spec.resident_chunks
         if self.next and not (full and self.next[0].kind is Kind.COMBINE and kind is Kind.WAIT_COMBINE):
@@ -92,7 +92,7 @@ class _Gradients:
 
     def _take_oldest(self, under_way: list[int], row: int, wait: Action) -> None:
         if wait.chunk != under_way[0]:
-            raise Fault(row, f"{wait} comes ahead of the wait for chunk {under_way[0]}, which began earlier")
+            raise Fault(row, f"{wait} comes before the wait for chunk {under_way[0]}, which began earlier")
         del under_way[0]
 
     def _end(self, chunk: int) -> None:
@@ -112,7 +112,7 @@ class _Gradients:
         return [Action(Kind.WAIT_STORE, self.storing), *update]
 
     def _may_stand(self, action: Action, stop: Stop) -> bool:
-        """Whether ``stop`` needs an action that nothing ahead of it demands."""
+        """Whether ``stop`` needs an action that nothing before it demands."""
         steps = stop.action is not None and stop.action.kind is Kind.STEP
         if action.kind is Kind.WAIT_REDUCE:
             return self._must_wait(stop)
@@ -124,7 +124,7 @@ class _Gradients:
         return False
 
     def _must_wait(self, stop: Stop) -> bool:
-        """Whether the oldest reduction must end ahead of ``stop``."""
+        """Whether the oldest reduction must end before ``stop``."""
         if not self.reducing or stop.action is None or stop.action.kind is Kind.RETURN:
             return False
         kind, chunk, *_ = stop.action
@@ -136,14 +136,14 @@ class _Gradients:
         return chunk in self.reducing or (self.spec.zero_stage >= 1 and held >= self.spec.resident_chunks)
 
     def _must_combine(self, stop: Stop) -> bool:
-        """Whether the oldest sum between nodes must end ahead of ``stop``."""
+        """Whether the oldest sum between nodes must end before ``stop``."""
         if not self.combining or stop.action is None:
             return False
         kind, chunk, *_ = stop.action
         return kind is Kind.STEP or (kind is Kind.BACKWARD and chunk in self.combining)
 
     def arrive(self, stop: Stop) -> None:
-        """Checks that everything has happened ahead of ``stop``, and notes what it changes."""
+        """Checks that everything has happened before ``stop``, and notes what it changes."""
         if self.next:
             raise Fault(stop.row, f"found {stop} where {self.next[0]} belongs")
         if stop.action is None:

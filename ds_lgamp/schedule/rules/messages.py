@@ -9,15 +9,15 @@ from ds_lgamp.schedule.spec import RECEIVES_POSTED, ProgramSpec
 
 
 def check_sends(spec: ProgramSpec, stops: Sequence[Stop]) -> None:
-    """A result that another rank consumes leaves directly behind its compute."""
+    """A result that another rank consumes leaves directly after its compute."""
     for stop, following in zip(stops, stops[1:]):
         due = [send_of(stop.action)] if stop.action is not None and _leaves(spec, stop.action) else []
-        if list(following.ahead[: len(due)]) != due:
-            found = following.ahead[0] if following.ahead else following
+        if list(following.before[: len(due)]) != due:
+            found = following.before[0] if following.before else following
             raise Fault(following.first, f"the result must be sent at once by {due[0]}, found {found}")
-        for row, action in enumerate(following.ahead[len(due) :], following.first + len(due)):
+        for row, action in enumerate(following.before[len(due) :], following.first + len(due)):
             if action.kind in SENDS:
-                raise Fault(row, f"{action} does not stand directly behind the compute whose result it sends")
+                raise Fault(row, f"{action} does not stand directly after the compute whose result it sends")
 
 
 def _leaves(spec: ProgramSpec, action: Action) -> bool:
@@ -39,10 +39,10 @@ def _arrives(spec: ProgramSpec, compute: Action) -> bool:
 
 
 def check_receives(spec: ProgramSpec, rank: int, stops: Sequence[Stop]) -> None:
-    """Each message has one receive, posted ahead of the compute that takes it, and none in a script's turn.
+    """Each message has one receive, posted before the compute that takes it, and none in a script's turn.
 
-    With receives well ahead, so many of a kind are posted at once (:func:`_most_posted`), each when there is room, in
-    the order of their consumers, and no earlier than as many computes of its kind ahead, or twice as many of any kind.
+    With early receives, so many of a kind are posted at once (:func:`_most_posted`), each when there is room, in
+    the order of their consumers, and no earlier than as many computes of its kind before, or twice as many of any kind.
     """
     for piece in pieces(stops):
         computes = [(stop, stop.action) for stop in piece if stop.action is not None and stop.computes]
@@ -54,13 +54,13 @@ def check_receives(spec: ProgramSpec, rank: int, stops: Sequence[Stop]) -> None:
         """The receive that each compute takes, by its number."""
         places: dict[Action, int] = {}
         for place, (stop, action) in enumerate(computes):
-            receives = stop.of(*RECEIVES) if stop.ahead else []
+            receives = stop.of(*RECEIVES) if stop.before else []
             for receive in receives:
                 if receive in places or due.get(receive, -1) < place:
-                    raise Fault(stop.row, f"{receive} is posted twice, or ahead of no compute that takes its message")
+                    raise Fault(stop.row, f"{receive} is posted twice, or no later compute takes its message")
                 places[receive] = place
             if place in taken and taken[place] not in places:
-                raise Fault(stop.row, f"{action} needs {taken[place]} ahead of it")
+                raise Fault(stop.row, f"{action} needs {taken[place]} before it")
             if len(receives) > 1 and not spec.receives_on_arrival:
                 in_order = sorted(receives, key=lambda each: (each.kind is Kind.RECV_BACKWARD, due[each]))
                 stop.require(in_order, "receives", *RECEIVES)
@@ -68,22 +68,22 @@ def check_receives(spec: ProgramSpec, rank: int, stops: Sequence[Stop]) -> None:
             for kind in (Kind.FORWARD, Kind.BACKWARD):
                 most = _most_posted(spec, rank, kind is Kind.FORWARD)
                 alike = [place for place, (_, action) in enumerate(computes) if action.kind is kind]
-                for consumer, right in _places_ahead(alike, taken, most).items():
+                for consumer, right in _early_places(alike, taken, most).items():
                     receive = taken[consumer]
                     if places[receive] != right:
-                        fault = f"{receive} is posted here; its place is ahead of {computes[right][1]}"
+                        fault = f"{receive} is posted here; its place is before {computes[right][1]}"
                         raise Fault(computes[places[receive]][0].row, fault)
 
 
-def _places_ahead(alike: Sequence[int], taken: Mapping[int, Action], most: int) -> dict[int, int]:
-    """Returns ahead of which compute the receive of each one is posted.
+def _early_places(alike: Sequence[int], taken: Mapping[int, Action], most: int) -> dict[int, int]:
+    """Returns before which compute the receive of each one is posted.
 
     Args:
         alike: the numbers of the computes of one kind.
         taken: the receives, by the numbers of the computes that take them.
         most: how many may be posted at once.
     """
-    # Ahead of the first compute of the kind, others count as if they were of it.
+    # Before the first compute of the kind, others count as if they were of it.
     counted = [*range(alike[0] if alike else 0), *alike]
     number = {place: index for index, place in enumerate(counted)}
     consumers = [place for place in alike if place in taken]
@@ -118,7 +118,7 @@ def _most_posted(spec: ProgramSpec, rank: int, forward: bool) -> int:
 
 
 def check_arrivals(stops: Sequence[Stop], starts: Sequence[float], ends: Mapping[tuple[Kind, int, int], float]) -> None:
-    """A receive that is posted on arrival stands directly ahead of the first compute that begins once its message has
+    """A receive that is posted on arrival stands directly before the first compute that begins once its message has
     been sent; several, in the order in which they were sent, activations first.
 
     Args:

@@ -25,13 +25,13 @@ class Stop(NamedTuple):
     action: Action | None
     """None at the end."""
     row: int
-    ahead: Sequence[Action]
+    before: Sequence[Action]
     """What stands between the stop before and this one."""
 
     @property
     def first(self) -> int:
-        """The row of the first action ahead."""
-        return self.row - len(self.ahead)
+        """The row of the first of these actions."""
+        return self.row - len(self.before)
 
     @property
     def computes(self) -> bool:
@@ -41,14 +41,14 @@ class Stop(NamedTuple):
         return str(self.action or "the end")
 
     def of(self, *kinds: Kind) -> list[Action]:
-        """Returns the actions ahead that have one of ``kinds``."""
-        return [action for action in self.ahead if action.kind in kinds]
+        """Returns the actions before it that have one of ``kinds``."""
+        return [action for action in self.before if action.kind in kinds]
 
     def require(self, expected: list[Action], what: str, *kinds: Kind) -> None:
-        """Raises Fault if the actions ahead of some ``kinds`` are not the ``expected`` ones."""
+        """Raises Fault if the actions before some ``kinds`` are not the ``expected`` ones."""
         found = self.of(*kinds)
         if found != expected:
-            raise Fault(self.row, f"{what} ahead of {self} are {texts(found)}; they must be {texts(expected)}")
+            raise Fault(self.row, f"{what} before {self} are {texts(found)}; they must be {texts(expected)}")
 
 
 def cut(actions: Sequence[Action]) -> list[Stop]:
@@ -62,7 +62,7 @@ def cut(actions: Sequence[Action]) -> list[Stop]:
 
 
 def pieces(stops: Iterable[Stop]) -> list[list[Stop]]:
-    """Returns the stops in pieces, cut behind each RETURN: a script's turn is between two of them."""
+    """Returns the stops in pieces, cut after each RETURN: a script's turn is between two of them."""
     found: list[list[Stop]] = [[]]
     for stop in stops:
         found[-1].append(stop)
@@ -115,12 +115,12 @@ def check_layout(spec: ProgramSpec, stops: Sequence[Stop]) -> None:
     places = {kind: place for place, kinds in enumerate(sections) for kind in kinds}
     fresh = True
     for stop in stops:
-        place, ahead = 0, stop.ahead
+        place, between = 0, stop.before
         if fresh:
-            # The loads for the first visit of a piece stand ahead of all else.
-            ahead = ahead[next((n for n, each in enumerate(ahead) if each.kind is not Kind.LOAD), len(ahead)) :]
+            # The loads for the first visit of a piece stand before all else.
+            between = between[next((n for n, each in enumerate(between) if each.kind is not Kind.LOAD), len(between)) :]
         fresh = stop.action is not None and stop.action.kind is Kind.RETURN
-        for row, action in enumerate(ahead, stop.row - len(ahead)):
+        for row, action in enumerate(between, stop.row - len(between)):
             if spec.stores_inputs and action.kind in OF_INPUTS:
                 continue
             if action.kind not in places:

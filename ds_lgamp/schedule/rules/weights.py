@@ -1,14 +1,15 @@
-"""When a pipeline rank has the weights of a chunk: loads, refreshes, gathers and releases."""
+"""When a pipeline rank has the weights of a chunk: loads, refreshes, gathers and releases. Which chunks are recomputed,
+and when their inputs travel to the host and back."""
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from heapq import nsmallest
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from typing import NamedTuple
 
-from ds_lgamp.schedule.actions import Action, Kind
+from ds_lgamp.schedule.actions import OF_INPUTS, SENDS, Action, Kind
 from ds_lgamp.schedule.rules.stops import Fault, Stop, brought_by, pieces, texts
-from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.schedule.spec import NEAREST, ProgramSpec
 
 _OF_WEIGHTS = frozenset(
     {
@@ -26,17 +27,17 @@ _OF_WEIGHTS = frozenset(
 
 def check_weights(spec: ProgramSpec, stops: Sequence[Stop]) -> None:
     """- At stage 3, those chunks are resident that are needed soonest, ``resident_chunks`` of them and no others; none
-      in a script's turn and behind the last compute.
-    - What a step updated is gathered, or with shards of nodes refreshed, once: behind STEP; or, if deferred, one visit
-      ahead of its compute or gather.
+      in a script's turn and after the last compute.
+    - What a step updated is gathered, or with shards of nodes refreshed, once: after STEP; or, if deferred, one visit
+      before its compute or gather.
     - A compute follows the wait for its gather, and a gather the waits for its refresh and its load.
-    - A load stands one visit ahead of its gather: of each gather if the host holds the parameters, else of the first.
-    - An update that the last step postponed stands directly ahead of the first use of its chunk.
+    - A load stands one visit before its gather: of each gather if the host holds the parameters, else of the first.
+    - An update that the last step postponed stands directly before the first use of its chunk.
     """
     rule = _Weights(spec, stops)
     for stop in stops:
         # Most computes are on the way of a visit, where nothing changes.
-        if stop.row in rule.visits or not stop.computes or not _OF_WEIGHTS.isdisjoint(kind for kind, *_ in stop.ahead):
+        if stop.row in rule.visits or not stop.computes or not _OF_WEIGHTS.isdisjoint(kind for kind, *_ in stop.before):
             rule.follow(stop)
 
 
@@ -45,12 +46,12 @@ class _Visit(NamedTuple):
 
     chunk: int
     gathers: list[int]
-    """The chunks whose gathers stand ahead of it."""
+    """The chunks whose gathers stand before it."""
     number: int
     first: bool
     """Whether it is the first one of its piece."""
     end: int
-    """The number of the first visit behind its piece."""
+    """The number of the first visit after its piece."""
 
 
 def _visits(stops: Sequence[Stop]) -> dict[int, _Visit]:
@@ -129,19 +130,19 @@ class _Weights:
         self.gathering.difference_update(needed)
 
     def _updated(self, stop: Stop, visit: _Visit | None) -> tuple[list[int], list[int]]:
-        """Returns the chunks to refresh and to gather ahead of a stop because a step has updated them."""
+        """Returns the chunks to refresh and to gather before a stop because a step has updated them."""
         kind = self.brought_by
         due: list[int] = []
         if kind is not None and visit is not None:
-            ahead = 1 if kind is Kind.GATHER else self.spec.resident_chunks
-            due = [chunk for chunk in self._soonest(visit, 1 + ahead) if chunk not in self.brought]
+            further = 1 if kind is Kind.GATHER else self.spec.resident_chunks
+            due = [chunk for chunk in self._soonest(visit, 1 + further) if chunk not in self.brought]
             self.brought.update(due)
         elif stop.action is None and not self.spec.defers_gathers and not self.spec.forward_only:
             due = list(self.uses)
         return (due if kind is Kind.REFRESH else []), (due if kind is Kind.GATHER else [])
 
     def _soonest(self, visit: _Visit, count: int, end: int | None = None) -> list[int]:
-        """Returns the ``count`` chunks that are needed soonest from ``visit`` on, in order of need, ahead of the visit
+        """Returns the ``count`` chunks that are needed soonest from ``visit`` on, in order of need, before the visit
         with the number ``end``."""
         coming = []
         for chunk, numbers in self.uses.items():
@@ -152,7 +153,7 @@ class _Weights:
         return [chunk for _, chunk in nsmallest(count, coming)]
 
     def _check_loads(self, stop: Stop, visit: _Visit | None) -> list[int]:
-        """Checks the loads ahead of a stop. Returns the chunks that its gathers need from the host."""
+        """Checks the loads before a stop. Returns the chunks that its gathers need from the host."""
         if visit is None:
             stop.require([], "loads", Kind.LOAD)
             return []
@@ -160,9 +161,9 @@ class _Weights:
         at_once = [Action(Kind.LOAD, chunk) for chunk in (own if visit.first else [])]
         following = self.loads[visit.number + 1] if visit.number + 1 < visit.end else []
         stop.require(at_once + [Action(Kind.LOAD, chunk) for chunk in following], "loads", Kind.LOAD)
-        in_front = list(takewhile(lambda action: action.kind is Kind.LOAD, stop.ahead))
+        in_front = list(takewhile(lambda action: action.kind is Kind.LOAD, stop.before))
         if visit.first and visit.gathers and in_front != at_once:
-            raise Fault(stop.first, f"the loads ahead of all else are {texts(in_front)}; they must be {texts(at_once)}")
+            raise Fault(stop.first, f"the loads before all else are {texts(in_front)}; they must be {texts(at_once)}")
         return own
 
     def _check_postponed(self, stop: Stop) -> None:
@@ -175,3 +176,86 @@ class _Weights:
             if action.kind is launch:
                 expected.append(action)
         stop.require(expected, "updates and what needs them", Kind.UPDATE, launch)
+
+
+def check_recomputation(spec: ProgramSpec, stops: Sequence[Stop]) -> None:
+    """A compute is recomputed if the spec recomputes, its chunk has backwards, and it is not the model's last chunk
+    with a backward directly after each forward."""
+    actions = [stop.action for stop in stops if stop.action is not None]
+    trained = {action.chunk for action in actions if action.kind is Kind.BACKWARD} if spec.recomputes else set()
+    last = spec.chunks - 1
+    if all(
+        following[:3] == (Kind.BACKWARD, last, action.micro_batch)
+        for action, following in pairwise(actions)
+        if action.kind is Kind.FORWARD and action.chunk == last
+    ):
+        trained.discard(last)
+    for stop in stops:
+        if stop.action is not None and stop.action.recomputed != (stop.action.chunk in trained):
+            fault = "is not" if stop.action.recomputed else "is"
+            raise Fault(stop.row, f"{stop} {fault} to be recomputed")
+
+
+def check_inputs(spec: ProgramSpec, stops: Sequence[Stop]) -> None:
+    """- An input of a chunk above 0 leaves if its backward is ``NEAREST`` computes after its forward, or the script's
+      turn lies between: directly after its forward and the SEND of that.
+    - One leaves at a time. A rank waits for it when the next one leaves, or comes back.
+    - It comes back one compute before its backward, and not before the script's turn. The backward waits for it.
+    """
+    if not spec.stores_inputs:
+        return
+    leaving = _leaving(stops)
+    under_way: Action | None = None
+    before: Action | None = None
+    for number, stop in enumerate(stops):
+        first: list[Action] = []
+        if before in leaving and before is not None and before.kind is Kind.FORWARD:
+            first = [*_of(Kind.WAIT_STORE_INPUT, under_way), *_of(Kind.STORE_INPUT, before)]
+            under_way = before
+        loads: list[Action] = []
+        if stop.computes:
+            due = [stop.action] if before is not None and before.kind is Kind.RETURN else []
+            due.append(stops[number + 1].action)
+            loads = [load for each in due if _comes_back(each, leaving) for load in _of(Kind.LOAD_INPUT, each)]
+        last = loads
+        if loads:
+            last = [*_of(Kind.WAIT_STORE_INPUT, under_way), *loads]
+            under_way = None
+        if _comes_back(stop.action, leaving):
+            last = [*last, *_of(Kind.WAIT_LOAD_INPUT, stop.action)]
+        _check(stop, first, last)
+        before = stop.action
+
+
+def _check(stop: Stop, first: list[Action], last: list[Action]) -> None:
+    """Checks what stands directly after the compute before ``stop``, and directly before ``stop``."""
+    rest = [action for action in stop.before if action.kind not in SENDS]
+    inner = rest[len(first) : len(rest) - len(last)]
+    if rest != [*first, *inner, *last] or any(action.kind in OF_INPUTS for action in inner):
+        fault = f"before {stop} inputs move by {texts(stop.of(*OF_INPUTS))}"
+        raise Fault(stop.row, f"{fault}; first must stand {texts(first)}, and last {texts(last)}")
+
+
+def _leaving(stops: Sequence[Stop]) -> set[Action]:
+    """Returns the forwards whose inputs leave, and their backwards."""
+    leaving: set[Action] = set()
+    forwards: dict[tuple[int, int], int] = {}
+    place = 0
+    for stop in stops:
+        action = stop.action
+        place += NEAREST if action is not None and action.kind is Kind.RETURN else 1
+        if action is None or action.chunk < 1 or not action.recomputed:
+            continue
+        if action.kind is Kind.FORWARD:
+            forwards[action.chunk, action.micro_batch] = place
+        elif place - forwards[action.chunk, action.micro_batch] >= NEAREST:
+            leaving |= {action, action._replace(kind=Kind.FORWARD)}
+    return leaving
+
+
+def _comes_back(action: Action | None, leaving: set[Action]) -> bool:
+    return action is not None and action.kind is Kind.BACKWARD and action in leaving
+
+
+def _of(kind: Kind, compute: Action | None) -> list[Action]:
+    return [] if compute is None else [Action(kind, compute.chunk, compute.micro_batch)]

@@ -22,9 +22,8 @@ from ds_lgamp.integrations.deepspeed.model.module import over_data
 from ds_lgamp.integrations.program_spec import HPZ, MICS, shard_groups
 from ds_lgamp.partition.agreement import raise_everywhere
 from ds_lgamp.runtime.node import node_name
-from ds_lgamp.schedule.hierarchy import Hierarchy
-from ds_lgamp.schedule.offload import Offload, lowest_chunks
 from ds_lgamp.schedule.placement import Placement
+from ds_lgamp.schedule.spec import Hierarchy, Offload, lowest_chunks
 from ds_lgamp.watch.this_rank import this_rank
 
 

@@ -12,7 +12,7 @@ from ds_lgamp.checkpoint.errors import CheckpointError
 from ds_lgamp.config import ConfigError
 from ds_lgamp.partition.agreement import everyone
 from ds_lgamp.runtime.node import NODE
-from ds_lgamp.schedule.hierarchy import Hierarchy
+from ds_lgamp.schedule.spec import Hierarchy
 from testing.deepspeed_rank import prepare_rank
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.models import Training, train_reference

@@ -13,8 +13,8 @@ from ds_lgamp.partition.policy import NodeGroups, ZeroPolicy
 from ds_lgamp.partition.zero_partition import ZeroPartition
 from ds_lgamp.runtime.measure import PeakMemory
 from ds_lgamp.schedule.actions import Kind
-from ds_lgamp.schedule.hierarchy import Hierarchy
 from ds_lgamp.schedule.program import build_program
+from ds_lgamp.schedule.spec import Hierarchy
 from tests.integrations.deepspeed.explain.imagined_rank import (
     CASES,
     SIZES,

@@ -12,9 +12,8 @@ from ds_lgamp.cost.traffic import bus_bytes, predict_traffic
 from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize
 from ds_lgamp.integrations.deepspeed.explain.facts import Explanation, RankFacts
 from ds_lgamp.integrations.deepspeed.explain.text import as_text
-from ds_lgamp.schedule.offload import Offload
 from ds_lgamp.schedule.program import build_rank_program
-from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.schedule.spec import Offload, ProgramSpec
 
 BF16 = ElementBytes(weights=2, gradients=2, optimizer=8, update=0)
 UNITS = [UnitSize(10**9, 10**9, (chunk,)) for chunk in range(4)]

@@ -16,8 +16,8 @@ from ds_lgamp.partition.memory import HostRoom
 from ds_lgamp.partition.policy import ZeroPolicy
 from ds_lgamp.runtime.measure import PeakMemory, storage_of
 from ds_lgamp.schedule.actions import Kind
-from ds_lgamp.schedule.offload import Offload
 from ds_lgamp.schedule.program import build_program
+from ds_lgamp.schedule.spec import Offload
 from tests.integrations.deepspeed.explain.imagined_rank import (
     CASES,
     SIZES,
