@@ -9,6 +9,7 @@ from typing import Any
 
 import deepspeed
 import torch.distributed as dist
+from deepspeed.runtime.pipe.module import PipelineModule
 
 from ds_lgamp.config import read_block
 from ds_lgamp.integrations.deepspeed.engine.door import LgampDoor
@@ -41,6 +42,8 @@ def _checking(stock: Callable[..., Any]) -> Callable[..., Any]:
         config = named.get("config")
         if isinstance(config, dict):
             trains = "optimizer" in config or named.get("optimizer") or named.get("model_parameters")
+            # Its optimizer may come later.
+            trains = trains or isinstance(named["model"], PipelineModule)
             wanted = bool(trains) and read_block(config) is not None
             assert is_ours(made[0]) == wanted, f"{type(made[0]).__name__} is the engine for {config}"
         return made

@@ -41,6 +41,13 @@ def start_postponed(units: Iterable[Unit]) -> None:
             unit.storage.pending.start()
 
 
+def has_other_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a function of the user has taken the place of the optimizer's step. A scheduler of torch wraps the step
+    of the class."""
+    own = vars(optimizer).get("step")
+    return own is not None and getattr(own, "__wrapped__", None) is not type(optimizer).step
+
+
 class Updates:
     """Updates units on the device, all at once or one after another, in the step or when a program asks for it.
 
@@ -75,10 +82,8 @@ class Updates:
             *of_torch._global_optimizer_pre_hooks,
             *of_torch._global_optimizer_post_hooks,
         )
-        own_step = vars(optimizer).get("step")
-        # A scheduler of torch wraps the step of the class.
-        replaced = own_step is not None and getattr(own_step, "__wrapped__", None) is not type(optimizer).step
-        return bool(hooks) or len(optimizer._optimizer_step_post_hooks) > 1 or replaced  # type: ignore[attr-defined]
+        others = len(optimizer._optimizer_step_post_hooks) > 1  # type: ignore[attr-defined]
+        return bool(hooks) or others or has_other_step(optimizer)
 
     def options(self) -> Options:
         """Returns a copy of the current hyper-parameters."""

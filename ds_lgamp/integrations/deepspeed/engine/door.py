@@ -15,6 +15,7 @@ from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
     check_updates_alone,
     choice_of,
 )
+from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype
 from ds_lgamp.integrations.deepspeed.config.zero import check_offloaded, device_of_updates
 from ds_lgamp.integrations.deepspeed.engine.data import OwnData
 from ds_lgamp.integrations.deepspeed.engine.optimizer import PartitionedOptimizer
@@ -26,11 +27,21 @@ from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.watch.this_rank import this_rank
 
 
+class _NoTraining:
+    """What an engine without an optimizer has in place of its :class:`Training`."""
+
+    def __get__(self, engine: Any, kind: type) -> Any:
+        raise ConfigError(
+            "the engine has no optimizer yet; pass one to deepspeed.initialize, name one in the JSON, or call "
+            f"engine._configure_optimizer(...) first; an engine that only evaluates needs {BLOCK}.enabled false"
+        )
+
+
 class LgampDoor(DeepSpeedEngine):
     """A DeepSpeedEngine whose :class:`Training` does the work. Subclasses build it before DeepSpeed's constructor, and
     call :meth:`complete` after it."""
 
-    lgamp: Training
+    lgamp: Training = _NoTraining()  # type: ignore[assignment]
     own_data: OwnData | None = None
     """Micro-batches of ``training_data``, on the ranks that need some."""
 
@@ -40,6 +51,11 @@ class LgampDoor(DeepSpeedEngine):
         self.live_client_state: dict[Any, Any] = {}
         """The client_state of the states in ``live_checkpoint``: what load_checkpoint returns with one."""
         this_rank.engines[self] = None
+
+    @property
+    def trains(self) -> bool:
+        """Whether the engine has an optimizer, and so a training."""
+        return "lgamp" in vars(self)
 
     # What DeepSpeed asks while it builds the engine
 
@@ -63,12 +79,13 @@ class LgampDoor(DeepSpeedEngine):
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
         """Leaves out layers without memory. :meth:`_prepare_layers` does the same with each when it has some."""
-        with showing(model, children_with_memory(model)):
+        with showing(model, children_with_memory(model) if self.trains else {}):
             super()._configure_distributed_model(model)
 
     def _broadcast_model(self) -> None:
         """Gives the layers that :attr:`module` shows the values of data-parallel rank 0, buffers too."""
-        share_values(values_of(self.module), self.lgamp.data_group, self.device)
+        if self.trains:
+            share_values(values_of(self.module), self.lgamp.data_group, self.device)
 
     def _cast_and_move(self) -> None:
         """Casts the tensors of :attr:`module` as DeepSpeed does, and moves them to the device."""
@@ -92,9 +109,9 @@ class LgampDoor(DeepSpeedEngine):
             check_updates_alone(type(basic_optimizer))
         return ZERO_OPTIMIZATION
 
-    def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer | None) -> PartitionedOptimizer:
-        assert optimizer is not None, "refused before anything was built"
-        return self.lgamp.partition_parameters(optimizer, self._prepare_layers)
+    def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer | None) -> PartitionedOptimizer | None:
+        """None while there is none."""
+        return None if optimizer is None else self.lgamp.partition_parameters(optimizer, self._prepare_layers)
 
     def _scheduler_from_config(self, optimizer: PartitionedOptimizer) -> Any:
         return super()._scheduler_from_config(optimizer.optimizer)
@@ -129,6 +146,20 @@ class LgampDoor(DeepSpeedEngine):
                 f"multiples of {each}; use one of them"
             )
         super().set_train_batch_size(train_batch_size)
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        """As DeepSpeed's. Raises ConfigError if it is set to another type than the configuration's."""
+        return super().communication_data_type
+
+    @communication_data_type.setter
+    def communication_data_type(self, value: torch.dtype) -> None:
+        own = self._config.communication_data_type or accumulation_dtype(self._config)
+        if value != own:
+            raise ConfigError(
+                f"engine.communication_data_type is set to {value}, but gradients travel as {own}; write "
+                "communication_data_type into the configuration"
+            )
 
     def offload_states(self, *positional: Any, **named: Any) -> None:
         """Raises ConfigError."""

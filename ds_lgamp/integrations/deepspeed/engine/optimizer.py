@@ -21,13 +21,14 @@ from ds_lgamp.integrations.deepspeed.engine.optimizer_state import (
 from ds_lgamp.optimizers.disk_updates import updates_of
 from ds_lgamp.optimizers.norms import GradientNorm, clip_factor
 from ds_lgamp.optimizers.tensors import TensorOptimizer
-from ds_lgamp.optimizers.updates import start_postponed
+from ds_lgamp.optimizers.updates import has_other_step, start_postponed
 from ds_lgamp.partition.zero_partition import ZeroPartition
 from ds_lgamp.schedule.spec import ProgramSpec
 
 
-class PartitionedOptimizer(DeepSpeedOptimizer):
-    """Steps a torch optimizer on this rank's shards.
+class PartitionedOptimizer(DeepSpeedOptimizer, torch.optim.Optimizer):
+    """Steps a torch optimizer on this rank's shards. It passes for an optimizer of torch, whose schedulers take it, and
+    leaves hooks to the one it steps.
 
     Args:
         optimizer: its groups hold the shards from now on. The user's hyper-parameters and schedulers act on it
@@ -79,12 +80,18 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         """Looks for losses and gradients that are not finite; None looks for none."""
         optimizer.add_param_group = self.add_param_group  # type: ignore[method-assign]
 
+    def __getattr__(self, name: str) -> Any:
+        """The hooks and the defaults of the torch optimizer, where torch's constructor would have made others."""
+        if name == "defaults" or name.startswith("_optimizer_"):
+            return getattr(self.optimizer, name)
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         return self.optimizer.param_groups
 
     @property
-    def state(self) -> dict:
+    def state(self) -> dict:  # type: ignore[override]
         self.partition.catch_up()
         return self.optimizer.state
 
@@ -158,7 +165,7 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
 
     @property
     def _is_watched(self) -> bool:
-        return self._updates.is_watched or "step" in vars(self)
+        return self._updates.is_watched or has_other_step(self)
 
     def settle_gradients(self) -> None:
         """Lets the host read every gradient, with the factor of the loss, if user code watches the step."""
@@ -174,7 +181,7 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         """The factor of the accumulated gradients, without clipping."""
         return self.loss_factor / self.loss_scale
 
-    def step(self) -> None:
+    def step(self) -> None:  # type: ignore[override]
         """Unscales the gradients, clips them by their norm over the whole model and updates the shards. Skips the
         update if ``skips_overflow`` is set and any gradient is inf or NaN, or if the :attr:`check` asks for it."""
         factor: Any = self._factor

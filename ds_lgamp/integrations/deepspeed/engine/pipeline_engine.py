@@ -62,16 +62,57 @@ class LgampEngine(LgampDoor, PipelineEngine):
     total_additional_losses: Any
 
     def __init__(self, settings: LgampConfig, partition_method: str, **arguments: Any) -> None:
-        module = arguments["model"]
         self._lgamp_initialising = True
-        micro_batches = arguments["config_class"].gradient_accumulation_steps
-        layers = built_layers(module).values()
-        self.lgamp = Training(self, settings, partition_method, micro_batches, layers, arguments)
+        self._built_of = settings, partition_method, arguments
+        has_optimizer = bool(arguments.get("optimizer") or arguments["config_class"].optimizer_name)
+        if has_optimizer:
+            self._plan_training()
         with _no_first_messages():
             super().__init__(**arguments)
+        if has_optimizer:
+            self._complete_training()
         self._lgamp_initialising = False
+
+    def _plan_training(self, **optimizer: Any) -> None:
+        settings, partition_method, arguments = self._built_of
+        arguments |= optimizer
+        micro_batches = arguments["config_class"].gradient_accumulation_steps
+        layers = built_layers(arguments["model"]).values()
+        self.lgamp = Training(self, settings, partition_method, micro_batches, layers, arguments)
+
+    def _complete_training(self) -> None:
+        self._lgamp_initialising = False
+        del self._built_of
         self.complete()
         complete_own_data(self)
+
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
+        """As DeepSpeed's, also for a script that calls it after ``deepspeed.initialize`` without an optimizer. Until
+        then, the layers stay where stock places them, and the engine trains nothing.
+
+        Raises ConfigError for a second optimizer.
+        """
+        if self._lgamp_initialising:
+            super()._configure_optimizer(client_optimizer, model_parameters)
+            return
+        if self.trains:
+            raise ConfigError(
+                "engine._configure_optimizer is called, but the engine has an optimizer already, which holds shards; "
+                "name no optimizer in deepspeed.initialize and in the JSON, or do not call it"
+            )
+        self._lgamp_initialising = True
+        # They watch a forward of the whole module, which nobody calls. A training takes no module with hooks.
+        self.module_forward_pre_hook.remove()
+        self.module_forward_post_hook.remove()
+        self._plan_training(optimizer=client_optimizer, model_parameters=model_parameters)
+        arguments = self._built_of[-1]
+        self._prepare_layers()
+        self.param_names = {parameter: name for name, parameter in self.module.named_parameters()}
+        super()._configure_optimizer(arguments["optimizer"], arguments["model_parameters"])
+        if self.training_data:
+            self._build_data_iter(self.training_data)
+        self._complete_training()
+        self._lgamp_initialising = False
 
     # What DeepSpeed asks
 
@@ -83,9 +124,10 @@ class LgampEngine(LgampDoor, PipelineEngine):
         return self.lgamp.loss_source
 
     def _build_data_iter(self, dataset: Any) -> None:
-        super()._build_data_iter(dataset)
-        if self.data_iterator is not None:
-            take_own_data(self)
+        if self.trains:
+            super()._build_data_iter(dataset)
+            if self.data_iterator is not None:
+                take_own_data(self)
 
     def _train_schedule(self) -> ProgramSchedule:
         return self._schedule(self.lgamp.own_spec)

@@ -163,17 +163,19 @@ def scheduled(optimizer):
 
 
 def groups_and_schedules():
-    """Gives groups with their own options and learning rates in all three ways."""
+    """Gives groups with their own options and learning rates in all ways, also after ``deepspeed.initialize``."""
 
     def plain(parameters):
         optimizer = SGD(groups_by_layer(parameters), lr=0.1, momentum=0.5)
         return optimizer, scheduled(optimizer)
 
-    for way in ("client", "callable", "json"):
+    for way in ("client", "callable", "json", "late client", "late callable"):
         module = build(linears(LAYERS))
         groups = groups_by_layer(dict(module.named_parameters()))
         arguments, settings = {"lr_scheduler": scheduled, "model_parameters": groups}, {}
-        if way == "client":
+        if way.startswith("late"):
+            arguments = {}
+        elif way == "client":
             optimizer = SGD(groups, lr=0.1, momentum=0.5)
             arguments = {"optimizer": optimizer, "lr_scheduler": scheduled(optimizer)}
         elif way == "callable":
@@ -181,8 +183,21 @@ def groups_and_schedules():
         else:
             settings = {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.5}}}
         engine = engine_with(settings, model=module, **arguments)
+        if way.startswith("late"):
+            configure_late(engine, groups, as_callable=way == "late callable")
         compare(engine, plain, way)
         assert engine.get_lr() == pytest.approx([0.2 / 5, 0.0, 0.1 * 1.0]), way
+
+
+def configure_late(engine, groups, as_callable):
+    """Gives an engine, as it came from ``deepspeed.initialize``, the optimizer, and the optimizer a scheduler of
+    torch."""
+    if as_callable:
+        engine._configure_optimizer(lambda parameters: SGD(parameters, lr=0.1, momentum=0.5), groups)
+    else:
+        engine._configure_optimizer(SGD(groups, lr=0.1, momentum=0.5), None)
+    assert isinstance(engine.optimizer, torch.optim.Optimizer)
+    engine.lr_scheduler = scheduled(engine.optimizer)
 
 
 def rates_of_the_configuration():
@@ -248,6 +263,17 @@ def refusals():
         with pytest.raises(ConfigError) as error:
             owner.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
         said[type(owner).__name__] = str(error.value)
+    late = engine_with({})
+    for label, call in (
+        ("early batch", lambda: late.train_batch(iter(data_of(0, 0)))),
+        ("early save", lambda: late.save_checkpoint("nowhere")),
+        ("second optimizer", lambda: engine._configure_optimizer(SGD, None)),
+        ("data type", lambda: setattr(engine, "communication_data_type", torch.bfloat16)),
+    ):
+        with pytest.raises(ConfigError) as error:
+            call()
+        said[label] = str(error.value)
+    engine.communication_data_type = torch.float32
     return said
 
 
@@ -284,6 +310,10 @@ def test_training_equals_one_process_and_stock(ranks):
         ("params", "optimizer.params is {'lr': 0.1, 'differentiable': True}, but adamw refuses it ("),
         ("SGD", "a parameter group was added after deepspeed.initialize, when the optimizer holds shards; pass all"),
         ("PartitionedOptimizer", "a parameter group was added after deepspeed.initialize"),
+        ("early batch", "the engine has no optimizer yet; pass one to deepspeed.initialize, name one in the JSON, or"),
+        ("early save", "the engine has no optimizer yet; pass one"),
+        ("second optimizer", "engine._configure_optimizer is called, but the engine has an optimizer already"),
+        ("data type", "engine.communication_data_type is set to torch.bfloat16, but gradients travel as torch.float32"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_alike_on_every_rank(ranks, case, words):
