@@ -156,13 +156,22 @@ def plain_engine(stock: Callable[..., Any], *positional: Any, **arguments: Any) 
         log_dist("No optimizer and no parameters to train: stock DeepSpeed, without a pipeline, evaluates", ranks=[0])
         # deepspeed.initialize calls, also where a script imported it before it could be replaced.
         with initializing():
-            return stock(*positional, **arguments)
+            engine = stock(*positional, **arguments)
+        engine._configure_optimizer = _refuse_optimizer
+        return engine
     arguments["config"] = _with_cluster(arguments["config"], replicas=False)
     settings = read_block(arguments["config"]) or settings
     get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", 0)))
     refuse_differing_ranks(arguments["config"])
     this_rank.start()
     return build_engine(settings, arguments)
+
+
+def _refuse_optimizer(*_: Any, **__: Any) -> None:
+    raise ConfigError(
+        f"engine._configure_optimizer is called, but with a {BLOCK} block only the engine of a PipelineModule gets its "
+        "optimizer so late; pass the optimizer or model_parameters to deepspeed.initialize"
+    )
 
 
 def _with_cluster(config: dict[str, Any], replicas: bool = True) -> dict[str, Any]:

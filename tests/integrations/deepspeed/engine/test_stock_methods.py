@@ -114,7 +114,7 @@ def halve_gradients(block, stage):
     return numbers
 
 
-def refused():
+def refused(evaluates):
     """Returns what is said of calls that would have other effects than in stock DeepSpeed."""
     pipeline, plain = engine_of(build(linears(4)), {}), plain_engine({}, 3)
     updates_early = engine_of(build(linears(4)), {"overlap_update": True}, gradient_clipping=0.0)
@@ -129,6 +129,7 @@ def refused():
         plain.offload_states,
         lambda: pipeline.save_16bit_model("weights"),
         lambda: setattr(updates_early.optimizer, "clip_grad", 1.0),
+        lambda: evaluates._configure_optimizer(torch.optim.SGD, plain.module.parameters()),
     ):
         with pytest.raises(ConfigError) as error:
             mistake()
@@ -143,19 +144,22 @@ BESIDE_STOCK = {
     coalesce: (1, 3),
     double_weights: (1,),
     halve_gradients: (1,),
-    # Last: a plain engine of stock DeepSpeed is not built after a pipeline.
+    # Last: its pipeline comes after all plain engines.
     change_limit_of_pipeline: (1,),
 }
 
 
 def run_all():
     prepare_rank()
+    with quiet():
+        # First: a plain engine of stock DeepSpeed is not built after a pipeline.
+        evaluates = deepspeed.initialize(model=Loss(), config={"train_batch_size": 2, "ds_lgamp": {}})[0]
     runs = {
         (function.__name__, stage): [function(block, stage) for block in (None, {})]
         for function, stages in BESIDE_STOCK.items()
         for stage in stages
     }
-    return runs, refused()
+    return runs, refused(evaluates)
 
 
 @pytest.fixture(scope="module")
@@ -205,6 +209,7 @@ def test_what_would_do_something_else_is_refused(ranks):
         "engine.offload_states is called",
         "use engine.save_checkpoint and ds_lgamp checkpoint export, or torch.save(engine.module.state_dict(), ...)",
         "engine.optimizer.clip_grad is set to 1, but gradient_clipping is 0 and chunks are updated as",
+        "engine._configure_optimizer is called, but with a ds_lgamp block only the engine of a PipelineModule gets",
     )
     for _, said in ranks:
         for wanted, message in zip(words, said, strict=True):
