@@ -131,7 +131,7 @@ class LgampEngine(LgampDoor, PipelineEngine):
             terms = batch_terms(self, call, spec.micro_batches if spec.forward_only else self.micro_batches)
             training.loader.pull(spec.micro_batches, self._next_batch, terms)
         batch = training.batch_state(spec, training.loader.take)
-        with training.kept_from_script(), training.executor.run_batch(batch):
+        with training.restoring_random_states(), training.executor.run_batch(batch):
             super()._exec_schedule(pipe_schedule)
         self.fwd_outputs = training.executor.losses
         training.end_batch([spec] if spec.forward_only else training.replica_specs)

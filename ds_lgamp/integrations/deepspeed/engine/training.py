@@ -25,22 +25,22 @@ from ds_lgamp.integrations.deepspeed.engine.nonfinite import nonfinite_check
 from ds_lgamp.integrations.deepspeed.engine.optimizer import PartitionedOptimizer, build_optimizer
 from ds_lgamp.integrations.deepspeed.engine.parameters import open_disk, partition_parameters
 from ds_lgamp.integrations.deepspeed.engine.plan import plan_training
-from ds_lgamp.integrations.deepspeed.engine.seeding import before_layers, kept_from_script
 from ds_lgamp.integrations.deepspeed.engine.tensor_access import TensorAccess
 from ds_lgamp.integrations.deepspeed.model.construction import is_deferred
 from ds_lgamp.integrations.deepspeed.model.materialise import DeferredLayers
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, over_pipeline
 from ds_lgamp.integrations.deepspeed.model.recomputation import (
+    before_layers,
     layer_sources,
     offers_selective,
     refuse_delayed_scaling,
     refuse_unless_offered,
+    restoring_random_states,
     switch_on,
 )
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import SharedBuffers
-from ds_lgamp.integrations.program_spec import program_of
+from ds_lgamp.integrations.program_spec import program_of, trace_if_asked
 from ds_lgamp.integrations.split.state import leave_out_hosts
-from ds_lgamp.integrations.tracing import trace_if_asked
 from ds_lgamp.optimizers.updates import HostUpdateError
 from ds_lgamp.partition.agreement import host_group
 from ds_lgamp.partition.bus import Bus
@@ -295,9 +295,9 @@ class Training:
         """Measures and reports the training step inside the block, if somebody asks for reports."""
         return monitored(self.door, self._monitor, self.loader)
 
-    def kept_from_script(self) -> AbstractContextManager[None]:
-        """Keeps the random states of the script over the block, where layers are seeded."""
-        return kept_from_script(self.random_sources, self.settings.reproducible)
+    def restoring_random_states(self) -> AbstractContextManager[None]:
+        """Restores the random states of the script after the block, where layers are seeded."""
+        return restoring_random_states(self.random_sources, self.settings.reproducible)
 
     def batch_state(
         self, spec: ProgramSpec, load: LoadMicroBatch, name: Callable[[int], str] | None = None
