@@ -21,9 +21,9 @@ from ds_lgamp.integrations.deepspeed.config.precision import input_dtype
 from ds_lgamp.integrations.deepspeed.config.zero import live_folder, on_disk_of
 from ds_lgamp.integrations.deepspeed.engine.data import BatchLoader
 from ds_lgamp.integrations.deepspeed.engine.monitor import monitor_if_asked, monitored
-from ds_lgamp.integrations.deepspeed.engine.nonfinite import nonfinite_check
+from ds_lgamp.integrations.deepspeed.engine.nonfinite import NonfiniteCheck
 from ds_lgamp.integrations.deepspeed.engine.optimizer import PartitionedOptimizer, build_optimizer
-from ds_lgamp.integrations.deepspeed.engine.parameters import open_disk, partition_parameters
+from ds_lgamp.integrations.deepspeed.engine.parameters import open_disk, partition_parameters, policy_of
 from ds_lgamp.integrations.deepspeed.engine.plan import plan_training
 from ds_lgamp.integrations.deepspeed.engine.tensor_access import TensorAccess
 from ds_lgamp.integrations.deepspeed.model.construction import is_deferred
@@ -104,6 +104,7 @@ class Training:
     Raises ConfigError on every rank if the engine cannot train as asked.
     """
 
+    partition: ZeroPartition
     executor: Executor
 
     def __init__(
@@ -155,17 +156,10 @@ class Training:
         module = self.placed
         deferred = DeferredLayers(module, prepare) if is_deferred(module) else None
         self.device = self.door.device
-        self.partition: ZeroPartition = partition_parameters(
-            module,
-            optimizer,
-            self.settings,
-            self.config,
-            self.program_spec,
-            self.data_group,
-            self.device,
-            deferred,
-            self._disk,
+        policy = policy_of(
+            module, self.settings, self.config, self.program_spec, self.data_group, self.device, self._disk
         )
+        self.partition = partition_parameters(module, optimizer, policy, self.device, deferred)
         self._deferred = deferred
         self.tensor_access = TensorAccess(self.partition, optimizer)
         return build_optimizer(
@@ -193,16 +187,7 @@ class Training:
         self.saver = Saver(copies, self.settings.keep_last)
         self._stopwatch = Stopwatch(self.device)
         door = self.door
-        self.check = door.optimizer.check = nonfinite_check(
-            self.settings,
-            self.config,
-            self.placed,
-            self.partition,
-            lambda: self.executor.losses,
-            lambda: door.global_steps,
-            door.micro_batch_name,
-            self.device,
-        )
+        self.check = door.optimizer.check = None if self.settings.nonfinite is None else NonfiniteCheck(self)
         self.executor = self._build_executor()
         self.executor.trace = trace_if_asked(self.settings, self.placed.stage_id, self.data_rank, self.device)
         self.partition.release_all()
