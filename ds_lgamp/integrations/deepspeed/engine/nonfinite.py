@@ -46,9 +46,9 @@ class _Batch(NamedTuple):
 class NonfiniteCheck:
     """Looks for numbers that are not finite, and says where the first one came from.
 
-    Each rank notes on the device what it has seen of a batch. The norm of the gradient tells every rank whether the
+    Each rank records on the device what it has seen of a batch. The norm of the gradient shows every rank whether the
     batch is finite, and its message carries the losses. The host learns of it one batch later. Then all ranks exchange
-    what they have noted.
+    their records.
 
     With fp16, only losses count: its scale answers for gradients.
     """
@@ -64,7 +64,7 @@ class NonfiniteCheck:
         self._last: _Batch | None = None
         """The last batch, of which the host does not know yet whether it is finite."""
         self._due: _Batch | None = None
-        """A batch that was not finite, and of which nothing was said yet."""
+        """A batch that was not finite, before the host says so."""
         self._said: set[tuple[Any, ...]] = set()
 
     def bad_losses(self) -> torch.Tensor:
@@ -74,8 +74,8 @@ class NonfiniteCheck:
             return torch.zeros((), dtype=torch.float64, device=self._device)
         return (~torch.stack(losses).isfinite()).sum().double()
 
-    def note(self, norm: torch.Tensor, bad_losses: torch.Tensor) -> torch.Tensor:
-        """Notes the batch whose update comes now. Returns 1 if it is not finite, else 0, on the device.
+    def record(self, norm: torch.Tensor, bad_losses: torch.Tensor) -> torch.Tensor:
+        """Records the batch whose update comes now. Returns 1 if it is not finite, else 0, on the device.
 
         Args:
             norm: the norm of its gradient over all ranks.
@@ -111,7 +111,7 @@ class NonfiniteCheck:
         self._said.add(kind)
 
     def forget(self) -> None:
-        """Drops what is not said yet, after other weights were loaded."""
+        """Drops what it has not said yet, after other weights were loaded."""
         self._last = self._due = None
         self._late.pending = False
 
@@ -163,11 +163,11 @@ class NonfiniteCheck:
             f"rank {origin.rank}"
         )
 
-    def _layer(self, layer: int | None, ahead: str = "") -> str:
+    def _layer(self, layer: int | None, before: str = "") -> str:
         if layer is None:
             return ""
         name = layer_types(self._module)[layer]
-        return f"{ahead}layer {layer} ({name}) of chunk {self._module.layout.chunk_of(layer)}"
+        return f"{before}layer {layer} ({name}) of chunk {self._module.layout.chunk_of(layer)}"
 
 
 class _PartNorms(Observer):

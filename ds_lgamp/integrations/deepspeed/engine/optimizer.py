@@ -188,9 +188,9 @@ class PartitionedOptimizer(DeepSpeedOptimizer):
         ``norm`` is inf or NaN if any gradient is."""
         found = 1 - norm.isfinite().float() if self._skips_overflow else None
         if self.check is not None and bad_losses is not None:
-            noted = self.check.note(norm, bad_losses)
+            is_bad = self.check.record(norm, bad_losses)
             if self.check.skips:
-                found = noted if found is None else found.maximum(noted)
+                found = is_bad if found is None else found.maximum(is_bad)
         if found is None:
             return False
         if self._late_overflow is None or self.dynamic_loss_scale:

@@ -1,4 +1,4 @@
-"""The engine of PipelineModules behind ``deepspeed.initialize`` when ds_config.json has a ``ds_lgamp`` block."""
+"""The engine that ``deepspeed.initialize`` returns for a PipelineModule if ds_config.json has a ``ds_lgamp`` block."""
 
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -24,8 +24,7 @@ from ds_lgamp.schedule.spec import ProgramSpec
 
 
 class RunAction(PipeInstruction):
-    """Runs the ``action`` of a program. The executor knows all kinds of actions, so DeepSpeed need not tell them
-    apart."""
+    """Runs the ``action`` of a program. One instruction serves all kinds of actions, which the executor knows."""
 
 
 class ProgramSchedule(PipeSchedule):
@@ -47,7 +46,7 @@ class ProgramSchedule(PipeSchedule):
         yield self._instructions
 
     def num_pipe_buffers(self) -> int:
-        """Returns 0: the executor keeps its own buffers."""
+        """Returns 0: the executor has buffers of its own."""
         return 0
 
 

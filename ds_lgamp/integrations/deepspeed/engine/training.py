@@ -1,4 +1,4 @@
-"""The core of an engine: what trains one model, whatever methods a script calls."""
+"""The core of every engine: what trains one model, whatever methods a script calls."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -65,7 +65,7 @@ class Door(Run, Protocol):
     """An engine of DeepSpeed, through which a script trains. What its training asks of it."""
 
     micro_batches: int
-    """Those of a batch on a pipeline, if all data-parallel ranks compute equally many."""
+    """How many a pipeline computes for a batch, if all data-parallel ranks compute equally many."""
     live_client_state: dict[Any, Any]
     """The client_state of the states in ``live_checkpoint``."""
     optimizer: Any
@@ -96,9 +96,9 @@ class Training:
         door: the engine.
         settings: the block.
         partition_method: how the module cuts its layers; ``chunks_per_rank`` balances by it.
-        micro_batches: those of a batch on a pipeline.
-        layers: those that are on this rank before they are placed.
-        arguments: those of DeepSpeed's engine. ``optimizer`` and ``model_parameters`` may change.
+        micro_batches: how many a pipeline computes for a batch.
+        layers: what this rank has built before layers are placed.
+        arguments: what DeepSpeed's engine gets. ``optimizer`` and ``model_parameters`` may change.
         scales_in_step: whether the script decides on the factor of the loss after the backward passes.
 
     Raises ConfigError on every rank if the engine cannot train as asked.
@@ -120,7 +120,7 @@ class Training:
         module, config = arguments["model"], arguments["config_class"]
         self.door, self.settings, self.partition_method, self.config = door, settings, partition_method, config
         self.zero_stage = int(config.zero_optimization_stage)
-        """The stage that the user asked for. DeepSpeed is always told 1, so that its ZeRO hooks run."""
+        """The stage that the user asked for. DeepSpeed always sees 1, so that its ZeRO hooks run."""
         plan = plan_training(settings, arguments, partition_method, micro_batches, scales_in_step)
         self.placed: PlacedModule = module
         """Its layers are placed at the end of this constructor."""

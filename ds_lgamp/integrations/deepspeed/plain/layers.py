@@ -214,7 +214,7 @@ def pipeline_module(layers: Layers, topology: ProcessTopology) -> PipelineModule
 
 
 def tell_of_model(module: PlacedModule, model: nn.Module, layers: Layers) -> None:
-    """Tells ``module`` what ``model`` has besides its ``layers``: more names of parameters, such as those of tied ones,
+    """Gives ``module`` what ``model`` has besides its ``layers``: more names of parameters, such as those of tied ones,
     and modules in no layer."""
     trees = (layer for layer in layers.modules if isinstance(layer, Tree))
     inside = {id(parameter): name for tree in trees for name, parameter in tree.named_parameters()}

@@ -133,8 +133,8 @@ class OutputsEngine(ModelEngine):
         return self.lgamp.program(self.lgamp.own_spec)
 
     def _take_outputs(self, batch: BatchState, call: int) -> list[tuple[Any, list[bool]]] | None:
-        """Returns, on the rank of the last chunk, the outputs of a call by pipeline rank, each with what tells which of
-        its floating-point tensors need gradients."""
+        """Returns, on the rank of the last chunk, the outputs of a call by pipeline rank, each with whether its
+        floating-point tensors need gradients."""
         if not self.lgamp.computes_loss:
             return None
         outputs, batch.losses = batch.losses, []

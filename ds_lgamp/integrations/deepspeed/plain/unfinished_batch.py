@@ -57,7 +57,7 @@ class UnfinishedBatch:
         return call
 
     def computed(self) -> None:
-        """Tells that the model has computed all micro-batches so far. It may have changed its own attributes."""
+        """Called once the model has computed all micro-batches so far. It may have changed its own attributes."""
         self._settings.remember()
 
     def clear(self) -> None:
