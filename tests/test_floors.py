@@ -22,10 +22,8 @@ FLOORS = (
     ("checkpoint", "optimizers"),
     (
         "integrations.cluster_file",
-        "integrations.handshake",
         "integrations.hosts",
         "integrations.program_spec",
-        "integrations.tracing",
         "integrations.user_script",
     ),
     (

@@ -57,7 +57,7 @@ class Updates:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, partition: ZeroPartition, when: str) -> None:
-        self.optimizer, self.when, self._partition = optimizer, when, partition
+        self.optimizer, self.when, self.partition = optimizer, when, partition
         self._lagging: Sequence[Unit] = ()
         """Units whose weights do not equal their master weights, because the optimizer is updating these."""
         for group in optimizer.param_groups:
@@ -94,7 +94,7 @@ class Updates:
 
     def with_gradients(self) -> list[Unit]:
         """The units whose gradients are final, except those of an update that is left to later or under way."""
-        return [unit for unit in self._partition.units if unit.reduction.is_final and unit.storage.pending is None]
+        return [unit for unit in self.partition.units if unit.reduction.is_final and unit.storage.pending is None]
 
     def step(self, factor: Any, is_watched: bool) -> None:
         """Updates what no earlier update has updated, or leaves that to later.
@@ -103,7 +103,7 @@ class Updates:
             factor: what multiplies the gradients.
             is_watched: whether somebody expects one step of the optimizer with all gradients.
         """
-        units, host = self.with_gradients(), self._partition.host
+        units, host = self.with_gradients(), self.partition.host
         if is_watched or (self.when != "next_step" and host is None):
             for unit in units:
                 unit.scale_gradient(factor)
@@ -123,7 +123,7 @@ class Updates:
 
     def step_early(self, units: Sequence[Unit], factor: Any) -> None:
         """Updates ``units`` before the step. With offloading, it only hands the updates to the host's thread."""
-        if self._partition.host is not None:
+        if self.partition.host is not None:
             self.step_later(units, factor)
             start_postponed(units)
             return
@@ -133,7 +133,7 @@ class Updates:
 
     def step_later(self, units: Sequence[Unit], factor: Any) -> None:
         """Leaves the updates to later, with the hyper-parameters of now."""
-        options, moves = self.options(), self._partition.host is not None and isinstance(factor, torch.Tensor)
+        options, moves = self.options(), self.partition.host is not None and isinstance(factor, torch.Tensor)
         arrived = arriving(factor) if moves else lambda: factor
         # For schedulers of torch, which warn if they step before the optimizer.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -164,7 +164,7 @@ class Updates:
 
     def cut(self, unit: Unit, frozen: UnitParameter) -> None:
         """Lets the optimizer hold each parameter of ``unit`` by itself, because ``frozen`` is or was frozen."""
-        cut(self.optimizer, self._partition, unit)
+        cut(self.optimizer, self.partition, unit)
 
     def announce(self, unit: Unit) -> None:
         """Tells that the host's thread is about to update ``unit``."""

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.quickstart import summarise
 from benchmarks.record import ROOT
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.deepspeed.explain.measured import TrainingMeasurement
+from ds_lgamp.integrations.deepspeed.engine.monitor import TrainingMeasurement
 
 STEPS = 8
 FLAGS = (

@@ -38,8 +38,16 @@ from ds_lgamp.integrations.deepspeed.model.module import (
     tensors_of,
 )
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import complaint_about_memory, complaint_about_tensor_ranks
-from ds_lgamp.integrations.handshake import code_of, process_terms
-from ds_lgamp.partition.agreement import Term, complaint_about_terms, difference, digest, everyone, raise_everywhere
+from ds_lgamp.partition.agreement import (
+    Term,
+    code_of,
+    complaint_about_terms,
+    difference,
+    digest,
+    everyone,
+    process_terms,
+    raise_everywhere,
+)
 
 _OF_ONE_RANK = ("tensorboard", "wandb", "csv_monitor", "comet")
 """Sections that may differ, because only one rank heeds them."""

@@ -30,8 +30,9 @@ class BatchLoader:
     Args:
         needs_inputs: whether this rank owns the first chunk.
         needs_labels: whether this rank computes the loss.
-        device: micro-batches move to it when they are used.
-        inputs_dtype: floating-point inputs, but not labels, are cast to this type then; None leaves them as they are.
+        device: where a micro-batch moves when it is used.
+        inputs_dtype: the type to which floating-point inputs, but not labels, are cast then; None leaves them as they
+            are.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class BatchLoader:
         self._agreement = host_group()
         self._micro_batches: dict[int, Any] = {}
         self.tokens = 0
-        """Number of elements of the integer inputs taken since the counter was last set to 0."""
+        """How many elements the integer inputs had that :meth:`take` returned since the counter was last set to 0."""
 
     def pull(self, micro_batches: int, next_micro_batch: Callable[[], Any], terms: Terms) -> None:
         """Pulls a batch. Collective over all ranks.
@@ -158,7 +159,7 @@ def batch_terms(engine: Any, call: str | None = None, micro_batches: int | None 
 
     Args:
         call: the method that the script calls; None if ranks agree on it otherwise.
-        micro_batches: their number; None if it is not known yet.
+        micro_batches: the number of micro-batches; None before it is known.
     """
     terms = {}
     if call is not None:
@@ -208,7 +209,7 @@ class OwnData(RepeatingLoader):
         # Keeps the iterator, because a new one would draw random numbers.
         self.loader, self.data_iter = loader.loader, loader.data_iter
         self.pulled = 0
-        """Number of micro-batches taken."""
+        """How many micro-batches have left it."""
 
     def __next__(self) -> Any:
         micro_batch = super().__next__()
@@ -232,8 +233,8 @@ class OwnShare(OwnData):
     """This rank's micro-batches of ``training_data``, repeated without end.
 
     All ranks together take the same micro-batches in a step as ranks of equal speeds do. So an epoch shows each sample
-    as often, and its end and its position in checkpoints are the same. ``pulled`` counts the micro-batches of a rank if
-    all took equally many, once a step has taken all of its own.
+    as often, and its end and its position in checkpoints are the same. At the end of a step, ``pulled`` is how many
+    micro-batches each rank would have taken if all had taken equally many.
 
     Args:
         loader: the loader that DeepSpeed made for ranks of equal speeds.
@@ -247,7 +248,7 @@ class OwnShare(OwnData):
         self._planned: list[int] | None = None
         """The shares for which ``data_iter`` was made."""
         self._taken = 0
-        """Of the share of the current step."""
+        """How many micro-batches of the current step's share it has taken."""
 
     def __next__(self) -> Any:
         if self.micro_batches_per_epoch == 0:
@@ -301,19 +302,19 @@ class OwnShare(OwnData):
 
 
 class Versions:
-    """How often the tensors of micro-batches had been changed when they were given."""
+    """How often the tensors of micro-batches had been changed when the script gave them."""
 
     def __init__(self) -> None:
         self._given: list[list[tuple[Tensor, int]]] = []
 
     def add(self, micro_batch: Any) -> None:
-        """Notes the tensors of the next micro-batch. Leaves out views, which count the changes of all of the tensor
+        """Records the tensors of the next micro-batch. Leaves out views, which count the changes of all of the tensor
         that they are a part of."""
         tensors = [leaf for leaf in tree_leaves(micro_batch) if isinstance(leaf, Tensor) and not leaf.is_inference()]
         self._given.append([(tensor, tensor._version) for tensor in tensors if not tensor._is_view()])
 
     def changed(self) -> int | None:
-        """Returns the number of the first micro-batch that was changed since it was noted; None if none was."""
+        """Returns the number of the first micro-batch that was changed since it was added; None if none was."""
         for number, tensors in enumerate(self._given):
             if any(tensor._version != version for tensor, version in tensors):
                 return number

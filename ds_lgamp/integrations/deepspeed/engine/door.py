@@ -1,5 +1,5 @@
-"""What every engine of DeepSpeed shares that trains by a :class:`Training`: the answers to what DeepSpeed asks while it
-builds an engine, and the methods of scripts that both kinds of engine have."""
+"""What all engines of DeepSpeed share that train by a :class:`Training`: the answers to what DeepSpeed asks while it
+builds an engine, and the methods that scripts call on engines of both kinds."""
 
 from typing import Any
 
@@ -91,8 +91,8 @@ class LgampDoor(DeepSpeedEngine):
         """Casts the tensors of :attr:`module` as DeepSpeed does, and moves them to the device."""
         data_type, buffer_type = self._mixed_precision_dtypes()
         if data_type is not None:
-            kept = keep_in_fp32_pattern(self.module, self._config.keep_in_fp32_modules, data_type)
-            self._cast_module_mixed_precision(data_type, buffer_type, False, kept)
+            stays_in_fp32 = keep_in_fp32_pattern(self.module, self._config.keep_in_fp32_modules, data_type)
+            self._cast_module_mixed_precision(data_type, buffer_type, False, stays_in_fp32)
         self.module.to(self.device)
 
     def _prepare_layers(self) -> None:

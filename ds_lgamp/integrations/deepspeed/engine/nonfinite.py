@@ -1,7 +1,6 @@
 """Acts on losses and gradients that are not finite: ``ds_lgamp.nonfinite``."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,7 +11,22 @@ from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, layer_typ
 from ds_lgamp.partition.agreement import everyone, host_group
 from ds_lgamp.partition.unit import Observer, Part, Unit, parts_of
 from ds_lgamp.partition.zero_partition import ZeroPartition
+from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.nonfinite import FirstSeen, Origin, Seen, find_origin
+
+
+class CheckedTraining(Protocol):
+    """The training whose numbers a check looks at. What the check asks of it."""
+
+    settings: LgampConfig
+    config: Any
+    """The DeepSpeedConfig."""
+    placed: PlacedModule
+    partition: ZeroPartition
+    executor: Executor
+    """Has the losses of the last batch, on the rank of the loss. It is built after the check."""
+    door: Any
+    """The engine. It counts the steps, and knows what the user calls a micro-batch."""
 
 
 class NonfiniteError(ArithmeticError):
@@ -32,64 +46,48 @@ class _Batch(NamedTuple):
 class NonfiniteCheck:
     """Looks for numbers that are not finite, and says where the first one came from.
 
-    Each rank notes on the device what it has seen of a batch. The norm of the gradient tells every rank whether the
+    Each rank records on the device what it has seen of a batch. The norm of the gradient shows every rank whether the
     batch is finite, and its message carries the losses. The host learns of it one batch later. Then all ranks exchange
-    what they have noted.
+    their records.
 
-    Args:
-        setting: "skip", "abort" or "report".
-        module: the placed module.
-        partition: its parameters.
-        losses: returns the losses of the last batch, on the rank of the loss.
-        steps: returns the number of steps so far.
-        name: returns what the user calls a micro-batch, from (data-parallel rank, its number there).
-        gradients_count: whether a gradient that is not finite counts, not only a loss.
+    With fp16, only losses count: its scale answers for gradients.
     """
 
-    def __init__(
-        self,
-        setting: str,
-        module: PlacedModule,
-        partition: ZeroPartition,
-        losses: Callable[[], list[torch.Tensor]],
-        steps: Callable[[], int],
-        name: Callable[[int, int], str],
-        gradients_count: bool,
-        device: torch.device,
-    ) -> None:
-        self.skips = setting == "skip"
-        layout = module.layout
-        own = [layer for chunk in layout.chunks_of(module.stage_id) for layer in layout.layers(chunk)]
-        self.seen = FirstSeen(own, device)
-        self._setting, self._module, self._losses, self._steps = setting, module, losses, steps
-        self._name, self._gradients_count, self._device = name, gradients_count, device
-        self._late = LateFlag(device)
-        self._part_norms = _PartNorms(partition)
+    def __init__(self, training: CheckedTraining) -> None:
+        self._training, self._module, self._device = training, training.placed, training.partition.device
+        self.skips = training.settings.nonfinite == "skip"
+        layout = self._module.layout
+        own = [layer for chunk in layout.chunks_of(self._module.stage_id) for layer in layout.layers(chunk)]
+        self.seen = FirstSeen(own, self._device)
+        self._late = LateFlag(self._device)
+        self._part_norms = _PartNorms(training.partition)
         self._last: _Batch | None = None
         """The last batch, of which the host does not know yet whether it is finite."""
         self._due: _Batch | None = None
-        """A batch that was not finite, and of which nothing was said yet."""
+        """A batch that was not finite, before the host says so."""
         self._said: set[tuple[Any, ...]] = set()
 
     def bad_losses(self) -> torch.Tensor:
         """Returns how many losses of this rank are not finite, in fp64. The norm's message sums it over the ranks."""
-        losses = self._losses()
+        losses = self._training.executor.losses
         if not losses:
             return torch.zeros((), dtype=torch.float64, device=self._device)
         return (~torch.stack(losses).isfinite()).sum().double()
 
-    def note(self, norm: torch.Tensor, bad_losses: torch.Tensor) -> torch.Tensor:
-        """Notes the batch whose update comes now. Returns 1 if it is not finite, else 0, on the device.
+    def record(self, norm: torch.Tensor, bad_losses: torch.Tensor) -> torch.Tensor:
+        """Records the batch whose update comes now. Returns 1 if it is not finite, else 0, on the device.
 
         Args:
             norm: the norm of its gradient over all ranks.
             bad_losses: the number of its losses that are not finite, over all ranks.
         """
         bad = bad_losses > 0
-        if self._gradients_count:
+        if not self._training.config.float16_config.enabled:
             bad = bad | ~norm.isfinite()
         flag = bad.float()
-        batch = _Batch(self._steps() + 1, self._losses(), self.seen.end(), self._part_norms.take())
+        training = self._training
+        step, losses = training.door.global_steps + 1, training.executor.losses
+        batch = _Batch(step, losses, self.seen.end(), self._part_norms.take())
         if self._late.exchange(flag):
             self._due = self._last
         self._last = batch
@@ -103,7 +101,7 @@ class NonfiniteCheck:
             return
         origin = find_origin(everyone(self._read(batch), host_group()), len(layer_types(self._module)))
         sentence = f"step {batch.step} is not finite: {self._described(origin)}"
-        if self._setting == "abort":
+        if self._training.settings.nonfinite == "abort":
             # What follows from it is not worth another error at the end of the process.
             self._last = None
             raise NonfiniteError(f"{sentence}; {BLOCK}.nonfinite is 'abort'")
@@ -113,7 +111,7 @@ class NonfiniteCheck:
         self._said.add(kind)
 
     def forget(self) -> None:
-        """Drops what is not said yet, after other weights were loaded."""
+        """Drops what it has not said yet, after other weights were loaded."""
         self._last = self._due = None
         self._late.pending = False
 
@@ -143,7 +141,8 @@ class NonfiniteCheck:
 
     def _described(self, origin: Origin) -> str:
         first = "the first number that is not finite"
-        batch = "" if origin.micro_batch is None else self._name(origin.data_rank, origin.micro_batch)
+        name = self._training.door.micro_batch_name
+        batch = "" if origin.micro_batch is None else name(origin.data_rank, origin.micro_batch)
         if origin.kind == "norm":
             return "the norm of the gradient is infinite, because its elements are too large to be squared"
         if origin.kind in ("inputs", "labels"):
@@ -164,11 +163,11 @@ class NonfiniteCheck:
             f"rank {origin.rank}"
         )
 
-    def _layer(self, layer: int | None, ahead: str = "") -> str:
+    def _layer(self, layer: int | None, before: str = "") -> str:
         if layer is None:
             return ""
         name = layer_types(self._module)[layer]
-        return f"{ahead}layer {layer} ({name}) of chunk {self._module.layout.chunk_of(layer)}"
+        return f"{before}layer {layer} ({name}) of chunk {self._module.layout.chunk_of(layer)}"
 
 
 class _PartNorms(Observer):
@@ -195,23 +194,6 @@ class _PartNorms(Observer):
         """Returns names and norms of the batch, by unit, and forgets them."""
         norms, self._norms = self._norms, {}
         return [([part.shown for part in parts], norms[unit]) for unit, parts in self._parts.items() if unit in norms]
-
-
-def nonfinite_check(
-    settings: LgampConfig,
-    config: Any,
-    module: PlacedModule,
-    partition: ZeroPartition,
-    losses: Callable[[], list[torch.Tensor]],
-    steps: Callable[[], int],
-    name: Callable[[int, int], str],
-    device: torch.device,
-) -> NonfiniteCheck | None:
-    """Returns the check that the block asks for; None if it asks for none. The scale of fp16 answers for gradients."""
-    if settings.nonfinite is None:
-        return None
-    gradients_count = not config.float16_config.enabled
-    return NonfiniteCheck(settings.nonfinite, module, partition, losses, steps, name, gradients_count, device)
 
 
 class LateFlag:

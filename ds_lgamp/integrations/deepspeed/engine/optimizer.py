@@ -21,7 +21,7 @@ from ds_lgamp.integrations.deepspeed.engine.optimizer_state import (
 from ds_lgamp.optimizers.disk_updates import updates_of
 from ds_lgamp.optimizers.norms import GradientNorm, clip_factor
 from ds_lgamp.optimizers.tensors import TensorOptimizer
-from ds_lgamp.optimizers.updates import has_other_step, start_postponed
+from ds_lgamp.optimizers.updates import Updates, has_other_step, start_postponed
 from ds_lgamp.partition.zero_partition import ZeroPartition
 from ds_lgamp.schedule.spec import ProgramSpec
 
@@ -31,54 +31,45 @@ class PartitionedOptimizer(DeepSpeedOptimizer, torch.optim.Optimizer):
     leaves hooks to the one it steps.
 
     Args:
-        optimizer: its groups hold the shards from now on. The user's hyper-parameters and schedulers act on it
-            unchanged.
-        partition: holds the gradients, which are final when :meth:`step` is called.
-        gradient_clipping: the largest norm; 0 switches clipping off.
-        norm_group: the group of all ranks.
+        updates: step the torch optimizer, on which the user's hyper-parameters and schedulers act unchanged. The
+            gradients of their partition are final when :meth:`step` is called. Where they update a chunk when its
+            gradient is reduced, nothing may depend on the gradients of all chunks.
+        norm: that of the gradient over all ranks.
         data_group: the data-parallel group.
-        skips_overflow: whether all ranks skip a step if any gradient is inf or NaN. If the scale is static and the
-            optimizer's kernel can skip a step by itself, the host learns of an overflow one step late.
-        offloads: whether the host updates on some rank. Then all learn of an overflow at once.
-        updates: when the optimizer updates a chunk: one of ``schedule.spec.UPDATES``. With "reduction", nothing may
-            depend on the gradients of all chunks.
-        reproducible: whether the norm must not depend on how gradients are spread over ranks.
+        gradient_clipping: the largest norm; 0 switches clipping off.
+        skips_overflow: whether all ranks skip a step if any gradient is inf or NaN.
+        learns_late: whether the optimizer's kernels can skip a step by themselves, on all ranks. If the scale is static
+            too, the host learns of an overflow one step late.
         loss_scaler: holds the scale of the gradients, and adapts it after each step.
     """
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
-        partition: ZeroPartition,
-        gradient_clipping: float,
-        norm_group: dist.ProcessGroup | None,
+        updates: Updates,
+        norm: GradientNorm,
         data_group: dist.ProcessGroup,
+        gradient_clipping: float,
         skips_overflow: bool,
-        offloads: bool,
-        updates: str,
-        reproducible: bool,
+        learns_late: bool,
         loss_scaler: LossScalerBase,
     ) -> None:
-        self.optimizer = optimizer
-        self.partition = partition
+        self._updates, self._norm = updates, norm
+        self.optimizer, self.partition = updates.optimizer, updates.partition
         self.dp_process_group = data_group
         self.is_half_updated = False
         """Whether a step has updated some chunks and not all."""
         self.overflow = False
         """Whether the last step was skipped; if the host learns of it late, the step before the last."""
-        learns_late = not offloads and skips_by_itself(optimizer)
-        self._late_overflow = LateFlag(partition.device) if learns_late else None
+        self._late_overflow = LateFlag(self.partition.device) if learns_late else None
         self.loss_scaler = loss_scaler
         self.custom_loss_scaler = False
         self.loss_factor = 1.0
         """The factor of the loss, beside its scale. Gradients accumulate without it; the step multiplies them by it."""
         self._clipping, self._skips_overflow = gradient_clipping, skips_overflow
         self._global_grad_norm: torch.Tensor | None = None
-        self._norm = GradientNorm(partition, norm_group, reproducible)
-        self._updates = updates_of(optimizer, partition, updates)
         self.check: NonfiniteCheck | None = None
         """Looks for losses and gradients that are not finite; None looks for none."""
-        optimizer.add_param_group = self.add_param_group  # type: ignore[method-assign]
+        self.optimizer.add_param_group = self.add_param_group  # type: ignore[method-assign]
 
     def __getattr__(self, name: str) -> Any:
         """The hooks and the defaults of the torch optimizer, where torch's constructor would have made others."""
@@ -204,9 +195,9 @@ class PartitionedOptimizer(DeepSpeedOptimizer, torch.optim.Optimizer):
         ``norm`` is inf or NaN if any gradient is."""
         found = 1 - norm.isfinite().float() if self._skips_overflow else None
         if self.check is not None and bad_losses is not None:
-            noted = self.check.note(norm, bad_losses)
+            is_bad = self.check.record(norm, bad_losses)
             if self.check.skips:
-                found = noted if found is None else found.maximum(noted)
+                found = is_bad if found is None else found.maximum(is_bad)
         if found is None:
             return False
         if self._late_overflow is None or self.dynamic_loss_scale:
@@ -274,15 +265,14 @@ def build_optimizer(
     """Returns the optimizer that block, DeepSpeedConfig and program ask for."""
     if isinstance(optimizer, TensorOptimizer):
         optimizer.bind(partition)
+    norm = GradientNorm(partition, norm_group, settings.reproducible)
     return PartitionedOptimizer(
-        optimizer,
-        partition,
-        config.gradient_clipping,
-        norm_group,
+        updates_of(optimizer, partition, spec.updates),
+        norm,
         data_group,
-        skips_overflow=checks_overflow(config),
-        offloads=spec.offload is not None,
-        updates=spec.updates,
-        reproducible=settings.reproducible,
+        config.gradient_clipping,
+        checks_overflow(config),
+        # The host has no such kernel, and all ranks must learn of an overflow at the same step.
+        learns_late=spec.offload is None and skips_by_itself(optimizer),
         loss_scaler=loss_scaler(config),
     )

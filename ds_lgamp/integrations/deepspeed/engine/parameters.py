@@ -26,30 +26,23 @@ from ds_lgamp.runtime.recompute import undisturbed
 from ds_lgamp.schedule.spec import ProgramSpec
 
 
-def partition_parameters(
+def policy_of(
     module: PlacedModule,
-    optimizer: torch.optim.Optimizer,
     settings: LgampConfig,
     config: Any,
     spec: ProgramSpec,
     data_group: dist.ProcessGroup,
     device: torch.device,
-    deferred: DeferredLayers | None,
     disk: Disk | None,
-) -> ZeroPartition:
-    """Partitions the parameters of this pipeline rank over ``data_group``, and lets ``module`` read and write them.
-    Collective over all ranks.
+) -> ZeroPolicy:
+    """Returns how the parameters of this pipeline rank are spread over ``data_group``. Collective over all ranks.
 
     Args:
-        module: its layers are placed already.
-        optimizer: holds whole parameters still.
         config: the DeepSpeedConfig.
         spec: the program of a step.
-        deferred: builds the layers that have no memory yet; None if all have.
         disk: where a part of the host's part lies; None if nothing does.
     """
-    chunks, tied = _parameters_by_unit(module, _group_of_parameters(optimizer))
-    policy = ZeroPolicy(
+    return ZeroPolicy(
         data_group,
         spec.zero_stage,
         accumulation_dtype(config),
@@ -67,6 +60,24 @@ def partition_parameters(
             spec.offload.on_device,
         ),
     )
+
+
+def partition_parameters(
+    module: PlacedModule,
+    optimizer: torch.optim.Optimizer,
+    policy: ZeroPolicy,
+    device: torch.device,
+    deferred: DeferredLayers | None = None,
+) -> ZeroPartition:
+    """Partitions the parameters of this pipeline rank, and lets ``module`` read and write them. Collective over all
+    ranks.
+
+    Args:
+        module: its layers are placed already.
+        optimizer: holds whole parameters still.
+        deferred: builds the layers that have no memory yet; None if all have.
+    """
+    chunks, tied = _parameters_by_unit(module, _group_of_parameters(optimizer))
     build = partial(
         build_partition,
         chunks,

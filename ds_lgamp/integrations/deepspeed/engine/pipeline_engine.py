@@ -1,4 +1,4 @@
-"""The engine of PipelineModules behind ``deepspeed.initialize`` when ds_config.json has a ``ds_lgamp`` block."""
+"""The engine that ``deepspeed.initialize`` returns for a PipelineModule if ds_config.json has a ``ds_lgamp`` block."""
 
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -24,8 +24,7 @@ from ds_lgamp.schedule.spec import ProgramSpec
 
 
 class RunAction(PipeInstruction):
-    """Runs the ``action`` of a program. The executor knows all kinds of actions, so DeepSpeed need not tell them
-    apart."""
+    """Runs the ``action`` of a program. One instruction serves all kinds of actions, which the executor knows."""
 
 
 class ProgramSchedule(PipeSchedule):
@@ -47,7 +46,7 @@ class ProgramSchedule(PipeSchedule):
         yield self._instructions
 
     def num_pipe_buffers(self) -> int:
-        """Returns 0: the executor keeps its own buffers."""
+        """Returns 0: the executor has buffers of its own."""
         return 0
 
 
@@ -173,7 +172,7 @@ class LgampEngine(LgampDoor, PipelineEngine):
             terms = batch_terms(self, call, spec.micro_batches if spec.forward_only else self.micro_batches)
             training.loader.pull(spec.micro_batches, self._next_batch, terms)
         batch = training.batch_state(spec, training.loader.take)
-        with training.kept_from_script(), training.executor.run_batch(batch):
+        with training.restoring_random_states(), training.executor.run_batch(batch):
             super()._exec_schedule(pipe_schedule)
         self.fwd_outputs = training.executor.losses
         training.end_batch([spec] if spec.forward_only else training.replica_specs)

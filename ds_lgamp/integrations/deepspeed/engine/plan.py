@@ -26,7 +26,7 @@ from ds_lgamp.integrations.program_spec import micro_batch_shares, program_spec
 from ds_lgamp.runtime.ring import posts_on_arrival
 from ds_lgamp.schedule.placement import Placement
 from ds_lgamp.schedule.program import collectives_agree
-from ds_lgamp.schedule.spec import Hierarchy, Offload, ProgramSpec
+from ds_lgamp.schedule.spec import Offload, ProgramSpec
 
 
 class Plan(NamedTuple):
@@ -75,8 +75,10 @@ def plan_training(
     hierarchy = hierarchy_of(given, zero_stage, module)
     data_ranks = module.topology().get_dim("data")
     trained = first_trained(layout, module)
-    ways = settings, layout.placement, data_ranks, zero_stage, updates, hierarchy, offload, trained
-    replicas = lru_cache(maxsize=8)(partial(replica_specs, *ways))
+    others: dict[str, Any] = {"updates": updates, "hierarchy": hierarchy, "offload": offload, "first_trained": trained}
+    replicas = lru_cache(maxsize=8)(
+        partial(replica_specs, settings, layout.placement, data_ranks, zero_stage, **others)
+    )
     return Plan(layout, replicas, replicas(micro_batches))
 
 
@@ -104,21 +106,15 @@ def replica_specs(
     placement: Placement,
     data_ranks: int,
     zero_stage: int,
-    updates: str,
-    hierarchy: Hierarchy | None,
-    offload: Offload | None,
-    first_trained: int,
     micro_batches: int,
+    **others: Any,
 ) -> list[ProgramSpec]:
     """Returns the program of a training step on every data-parallel rank. Raises ConfigError if the batch does not fit
     the schedule, or if these ranks would gather or reduce in other orders.
 
     Args:
-        updates: when the optimizer updates a chunk.
-        hierarchy: hierarchical shards; None if all data-parallel ranks are alike.
-        offload: what the host holds and updates; None if everything stays on the device.
-        first_trained: the first chunk with something to train.
         micro_batches: those of a rank if all computed equally many.
+        others: fields of the specs on which the host decides.
     """
     shares, ranks = micro_batch_shares(settings, micro_batches, data_ranks), max(placement) + 1
     unequal = f"{BLOCK}.data_rank_speeds is {settings.data_rank_speeds}, which makes {min(shares)} to {max(shares)}"
@@ -127,13 +123,7 @@ def replica_specs(
             f"{unequal} micro-batches of a step, but schedule 'interleaved_1f1b' needs multiples of {ranks} (pipeline "
             "ranks); use 'layered'"
         )
-    others = {
-        "receives_on_arrival": posts_on_arrival(),
-        "updates": updates,
-        "hierarchy": hierarchy,
-        "offload": offload,
-        "first_trained": first_trained,
-    }
+    others["receives_on_arrival"] = posts_on_arrival()
     specs = {share: program_spec(settings, placement, share, zero_stage, **others) for share in sorted({*shares})}
     if data_ranks > 1 and not collectives_agree(specs.values()):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The core of an engine: what trains one model, whatever methods a script calls."""
+"""The core of every engine: what trains one model, whatever methods a script calls."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -21,26 +21,26 @@ from ds_lgamp.integrations.deepspeed.config.precision import input_dtype
 from ds_lgamp.integrations.deepspeed.config.zero import live_folder, on_disk_of
 from ds_lgamp.integrations.deepspeed.engine.data import BatchLoader
 from ds_lgamp.integrations.deepspeed.engine.monitor import monitor_if_asked, monitored
-from ds_lgamp.integrations.deepspeed.engine.nonfinite import nonfinite_check
+from ds_lgamp.integrations.deepspeed.engine.nonfinite import NonfiniteCheck
 from ds_lgamp.integrations.deepspeed.engine.optimizer import PartitionedOptimizer, build_optimizer
-from ds_lgamp.integrations.deepspeed.engine.parameters import open_disk, partition_parameters
+from ds_lgamp.integrations.deepspeed.engine.parameters import open_disk, partition_parameters, policy_of
 from ds_lgamp.integrations.deepspeed.engine.plan import plan_training
-from ds_lgamp.integrations.deepspeed.engine.seeding import before_layers, kept_from_script
 from ds_lgamp.integrations.deepspeed.engine.tensor_access import TensorAccess
 from ds_lgamp.integrations.deepspeed.model.construction import is_deferred
 from ds_lgamp.integrations.deepspeed.model.materialise import DeferredLayers
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, over_pipeline
 from ds_lgamp.integrations.deepspeed.model.recomputation import (
+    before_layers,
     layer_sources,
     offers_selective,
     refuse_delayed_scaling,
     refuse_unless_offered,
+    restoring_random_states,
     switch_on,
 )
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import SharedBuffers
-from ds_lgamp.integrations.program_spec import program_of
+from ds_lgamp.integrations.program_spec import program_of, trace_if_asked
 from ds_lgamp.integrations.split.state import leave_out_hosts
-from ds_lgamp.integrations.tracing import trace_if_asked
 from ds_lgamp.optimizers.updates import HostUpdateError
 from ds_lgamp.partition.agreement import host_group
 from ds_lgamp.partition.bus import Bus
@@ -65,7 +65,7 @@ class Door(Run, Protocol):
     """An engine of DeepSpeed, through which a script trains. What its training asks of it."""
 
     micro_batches: int
-    """Those of a batch on a pipeline, if all data-parallel ranks compute equally many."""
+    """How many a pipeline computes for a batch, if all data-parallel ranks compute equally many."""
     live_client_state: dict[Any, Any]
     """The client_state of the states in ``live_checkpoint``."""
     optimizer: Any
@@ -96,14 +96,15 @@ class Training:
         door: the engine.
         settings: the block.
         partition_method: how the module cuts its layers; ``chunks_per_rank`` balances by it.
-        micro_batches: those of a batch on a pipeline.
-        layers: those that are on this rank before they are placed.
-        arguments: those of DeepSpeed's engine. ``optimizer`` and ``model_parameters`` may change.
+        micro_batches: how many a pipeline computes for a batch.
+        layers: what this rank has built before layers are placed.
+        arguments: what DeepSpeed's engine gets. ``optimizer`` and ``model_parameters`` may change.
         scales_in_step: whether the script decides on the factor of the loss after the backward passes.
 
     Raises ConfigError on every rank if the engine cannot train as asked.
     """
 
+    partition: ZeroPartition
     executor: Executor
 
     def __init__(
@@ -119,7 +120,7 @@ class Training:
         module, config = arguments["model"], arguments["config_class"]
         self.door, self.settings, self.partition_method, self.config = door, settings, partition_method, config
         self.zero_stage = int(config.zero_optimization_stage)
-        """The stage that the user asked for. DeepSpeed is always told 1, so that its ZeRO hooks run."""
+        """The stage that the user asked for. DeepSpeed always sees 1, so that its ZeRO hooks run."""
         plan = plan_training(settings, arguments, partition_method, micro_batches, scales_in_step)
         self.placed: PlacedModule = module
         """Its layers are placed at the end of this constructor."""
@@ -155,17 +156,10 @@ class Training:
         module = self.placed
         deferred = DeferredLayers(module, prepare) if is_deferred(module) else None
         self.device = self.door.device
-        self.partition: ZeroPartition = partition_parameters(
-            module,
-            optimizer,
-            self.settings,
-            self.config,
-            self.program_spec,
-            self.data_group,
-            self.device,
-            deferred,
-            self._disk,
+        policy = policy_of(
+            module, self.settings, self.config, self.program_spec, self.data_group, self.device, self._disk
         )
+        self.partition = partition_parameters(module, optimizer, policy, self.device, deferred)
         self._deferred = deferred
         self.tensor_access = TensorAccess(self.partition, optimizer)
         return build_optimizer(
@@ -193,16 +187,7 @@ class Training:
         self.saver = Saver(copies, self.settings.keep_last)
         self._stopwatch = Stopwatch(self.device)
         door = self.door
-        self.check = door.optimizer.check = nonfinite_check(
-            self.settings,
-            self.config,
-            self.placed,
-            self.partition,
-            lambda: self.executor.losses,
-            lambda: door.global_steps,
-            door.micro_batch_name,
-            self.device,
-        )
+        self.check = door.optimizer.check = None if self.settings.nonfinite is None else NonfiniteCheck(self)
         self.executor = self._build_executor()
         self.executor.trace = trace_if_asked(self.settings, self.placed.stage_id, self.data_rank, self.device)
         self.partition.release_all()
@@ -295,9 +280,9 @@ class Training:
         """Measures and reports the training step inside the block, if somebody asks for reports."""
         return monitored(self.door, self._monitor, self.loader)
 
-    def kept_from_script(self) -> AbstractContextManager[None]:
-        """Keeps the random states of the script over the block, where layers are seeded."""
-        return kept_from_script(self.random_sources, self.settings.reproducible)
+    def restoring_random_states(self) -> AbstractContextManager[None]:
+        """Restores the random states of the script after the block, where layers are seeded."""
+        return restoring_random_states(self.random_sources, self.settings.reproducible)
 
     def batch_state(
         self, spec: ProgramSpec, load: LoadMicroBatch, name: Callable[[int], str] | None = None

@@ -4,30 +4,45 @@ The script runs, unedited and in one process, up to ``deepspeed.initialize``; th
 own functions compute what would have followed.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig, DtypeEnum
 from deepspeed.runtime.pipe.module import PipelineModule
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, read_block
+from ds_lgamp.cost.activations import ActivationBytes
+from ds_lgamp.cost.disk import DiskUse, disk_use, host_beside_disk, live_use
+from ds_lgamp.cost.memory import Memory, rank_memory
+from ds_lgamp.cost.traffic import (
+    Traffic,
+    bus_bytes,
+    bytes_between_nodes,
+    collective_bytes,
+    hop_bytes,
+    predict_traffic,
+)
+from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize
 from ds_lgamp.integrations.deepspeed.config.check_keys import for_deepspeed
-from ds_lgamp.integrations.deepspeed.config.precision import parameter_dtype
+from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype, parameter_dtype
+from ds_lgamp.integrations.deepspeed.config.zero import on_disk_of
 from ds_lgamp.integrations.deepspeed.engine.plan import plan_training
 from ds_lgamp.integrations.deepspeed.explain.activations import (
     UnknownActivations,
     first_micro_batch,
     measure_activations,
 )
-from ds_lgamp.integrations.deepspeed.explain.facts import Explanation
-from ds_lgamp.integrations.deepspeed.explain.imagined import ImaginedModel
-from ds_lgamp.integrations.deepspeed.explain.rank_facts import Step
-from ds_lgamp.integrations.deepspeed.explain.updates import update_of
+from ds_lgamp.integrations.deepspeed.explain.facts import Explanation, RankFacts
+from ds_lgamp.integrations.deepspeed.explain.imagined import ImaginedModel, ImaginedRank, unit_sizes
+from ds_lgamp.integrations.deepspeed.explain.updates import Update, update_of
 from ds_lgamp.integrations.deepspeed.model.module import Layout, layer_types
 from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources, offers_selective, refuse_unless_offered
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import check_tensors
-from ds_lgamp.integrations.deepspeed.plain.build import check_layout, configuration_of_pipelines
-from ds_lgamp.integrations.deepspeed.plain.layers import layers_of
-from ds_lgamp.integrations.deepspeed.plain.module import pipeline_module, topology_of
+from ds_lgamp.integrations.deepspeed.plain.build import check_layout, sequence_ranks
+from ds_lgamp.integrations.deepspeed.plain.layers import layers_of, pipeline_module, topology_of
+from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.costs import UNIT_DURATIONS, Costs, sized_costs, uniform_costs
 from ds_lgamp.schedule.placement import split_automatic
 from ds_lgamp.schedule.program import build_program
@@ -112,7 +127,110 @@ def explain_plain(settings: LgampConfig, arguments: dict[str, Any]) -> Explanati
     layers = layers_of(model, layer_sources(next(model.parameters()).device), settings)
     module = pipeline_module(layers, topology_of(layers, settings))
     check_layout(arguments.get("mpu"), module.mpu(), settings)
-    config = configuration_of_pipelines(arguments, module.num_stages)
+    config = _configuration_of_pipelines(arguments, module.num_stages)
     config_class = DeepSpeedConfig(for_deepspeed(config), module.mpu())
     of_engine = {**arguments, "model": module, "config": config, "config_class": config_class}
     return explain(of_engine, "uniform", calls_engine=True)
+
+
+def _configuration_of_pipelines(arguments: dict[str, Any], pipeline_ranks: int) -> dict[str, Any]:
+    """Returns the configuration in which a pipeline computes the micro-batches of all of its ranks. Ranks that share a
+    sequence count as if each had one of its own."""
+    given = arguments["config_class"]
+    return {
+        **arguments["config"],
+        "train_batch_size": int(given.train_batch_size * sequence_ranks(arguments.get("mpu"))),
+        "train_micro_batch_size_per_gpu": given.train_micro_batch_size_per_gpu,
+        "gradient_accumulation_steps": given.gradient_accumulation_steps * pipeline_ranks,
+    }
+
+
+class Step(NamedTuple):
+    """A training step of an imagined engine, on the data-parallel ranks with the most micro-batches."""
+
+    spec: ProgramSpec
+    settings: LgampConfig
+    config: Any
+    """The DeepSpeedConfig."""
+    data_ranks: int
+    tensor_ranks: int
+    activations: ActivationBytes | None
+    """None if they are unknown."""
+    update: Update
+
+    @property
+    def _sharding(self) -> Sharding:
+        all_to_all = self.settings.reproducible or get_accelerator().communication_backend_name() == "gloo"
+        spec = self.spec
+        return Sharding(spec.zero_stage, self.data_ranks, spec.hierarchy, all_to_all, self.settings.reproducible)
+
+    def facts(self, rank: int, held: ImaginedRank, actions: Sequence[Action]) -> RankFacts:
+        """Returns what a pipeline rank does in a step, its ``actions``, with what it holds."""
+        spec, activations, size = self.spec, self.activations, element_bytes(self.config, self.update)
+        stage, hierarchy, offload, sharding = spec.zero_stage, spec.hierarchy, spec.offload, self._sharding
+        chunks, units = held.chunks, unit_sizes(held.partition)
+        if activations is not None:
+            chunks = [replace(facts, forward_flops=activations.flops[facts.chunk]) for facts in chunks]
+        sharing = hierarchy.node_ranks if hierarchy is not None and hierarchy.replicated else self.data_ranks
+        step = self.update.memory(held.partition, stage, sharing) if self.tensor_ranks == 1 else None
+        memory, disk = self._memory_and_disk(actions, units, size, step)
+        update = self.update.traffic(held.partition, stage, sharing, self.settings.reproducible)
+        bus = None if offload is None else bus_bytes(actions, units, offload, sharding, size)
+        leaves_live_states = self.settings.live_checkpoint is not None
+        return RankFacts(
+            pipeline_rank=rank,
+            chunks=chunks,
+            tied=held.tied,
+            parameters=sum(facts.parameters for facts in chunks) + sum(facts.parameters for facts in held.tied),
+            traffic=self._traffic(actions, units),
+            tied_sums=sum(unit.copies > 1 for unit in units),
+            collective_bytes_sent=sum(collective_bytes(actions, unit, sharding, size) for unit in units),
+            bytes_between_nodes=None
+            if hierarchy is None
+            else sum(bytes_between_nodes(actions, unit, sharding, size) for unit in units),
+            update_collectives=update.collectives,
+            update_bytes_sent=update.sent,
+            memory=memory,
+            bus_bytes_loaded=None if bus is None else bus.loaded,
+            bus_bytes_stored=None if bus is None else bus.stored,
+            disk=disk,
+            live=live_use(units, sharding, size, spec.updates) if leaves_live_states else None,
+            hop_bytes=None if activations is None else hop_bytes(rank, spec.placement, spec.micro_batches, activations),
+        )
+
+    def _traffic(self, actions: Sequence[Action], units: Sequence[UnitSize]) -> Traffic:
+        training = [unit for unit in units if not unit.frozen]
+        traffic = predict_traffic(
+            actions,
+            self.spec.zero_stage,
+            [chunk for unit in training if not unit.tied for chunk in unit.chunks],
+            [unit.chunks for unit in training if unit.tied],
+            [unit.chunks for unit in units if unit.frozen],
+        )
+        return Traffic(sends=traffic.sends, receives=traffic.receives) if self.data_ranks == 1 else traffic
+
+    def _memory_and_disk(
+        self, actions: Sequence[Action], units: Sequence[UnitSize], size: ElementBytes, step: int | None
+    ) -> tuple[Memory, DiskUse | None]:
+        offload, on_disk = self.spec.offload, on_disk_of(self.config, self.settings)
+        memory = rank_memory(actions, units, self._sharding, size, self.activations, step, offload)
+        if not any(on_disk):
+            return memory, None
+        disk = disk_use(actions, units, offload, on_disk, self._sharding, size, self.activations)
+        if memory.host is not None:
+            memory = replace(memory, host=host_beside_disk(memory.host, on_disk, size, disk.buffers))
+        return memory, disk
+
+
+def element_bytes(config: Any, update: Update) -> ElementBytes:
+    """Returns the bytes per element under a DeepSpeedConfig."""
+    weights, gradients = parameter_dtype(config), accumulation_dtype(config)
+    travelling = config.communication_data_type or gradients
+    size = ElementBytes(
+        weights.itemsize, gradients.itemsize, communication=None if travelling == gradients else travelling.itemsize
+    )
+    state, temporary = (
+        None if tensors is None else tensors * size.master
+        for tensors in (update.state_tensors, update.temporary_tensors)
+    )
+    return replace(size, optimizer=state, update=temporary)

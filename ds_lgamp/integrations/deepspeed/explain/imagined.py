@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ds_lgamp.config import LgampConfig
 from ds_lgamp.cost.units import UnitSize, aligned
-from ds_lgamp.integrations.deepspeed.engine.parameters import partition_parameters
+from ds_lgamp.integrations.deepspeed.engine.parameters import partition_parameters, policy_of
 from ds_lgamp.integrations.deepspeed.explain.activations import faked
 from ds_lgamp.integrations.deepspeed.explain.facts import ChunkFacts, TiedFacts
 from ds_lgamp.integrations.deepspeed.model.construction import build_without_memory
@@ -136,7 +136,8 @@ class ImaginedModel:
                 tied = self._tied(rank)
                 placed = self._placed(rank, tied)
                 optimizer: Any = SimpleNamespace(param_groups=_groups(placed, owned))
-                partition = partition_parameters(placed, optimizer, settings, config, spec, group, device, None, None)
+                policy = policy_of(placed, settings, config, spec, group, device, disk=None)
+                partition = partition_parameters(placed, optimizer, policy, device)
                 ranks.append(ImaginedRank(self._chunks(rank), tied, partition))
         return ranks
 

@@ -27,10 +27,10 @@ _NAMES_IN_ARGS = ("deepspeed_config", "deepscale_config")
 _ENGINES = "ds_lgamp.integrations.deepspeed.hook.initialize"
 """The module that installs the engines. It imports this one, and much of DeepSpeed."""
 _undo = ExitStack()
-_seen: list[None] = []
-"""One entry once ``deepspeed.initialize`` was called with an enabled block."""
-_initializing: list[None] = []
-"""One entry for each engine that ``deepspeed.initialize`` builds now."""
+_seen = False
+"""Whether ``deepspeed.initialize`` was called with an enabled block."""
+_initializing = False
+"""Whether ``deepspeed.initialize`` runs."""
 
 
 def imported(module: ModuleType) -> None:
@@ -58,11 +58,12 @@ def notice_nothing() -> None:
 @contextmanager
 def initializing() -> Iterator[None]:
     """Inside this context, engines may be stock's although the block is enabled."""
-    _initializing.append(None)
+    global _initializing
+    before, _initializing = _initializing, True
     try:
         yield
     finally:
-        _initializing.pop()
+        _initializing = before
 
 
 class _Package(ModuleType):
@@ -88,10 +89,11 @@ def _initialize(stock: Callable[..., Any]) -> Callable[..., Any]:
     """``deepspeed.initialize``, which first installs the engines if a block is enabled."""
 
     def initialize(*positional: Any, **arguments: Any) -> Any:
+        global _seen
         given = signature(stock).bind(*positional, **arguments)
         with initializing(), _block_of_environment(given):
             if asks_for_engine(_config_in(given)):
-                _seen.append(None)
+                _seen = True
                 engines = import_module(_ENGINES)
                 engines.compile_no_collective()
                 engines.install()

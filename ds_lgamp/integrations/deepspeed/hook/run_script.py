@@ -36,7 +36,7 @@ def run_script(
         check_seams()
         check_config(arguments)
         # These imports fail with a DeepSpeed that check_seams refuses.
-        from ds_lgamp.integrations.deepspeed.explain.measured import TrainingMeasurement
+        from ds_lgamp.integrations.deepspeed.engine.monitor import TrainingMeasurement
         from ds_lgamp.integrations.deepspeed.hook.initialize import (
             compile_no_collective,
             install,

@@ -16,7 +16,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from ds_lgamp.checkpoint.safetensors_files import without_layer
 from ds_lgamp.config import LgampConfig
-from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources
+from ds_lgamp.integrations.deepspeed.model.recomputation import BeforeLayer, layer_sources
 from ds_lgamp.integrations.program_spec import chunk_bounds, place
 from ds_lgamp.partition.agreement import everyone
 from ds_lgamp.runtime.recompute import undisturbed
@@ -91,8 +91,6 @@ NAMES_OF_MODEL = "_ds_lgamp_names_of_model"
 """The attribute of a module whose tensors have their names in a script's model inside its layers."""
 BESIDE = "beside"
 """What global names begin with, in place of a layer, of buffers that are in none. Every rank has them."""
-BeforeLayer = Callable[[int, int], None]
-"""Called with (layer, micro-batch) before the layer."""
 
 
 class TensorInfo(NamedTuple):

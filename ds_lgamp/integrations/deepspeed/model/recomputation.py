@@ -1,4 +1,5 @@
-"""What recomputation has to know of layers: the generators they draw from, and what they recompute themselves.
+"""The random numbers of layers, and their recomputation: from which generators layers draw, what seeds them before each
+layer, and what layers recompute themselves.
 
 With ``"recompute": "selective"``, chunks are not recomputed, but layers that offer it recompute a part of themselves. A
 layer offers it by an attribute ``recompute_selectively`` of its own or of a module inside it. The engine sets the
@@ -8,16 +9,20 @@ attention has its own switch for this.
 
 import random
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime import utils as deepspeed_utils
+from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
 from ds_lgamp.config import BLOCK, ConfigError
-from ds_lgamp.runtime.recompute import RandomSource, default_sources, hashed_seed
+from ds_lgamp.runtime.recompute import RandomSource, default_sources, hashed_seed, undisturbed
 
 
 def layer_sources(device: torch.device) -> list[RandomSource]:
@@ -76,6 +81,62 @@ def _same_numpy(first: Any, second: Any) -> bool:
 
 def _same_tracked(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+BeforeLayer = Callable[[int, int], None]
+"""Called with (layer, micro-batch) before the layer."""
+
+
+def before_layers(
+    module: PipelineModule,
+    reproducible: bool,
+    random_sources: Sequence[RandomSource],
+    global_step: Callable[[], int],
+) -> BeforeLayer | None:
+    """Returns what is called before every layer; None if nothing is.
+
+    The seed that the module asks for wins over that of a reproducible run.
+
+    Args:
+        module: its layers are placed.
+        global_step: returns the number of the training step.
+    """
+    steps = [] if module.before_layer is None else [module.before_layer]
+    if reproducible:
+        steps.append(partial(_seed_everything, module, random_sources, global_step))
+    if module.seed_layers:
+        steps.append(partial(_seed_as_stock, module))
+
+    def before_layer(layer: int, micro_batch: int) -> None:
+        for step in steps:
+            step(layer, micro_batch)
+
+    return before_layer if steps else None
+
+
+def restoring_random_states(random_sources: Sequence[RandomSource], reproducible: bool) -> AbstractContextManager[None]:
+    """Restores the generators after the block if it seeds them all: seeds of layers must not show in what the script
+    draws, such as the order of its data."""
+    return undisturbed(random_sources) if reproducible else nullcontext()
+
+
+def _seed_everything(
+    module: PipelineModule,
+    random_sources: Sequence[RandomSource],
+    global_step: Callable[[], int],
+    layer: int,
+    micro_batch: int,
+) -> None:
+    kind = "training" if module.training else "evaluation"
+    seed = hashed_seed(int(module.base_seed), kind, global_step(), layer, micro_batch, module._grid.data_parallel_id)
+    for source in random_sources:
+        source.seed(seed)
+
+
+def _seed_as_stock(module: PipelineModule, layer: int, micro_batch: int) -> None:
+    """Uses the seed that stock DeepSpeed's ``PipelineModule.forward`` gives this layer for this micro-batch."""
+    seed = module.base_seed * (module.micro_offset + micro_batch + 2) + layer
+    (module.seed_fn or deepspeed_utils.set_random_seed)(seed)
 
 
 SWITCH = "recompute_selectively"

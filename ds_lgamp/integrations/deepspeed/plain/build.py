@@ -15,11 +15,16 @@ from ds_lgamp.integrations.deepspeed.model.construction import make_whole
 from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import check_tensors, share_over_pipeline
 from ds_lgamp.integrations.deepspeed.plain.engine import ModelEngine
-from ds_lgamp.integrations.deepspeed.plain.layers import Layers, layers_of, needed_to_split
+from ds_lgamp.integrations.deepspeed.plain.layers import (
+    Layers,
+    layers_of,
+    needed_to_split,
+    pipeline_module,
+    topology_of,
+)
 from ds_lgamp.integrations.deepspeed.plain.loss_engine import LossEngine
-from ds_lgamp.integrations.deepspeed.plain.module import pipeline_module, topology_of
+from ds_lgamp.integrations.deepspeed.plain.model_methods import release
 from ds_lgamp.integrations.deepspeed.plain.outputs_engine import OutputsEngine
-from ds_lgamp.integrations.deepspeed.plain.state import release
 from ds_lgamp.watch.this_rank import this_rank
 
 
@@ -69,18 +74,6 @@ def only_evaluates(arguments: dict[str, Any]) -> bool:
     """Whether the engine of these ``arguments`` gets nothing to train with, such as that of a reference model."""
     given = arguments.get("optimizer"), arguments.get("model_parameters"), arguments["config_class"].optimizer_name
     return all(each is None for each in given)
-
-
-def configuration_of_pipelines(arguments: dict[str, Any], pipeline_ranks: int) -> dict[str, Any]:
-    """Returns the configuration in which a pipeline computes the micro-batches of all of its ranks. Ranks that share a
-    sequence count as if each had one of its own."""
-    given = arguments["config_class"]
-    return {
-        **arguments["config"],
-        "train_batch_size": int(given.train_batch_size * sequence_ranks(arguments.get("mpu"))),
-        "train_micro_batch_size_per_gpu": given.train_micro_batch_size_per_gpu,
-        "gradient_accumulation_steps": given.gradient_accumulation_steps * pipeline_ranks,
-    }
 
 
 def _keep_own_values(layers: Layers, module: PipelineModule) -> None:

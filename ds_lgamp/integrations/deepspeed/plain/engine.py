@@ -2,8 +2,7 @@
 
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from itertools import islice, takewhile
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,71 +16,15 @@ from ds_lgamp.integrations.deepspeed.engine.data import batch_terms, integer_ele
 from ds_lgamp.integrations.deepspeed.engine.door import LgampDoor
 from ds_lgamp.integrations.deepspeed.engine.training import Training
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import share_values
-from ds_lgamp.integrations.deepspeed.plain import state
+from ds_lgamp.integrations.deepspeed.plain import model_methods
 from ds_lgamp.integrations.deepspeed.plain.agreement import Next, agree, agree_at_the_end
-from ds_lgamp.integrations.deepspeed.plain.direct_calls import guide_direct_calls
 from ds_lgamp.integrations.deepspeed.plain.exchange import Exchange
-from ds_lgamp.integrations.deepspeed.plain.layers import Compiled, Layers
-from ds_lgamp.integrations.deepspeed.plain.module import tell_of_model
-from ds_lgamp.integrations.deepspeed.plain.state import Elsewhere, release
-from ds_lgamp.integrations.deepspeed.plain.unfinished_batch import UnfinishedBatch
-from ds_lgamp.integrations.split.call import Arguments, Call, Calls
-from ds_lgamp.integrations.transformers.models import whole_to_layers
+from ds_lgamp.integrations.deepspeed.plain.layers import Compiled, Layers, tell_of_model
+from ds_lgamp.integrations.deepspeed.plain.model_methods import Elsewhere, guide_direct_calls, release
+from ds_lgamp.integrations.deepspeed.plain.unfinished_batch import OpenBatch, UnfinishedBatch
+from ds_lgamp.integrations.split.call import Arguments, Call
 from ds_lgamp.partition.agreement import Term, own_host_group
-from ds_lgamp.runtime.batch import BatchState
 from ds_lgamp.runtime.nonfinite import INPUTS
-from ds_lgamp.schedule.actions import Action, Kind
-from ds_lgamp.schedule.orders import chunks_of
-from ds_lgamp.schedule.placement import Placement
-
-
-class OpenBatch:
-    """A batch that has begun.
-
-    Args:
-        training: runs it.
-        state: that of the batch. Its program may change after what has run.
-        calls: those of the batch.
-    """
-
-    def __init__(self, training: Training, state: BatchState, calls: Calls) -> None:
-        self.state = state
-        self._training, self._executor, self._calls = training, training.executor, calls
-        self._measuring = ExitStack()
-        # A batch that fails never leaves it.
-        self._measuring.enter_context(training.monitored())
-
-    def run_up_to(self, kind: Kind) -> None:
-        """Executes the next actions, without the first one of ``kind``."""
-        executor = self._executor
-        last_compute = _last_compute(executor.placement, self.state.first_trained, executor.rank)
-        with self._training.kept_from_script(), whole_to_layers(), executor.run_batch(self.state):
-            for action in takewhile(lambda action: action.kind is not kind, self._rest()):
-                executor.execute(action)
-                if action[:2] == last_compute:
-                    # Masks of long sequences are large.
-                    self._calls.all[action.micro_batch].blocks = None
-
-    def run_next(self) -> None:
-        """Executes the next action."""
-        with self._executor.run_batch(self.state):
-            self._executor.execute(next(self._rest()))
-
-    def run_to_the_end(self) -> None:
-        """Executes all that is left."""
-        with self._measuring, self._executor.run_batch(self.state):
-            self._executor.run(self._rest())
-
-    def _rest(self) -> Iterator[Action]:
-        """Returns the actions of which none has run."""
-        return islice(self.state.program, self.state.row + 1, None)
-
-
-def _last_compute(placement: Placement, first_trained: int, rank: int) -> tuple[Kind, int]:
-    """Returns with which compute, of which chunk, a rank is done with a micro-batch."""
-    own = chunks_of(placement, rank)
-    trained = [chunk for chunk in own if chunk >= first_trained]
-    return (Kind.BACKWARD, trained[0]) if trained else (Kind.FORWARD, own[-1])
 
 
 class ModelEngine(LgampDoor):
@@ -137,8 +80,8 @@ class ModelEngine(LgampDoor):
         self._lr_kwargs: Any = None
         """What the script passes to the scheduler's next step."""
         agree_at_the_end()
-        state.give_state(self)
-        self._check_forward = guide_direct_calls(self, user_model, state.is_spread(self))
+        model_methods.give_state(self)
+        self._check_forward = guide_direct_calls(self, user_model, model_methods.is_spread(self))
 
     # What scripts call
 
@@ -245,11 +188,11 @@ class ModelEngine(LgampDoor):
     def eval(self) -> None:
         self.train(False)
 
-    zero_gather_16bit_weights_on_model_save = state.zero_gather_16bit_weights_on_model_save
-    _zero3_consolidated_16bit_state_dict = state.zero3_consolidated_16bit_state_dict
-    save_16bit_model = state.save_16bit_model
+    zero_gather_16bit_weights_on_model_save = model_methods.zero_gather_16bit_weights_on_model_save
+    _zero3_consolidated_16bit_state_dict = model_methods.zero3_consolidated_16bit_state_dict
+    save_16bit_model = model_methods.save_16bit_model
     # Not those of pipelines.
-    module_state_dict, load_module_state_dict = DeepSpeedEngine.module_state_dict, state.load_module_state_dict
+    module_state_dict, load_module_state_dict = DeepSpeedEngine.module_state_dict, model_methods.load_module_state_dict
 
     # One batch
 

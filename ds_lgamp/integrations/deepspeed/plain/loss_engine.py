@@ -1,5 +1,5 @@
-"""The engine of plain scripts that take the model's own loss. The backward passes of the losses that it returns tell it
-how the script has scaled them."""
+"""The engine of plain scripts that take the model's own loss. It learns from the backward passes of the losses that it
+returns how the script has scaled them."""
 
 import math
 from collections.abc import Callable
@@ -19,8 +19,8 @@ from ds_lgamp.schedule.actions import Kind
 class LossEngine(ModelEngine):
     """Returns the model's loss in training, once the batch is complete.
 
-    A micro-batch given to the engine is kept. The one that completes the batch runs the program, forward and backward.
-    It returns the sum of this rank's losses; earlier ones return zero.
+    The engine keeps each micro-batch. The call that completes the batch runs the program, forward and backward, and
+    returns the sum of this rank's losses; earlier calls return zero.
     """
 
     def __init__(self, *positional: Any, **named: Any) -> None:
@@ -30,7 +30,7 @@ class LossEngine(ModelEngine):
         """Since the script called :meth:`step`, without those inside ``no_sync``, where it may not."""
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Notes how the script scaled the loss of the last call. The gradients are those of the whole batch."""
+        """Records how the script scaled the loss of the last call. The gradients are those of the whole batch."""
         factor = 1 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0
         return self._losses.backward(loss, factor, retain_graph)
 
@@ -111,8 +111,8 @@ class ReturnedLosses:
         """The node of the last loss in autograd's graph."""
 
     def give(self, value: Tensor) -> Tensor:
-        """Returns a loss of the given ``value``. Its backward pass notes its gradient, which is the factor by which the
-        script has multiplied it."""
+        """Returns a loss of the given ``value``. Its backward pass records its gradient: the factor by which the script
+        has multiplied it."""
         with torch.enable_grad():
             start = torch.zeros((), device=value.device, requires_grad=True)
             loss = _ReturnedLoss.apply(start, value.detach(), self._note)
@@ -120,7 +120,7 @@ class ReturnedLosses:
         return loss
 
     def backward(self, loss: Tensor, factor: float, retain_graph: bool) -> Tensor:
-        """Notes by what the script multiplied the last loss that it returned, and ``factor``."""
+        """Records by what the script multiplied the last loss that it got, and ``factor``."""
         if self._last is not None and loss.grad_fn is self._last:
             # The script left the loss as it is: then the host need not ask the device for the factor.
             self._factors.append(factor)
@@ -138,7 +138,7 @@ class ReturnedLosses:
         self._factors.append(gradient if self._through_engine else gradient / self._accumulation())
 
     def forget(self) -> None:
-        """Forgets the losses that the engine told since the last step."""
+        """Forgets the losses that the engine returned since the last step."""
         self._factors.clear()
         self._last = None
 

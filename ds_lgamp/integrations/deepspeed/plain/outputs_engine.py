@@ -13,8 +13,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.deepspeed.plain.agreement import Next, agree
-from ds_lgamp.integrations.deepspeed.plain.engine import NO_CALL, ModelEngine, OpenBatch
+from ds_lgamp.integrations.deepspeed.plain.engine import NO_CALL, ModelEngine
 from ds_lgamp.integrations.deepspeed.plain.loss_engine import refuse_evaluated
+from ds_lgamp.integrations.deepspeed.plain.unfinished_batch import OpenBatch
 from ds_lgamp.integrations.split.call import Arguments, Call
 from ds_lgamp.runtime.batch import BatchState
 from ds_lgamp.runtime.graph import begin_graph
@@ -132,8 +133,8 @@ class OutputsEngine(ModelEngine):
         return self.lgamp.program(self.lgamp.own_spec)
 
     def _take_outputs(self, batch: BatchState, call: int) -> list[tuple[Any, list[bool]]] | None:
-        """Returns, on the rank of the last chunk, the outputs of a call by pipeline rank, each with what tells which of
-        its floating-point tensors need gradients."""
+        """Returns, on the rank of the last chunk, the outputs of a call by pipeline rank, each with whether its
+        floating-point tensors need gradients."""
         if not self.lgamp.computes_loss:
             return None
         outputs, batch.losses = batch.losses, []

@@ -1,7 +1,9 @@
-"""The micro-batches that a script has given to the engine since its last step. The script leaves them alone until then,
-and the model as it is."""
+"""The batch of a plain script before its step: the micro-batches that the engine has got, which the script must leave
+alone, as it must the model; and how far the program has run."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack
+from itertools import islice, takewhile
 from operator import itemgetter
 from typing import Any
 
@@ -10,7 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.deepspeed.engine.data import Versions
-from ds_lgamp.integrations.split.call import Arguments, copied_containers
+from ds_lgamp.integrations.deepspeed.engine.training import Training
+from ds_lgamp.integrations.split.call import Arguments, Calls, copied_containers
 from ds_lgamp.integrations.split.state import (
     CONTAINERS,
     OF_TORCH,
@@ -21,6 +24,11 @@ from ds_lgamp.integrations.split.state import (
     named_globals,
     version_of,
 )
+from ds_lgamp.integrations.transformers.models import whole_to_layers
+from ds_lgamp.runtime.batch import BatchState
+from ds_lgamp.schedule.actions import Action, Kind
+from ds_lgamp.schedule.orders import chunks_of
+from ds_lgamp.schedule.placement import Placement
 
 
 class UnfinishedBatch:
@@ -49,7 +57,7 @@ class UnfinishedBatch:
         return call
 
     def computed(self) -> None:
-        """Tells that the model has computed all micro-batches so far. It may have changed its own attributes."""
+        """Called once the model has computed all micro-batches so far. It may have changed its own attributes."""
         self._settings.remember()
 
     def clear(self) -> None:
@@ -81,6 +89,55 @@ class UnfinishedBatch:
     def _compare_settings(self) -> None:
         if self._changed is None and (what := self._settings.changed()) is not None:
             self._changed = what, len(self.calls) - 1
+
+
+class OpenBatch:
+    """A batch whose program has begun.
+
+    Args:
+        training: runs it.
+        state: that of the batch. Its program may change after what has run.
+        calls: those of the batch.
+    """
+
+    def __init__(self, training: Training, state: BatchState, calls: Calls) -> None:
+        self.state = state
+        self._training, self._executor, self._calls = training, training.executor, calls
+        self._measuring = ExitStack()
+        # A batch that fails never leaves it.
+        self._measuring.enter_context(training.monitored())
+
+    def run_up_to(self, kind: Kind) -> None:
+        """Executes the next actions, without the first one of ``kind``."""
+        executor = self._executor
+        last_compute = _last_compute(executor.placement, self.state.first_trained, executor.rank)
+        with self._training.restoring_random_states(), whole_to_layers(), executor.run_batch(self.state):
+            for action in takewhile(lambda action: action.kind is not kind, self._rest()):
+                executor.execute(action)
+                if action[:2] == last_compute:
+                    # Masks of long sequences are large.
+                    self._calls.all[action.micro_batch].blocks = None
+
+    def run_next(self) -> None:
+        """Executes the next action."""
+        with self._executor.run_batch(self.state):
+            self._executor.execute(next(self._rest()))
+
+    def run_to_the_end(self) -> None:
+        """Executes all that is left."""
+        with self._measuring, self._executor.run_batch(self.state):
+            self._executor.run(self._rest())
+
+    def _rest(self) -> Iterator[Action]:
+        """Returns the actions of which none has run."""
+        return islice(self.state.program, self.state.row + 1, None)
+
+
+def _last_compute(placement: Placement, first_trained: int, rank: int) -> tuple[Kind, int]:
+    """Returns with which compute, of which chunk, a rank is done with a micro-batch."""
+    own = chunks_of(placement, rank)
+    trained = [chunk for chunk in own if chunk >= first_trained]
+    return (Kind.BACKWARD, trained[0]) if trained else (Kind.FORWARD, own[-1])
 
 
 _MODES = "the modes or frozen parameters of the model were"

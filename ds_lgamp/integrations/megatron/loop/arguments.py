@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
-from ds_lgamp.integrations.handshake import process_terms
 from ds_lgamp.integrations.megatron.loop.batch import placement_of, refuse_settings
 from ds_lgamp.integrations.megatron.loop.cuts import cut
 from ds_lgamp.integrations.megatron.loop.flags import (
@@ -16,7 +15,7 @@ from ds_lgamp.integrations.megatron.loop.flags import (
     refuse_together,
 )
 from ds_lgamp.integrations.program_spec import program_spec, shard_groups
-from ds_lgamp.partition.agreement import Term, refuse_differing_terms
+from ds_lgamp.partition.agreement import Term, process_terms, refuse_differing_terms
 
 SHARED_KEYS = {
     "train_batch_size": "global_batch_size",

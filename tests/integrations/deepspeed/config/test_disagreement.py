@@ -12,7 +12,7 @@ from torch import nn
 
 import ds_lgamp
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations import handshake
+from ds_lgamp.partition import agreement
 from testing.deepspeed_rank import prepare_rank, quiet
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.config.bad_input import BASE
@@ -107,7 +107,7 @@ STARTS = {
         "gradient_accumulation_steps is 2 on ranks 0, 1 and 3 and 4 on rank 2",
     ),
     "another version of ds_lgamp": (
-        lambda: with_version(handshake, "__version__", "0.0.9", initialize),
+        lambda: with_version(agreement, "__version__", "0.0.9", initialize),
         "the version of ds_lgamp is 0.1.0 on ranks 0, 1 and 3 and 0.0.9 on rank 2; install the same version",
     ),
     "another version of torch": (
@@ -115,7 +115,7 @@ STARTS = {
         "and 2.0.0 on rank 2; install the same version on every rank",
     ),
     "another version of deepspeed": (
-        lambda: with_version(handshake, "version_of", lambda name: "0.0.7", initialize),
+        lambda: with_version(agreement, "version_of", lambda name: "0.0.7", initialize),
         f"the version of deepspeed is {deepspeed.__version__} on ranks 0, 1 and 3 and 0.0.7 on rank 2",
     ),
     "another variable": (with_variable, "the variable NCCL_ALGO is absent on ranks 0, 1 and 3 and 'Ring' on rank 2"),

@@ -160,10 +160,10 @@ def refusals():
         said.append(str(error.value))
     interleaved = {"data_rank_speeds": [5, 3], "schedule": "interleaved_1f1b"}
     with pytest.raises(ConfigError) as error:
-        replica_specs(LgampConfig(**interleaved), (0, 1), 2, 0, "step", None, None, 0, 4)
+        replica_specs(LgampConfig(**interleaved), (0, 1), 2, 0, 4, updates="step")
     said.append(str(error.value))
     assert [
-        spec.micro_batches for spec in replica_specs(LgampConfig(**interleaved), (0, 1), 2, 0, "step", None, None, 0, 8)
+        spec.micro_batches for spec in replica_specs(LgampConfig(**interleaved), (0, 1), 2, 0, 8, updates="step")
     ] == [10, 6]
     return said
 

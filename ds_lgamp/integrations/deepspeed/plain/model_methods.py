@@ -1,11 +1,16 @@
-"""The whole state of the model of a plain script, by the model's own names, though its layers are on many ranks, and
-guards around the parameters of layers that other pipeline ranks hold."""
+"""What the methods of a plain script's own model do while its layers are on many ranks.
 
+The model's state is the whole one, by the model's own names. Calls of the model that pass by its engine evaluate, as
+transformers' Trainer needs. Guards are around the parameters of layers that other pipeline ranks hold.
+"""
+
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from functools import partial
-from inspect import signature
+from functools import partial, wraps
+from inspect import Parameter, ismethod, signature
 from pathlib import Path
+from types import MethodType
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
@@ -13,12 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_lgamp.checkpoint.errors import everywhere
-from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
+from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.deepspeed.checkpoint.description import Run
 from ds_lgamp.integrations.deepspeed.model.layer_moves import transfer
 from ds_lgamp.integrations.deepspeed.model.module import built_layers, over_pipeline, prefix_of, tensors_of
 from ds_lgamp.integrations.deepspeed.plain.agreement import Next, agree
-from ds_lgamp.integrations.deepspeed.plain.direct_calls import replace_method
 from ds_lgamp.integrations.transformers.models import prompts_from
 from ds_lgamp.partition.agreement import raise_everywhere
 from ds_lgamp.partition.guard import Guards, NotGatheredError
@@ -68,9 +72,6 @@ class Engine(Run, Protocol):
     module: Any
     """The model of the script."""
     elsewhere: Elsewhere
-
-    @property
-    def lgamp_settings(self) -> LgampConfig: ...
 
     @property
     def num_stages(self) -> int: ...
@@ -274,3 +275,87 @@ def save_16bit_model(
         Path(save_dir).mkdir(parents=True, exist_ok=True)
     everywhere(partial(torch.save, state, Path(save_dir, save_filename)) if dist.get_rank() == 0 else lambda: None)
     return True
+
+
+_ENGINE = "the engine that deepspeed.initialize or accelerator.prepare returned"
+
+
+def guide_direct_calls(engine: Callable[..., Any], model: Any, is_spread: bool) -> Callable[[], None]:
+    """Lets the ``engine`` evaluate when ``model`` is called and its layers are ``is_spread`` over ranks.
+
+    Calls that train raise ConfigError: their backward pass would not be a part of the program. So does ``generate`` of
+    a model that is spread, because the engine keeps no keys and values. Returns a function that raises ConfigError if
+    the model has another ``forward`` by then.
+    """
+    replace_method(
+        model, "forward", lambda stock: _forward(_without_hooks(engine, model) if is_spread else stock, model)
+    )
+    if is_spread and hasattr(model, "generate"):
+        replace_method(model, "generate", lambda _: _refuse_generate)
+    guided = model.forward
+
+    def check() -> None:
+        if model.forward is not guided:
+            raise ConfigError(
+                f"the forward of the {type(model).__name__} was replaced after deepspeed.initialize, as Lightning's "
+                f"Trainer does, but with a {BLOCK} block the engine computes the one that it had; replace it earlier"
+            )
+
+    return check
+
+
+def _forward(compute: Callable[..., Any], model: Any) -> Callable[..., Any]:
+    def forward(*positional: Any, **named: Any) -> Any:
+        if torch.is_grad_enabled() and model.training:
+            raise ConfigError(
+                f"the model is called directly in training, but with a {BLOCK} block {_ENGINE} trains it; call that, "
+                "or switch the model to evaluation"
+            )
+        return compute(*positional, **named)
+
+    return forward
+
+
+def _without_hooks(engine: Callable[..., Any], model: Any) -> Callable[..., Any]:
+    """Returns what calls the engine for a call of ``model``, which runs its hooks around that. The engine must not run
+    them again."""
+
+    def evaluate(*positional: Any, **named: Any) -> Any:
+        own = model._forward_pre_hooks, model._forward_hooks
+        model._forward_pre_hooks, model._forward_hooks = OrderedDict(), OrderedDict()
+        try:
+            return engine(*positional, **named)
+        finally:
+            model._forward_pre_hooks, model._forward_hooks = own
+
+    return evaluate
+
+
+def _refuse_generate(*positional: Any, **named: Any) -> Any:
+    raise ConfigError(
+        f"model.generate is called, but with a {BLOCK} block the weights of the model are spread over several ranks; "
+        "save the model with save_pretrained, and generate with the model that from_pretrained loads"
+    )
+
+
+def replace_method(model: Any, name: str, replacement: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Lets ``model`` have what ``replacement`` returns for the method ``name`` that it has.
+
+    A copy of the model (``copy.deepcopy``), such as an average of its weights or a frozen reference, has the method as
+    it was. So the replacement is a bound method: Python binds that of a copy to the copy.
+    """
+    stock = getattr(model, name)
+    own, new = stock.__func__ if ismethod(stock) else getattr(type(model), name, None), replacement(stock)
+    if own is None:
+        setattr(model, name, new)
+        return
+
+    @wraps(own)
+    def method(self: Any, *positional: Any, **named: Any) -> Any:
+        return new(*positional, **named) if self is model else own(self, *positional, **named)
+
+    # The Trainer looks at the signature of a model's forward.
+    shown = signature(stock)
+    itself = Parameter("self", Parameter.POSITIONAL_ONLY)
+    method.__signature__ = shown.replace(parameters=[itself, *shown.parameters.values()])  # type: ignore[attr-defined]
+    setattr(model, name, MethodType(method, model))

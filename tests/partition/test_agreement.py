@@ -5,7 +5,7 @@ from types import ModuleType
 
 import torch
 
-from ds_lgamp.integrations.handshake import code_of, process_terms
+from ds_lgamp.partition.agreement import code_of, process_terms
 
 
 def test_a_device_without_nccl_has_no_version_of_it(monkeypatch):
