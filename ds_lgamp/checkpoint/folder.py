@@ -18,8 +18,15 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from ds_lgamp.checkpoint.errors import CheckpointError, DamageError
-from ds_lgamp.checkpoint.files import checksum_of, damaged, sync_folder, unreadable, write_synced
+from ds_lgamp.checkpoint.files import (
+    CheckpointError,
+    DamageError,
+    checksum_of,
+    damaged,
+    sync_folder,
+    unreadable,
+    write_synced,
+)
 from ds_lgamp.checkpoint.schema import check_state, check_tensors
 from ds_lgamp.checkpoint.storage import INDEX, VerifyingReader
 

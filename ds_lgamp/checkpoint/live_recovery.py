@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from ds_lgamp.checkpoint import folder as folders
-from ds_lgamp.checkpoint.errors import CheckpointError, DamageError, everywhere
+from ds_lgamp.checkpoint.files import CheckpointError, DamageError, everywhere
 from ds_lgamp.checkpoint.live_slot import RUN, Header, is_written, read_blobs, read_header
 from ds_lgamp.checkpoint.names import BUFFERS, Copy, Share, add_share, first_copies, merge, names_to_write, rank_name
 from ds_lgamp.checkpoint.saver import Saver

@@ -21,12 +21,12 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ds_lgamp.checkpoint.errors import distrusted
 from ds_lgamp.checkpoint.files import (
     Checksum,
     Hasher,
     checksum_of,
     damaged,
+    distrusted,
     open_data,
     reading,
     sync_folder,

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ds_lgamp.checkpoint.errors import CheckpointError
-from ds_lgamp.checkpoint.files import PIECE
+from ds_lgamp.checkpoint.files import PIECE, CheckpointError
 from ds_lgamp.checkpoint.live_slot import RUN, LiveSlot, is_written
 from ds_lgamp.checkpoint.names import BUFFERS, OPTIMIZER, PARAMETERS, Share
 from ds_lgamp.checkpoint.units import Range, Scalars, elementwise, ranges_to_write, scalars_of

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ds_lgamp.checkpoint import folder as folders
-from ds_lgamp.checkpoint.errors import CheckpointError
-from ds_lgamp.checkpoint.files import sync, sync_folder, whole_folder, write_synced
+from ds_lgamp.checkpoint.files import CheckpointError, sync, sync_folder, whole_folder, write_synced
 from ds_lgamp.checkpoint.names import BUFFERS, PARAMETERS, layer_of, name_of_first
 from ds_lgamp.checkpoint.storage import VerifyingReader
 from ds_lgamp.checkpoint.values import name_of_dtype

@@ -21,8 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ds_lgamp.checkpoint.errors import distrusted
-from ds_lgamp.checkpoint.files import Checksum
+from ds_lgamp.checkpoint.files import Checksum, distrusted
 from ds_lgamp.checkpoint.names import BUFFERS, OPTIMIZER, PARAMETERS, RANKS
 from ds_lgamp.checkpoint.shard import FlatShard
 from ds_lgamp.checkpoint.values import UnsupportedValue, decode, decode_dtype, name_of_dtype

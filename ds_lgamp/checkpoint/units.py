@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.files import CheckpointError
 from ds_lgamp.checkpoint.names import OPTIMIZER, PARAMETERS
 from ds_lgamp.checkpoint.shard import FlatShard
 from ds_lgamp.checkpoint.values import UnsupportedValue, decode, encode

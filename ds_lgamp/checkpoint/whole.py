@@ -11,8 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ds_lgamp.checkpoint import folder as folders
-from ds_lgamp.checkpoint.errors import CheckpointError, sentence_of
-from ds_lgamp.checkpoint.files import read_verified
+from ds_lgamp.checkpoint.files import CheckpointError, read_verified, sentence_of
 from ds_lgamp.checkpoint.names import OPTIMIZER, PARAMETERS, RANKS, name_of_first, rank_name
 from ds_lgamp.checkpoint.schema import COUNTERS, PULLED, decode_text, text_of
 from ds_lgamp.checkpoint.shard import FlatShard, Ranges

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 import torch
 
 from ds_lgamp.checkpoint import folder as folders
-from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.files import CheckpointError
 from ds_lgamp.checkpoint.live_recovery import publish_alone
 from ds_lgamp.checkpoint.names import BUFFERS, OPTIMIZER
 from ds_lgamp.checkpoint.safetensors_files import INDEX, SINGLE, read_safetensors, write_safetensors

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from ds_lgamp.runtime.chunk import ParameterHolder, Tensors
+from ds_lgamp.runtime.graph import StoredInputs
 from ds_lgamp.runtime.layer_state import Moment
 from ds_lgamp.runtime.recompute import SavedTensors
-from ds_lgamp.runtime.stored_inputs import StoredInputs
 from ds_lgamp.schedule.actions import COMPUTE, Action, Kind
 from ds_lgamp.schedule.placement import Placement
 from ds_lgamp.watch.this_rank import this_rank

@@ -23,6 +23,7 @@ from ds_lgamp.runtime.chunk import (
 )
 from ds_lgamp.runtime.clocks import Stopwatch, Timing
 from ds_lgamp.runtime.graph import (
+    StoredInputs,
     backpropagate,
     begin_graph,
     checked_loss,
@@ -34,12 +35,10 @@ from ds_lgamp.runtime.graph import (
 from ds_lgamp.runtime.layer_state import Moment
 from ds_lgamp.runtime.links import Links
 from ds_lgamp.runtime.recompute import Draws, RandomSource, SavedTensors
-from ds_lgamp.runtime.stored_inputs import StoredInputs
 from ds_lgamp.runtime.trace import Trace
 from ds_lgamp.schedule.actions import COMPUTE, Action, Kind
-from ds_lgamp.watch.standing import Neighbours
 from ds_lgamp.watch.this_rank import this_rank
-from ds_lgamp.watch.whereabouts import Place
+from ds_lgamp.watch.whereabouts import Neighbours, Place
 
 
 class Executor:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
-from ds_lgamp.watch.standing import Standing, Wait, listed
+from ds_lgamp.watch.whereabouts import Standing, Wait, listed
 
 _SHOWN = 5
 """How many ranks of a chain a sentence names."""

@@ -8,8 +8,8 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_lgamp.config import LgampConfig
 from ds_lgamp.cost.activations import ActivationBytes
-from ds_lgamp.cost.disk import DiskUse, disk_use, host_beside_disk, live_use
 from ds_lgamp.cost.memory import Memory, rank_memory
+from ds_lgamp.cost.offload import DiskUse, disk_use, host_beside_disk, live_use
 from ds_lgamp.cost.traffic import (
     Traffic,
     bus_bytes,
