@@ -112,7 +112,7 @@ def open_data(path: Path) -> io.BufferedReader:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Raises as :func:`unreadable` tells where ``path`` cannot be read inside the block."""
+    """Raises what :func:`unreadable` returns where ``path`` cannot be read inside the block."""
     try:
         yield
     except OSError as error:

@@ -58,7 +58,7 @@ def new_tensors(folder: Path) -> Path:
 def publish(folder: Path, tensors: Path, state: dict[str, Any]) -> None:
     """Publishes ``state`` and ``tensors``, which must be complete and synced, as the checkpoint ``folder``.
 
-    Raises CheckpointError if ``state`` does not match the schema in state.py.
+    Raises CheckpointError if ``state`` does not match the schema in schema.py.
     """
     checksum = checksum_of((tensors / INDEX).read_bytes())
     whole = {"format": FORMAT, **state, "tensors": tensors.name, "index_checksum": checksum}
@@ -186,7 +186,7 @@ def _folders_like(directory: Path, tag: str) -> list[Path]:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Reads and checks state.json of the checkpoint ``folder``; state.py has its schema.
+    """Reads and checks state.json of the checkpoint ``folder``; schema.py has its schema.
 
     Raises CheckpointError if the folder is no checkpoint, or if the file is damaged or was not written by
     save_checkpoint.

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from ds_lgamp.checkpoint.files import (
     Checksum,
@@ -32,7 +32,7 @@ from ds_lgamp.checkpoint.files import (
     sync_folder,
     write_synced,
 )
-from ds_lgamp.checkpoint.schema import Count, DataType, Sizes, first_complaint
+from ds_lgamp.checkpoint.schema import Count, DataType, Sizes, Strict, first_complaint
 from ds_lgamp.checkpoint.shard import FlatShard
 from ds_lgamp.checkpoint.values import name_of_dtype
 
@@ -43,11 +43,7 @@ _ALIGNED = 4096
 """Bytes; every blob begins at a multiple of it."""
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-
-class BlobRange(_Strict):
+class BlobRange(Strict):
     """Consecutive elements of a tensor in a blob; see :class:`FlatShard`."""
 
     name: str
@@ -70,7 +66,7 @@ class BlobRange(_Strict):
         return self
 
 
-class Blob(_Strict):
+class Blob(Strict):
     """Numbers of one type that are written together."""
 
     dtype: DataType
@@ -88,7 +84,7 @@ class Blob(_Strict):
         return self
 
 
-class Header(_Strict):
+class Header(Strict):
     """The content of a header, beside its checksum."""
 
     format: Literal[1]

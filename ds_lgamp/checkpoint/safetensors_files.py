@@ -10,7 +10,7 @@ import torch
 
 from ds_lgamp.checkpoint import folder as folders
 from ds_lgamp.checkpoint.files import CheckpointError, sync, sync_folder, whole_folder, write_synced
-from ds_lgamp.checkpoint.names import BUFFERS, PARAMETERS, layer_of, name_of_first
+from ds_lgamp.checkpoint.names import BUFFERS, layer_of, parameter_name, parse
 from ds_lgamp.checkpoint.storage import VerifyingReader
 from ds_lgamp.checkpoint.values import name_of_dtype
 from ds_lgamp.checkpoint.whole import WholeCheckpoint, state_of
@@ -103,13 +103,13 @@ def planned_of(state: dict[str, Any], reader: VerifyingReader, dtype: torch.dtyp
     """Yields the parameters, in ``dtype``, and the buffers of the checkpoint with this ``state``."""
     of_model = state["layers"].get("names_of_model", False)
     for name, described in state["parameters"].items():
-        key = f"{PARAMETERS}/{name}"
+        key = parameter_name(name)
         shown = without_layer(name) if of_model else name
         yield Planned(shown, name, key if key in reader.tensors else None, described["shape"], dtype)
-    prefix = name_of_first("")
     for key, entry in reader.tensors.items():
-        if key.startswith(prefix):
-            name = key.removeprefix(prefix)
+        parts = parse(key)
+        if parts.is_first_copy:
+            name = parts.name
             shown = without_layer(name) if of_model else name
             yield Planned(shown, name, key, list(entry.size), entry.properties.dtype)
 
@@ -152,7 +152,7 @@ def _write_file(path: Path, shard: list[Planned], reader: VerifyingReader) -> No
         else reader.whole(tensor.key).to(tensor.dtype)
         for tensor in shard
     }
-    marked = [tensor.name for tensor in shard if tensor.key is not None and tensor.key.startswith(f"{BUFFERS}/")]
+    marked = [tensor.name for tensor in shard if tensor.key is not None and parse(tensor.key).kind == BUFFERS]
     # Some readers require the format key, which names the framework.
     metadata = {"format": "pt", _BUFFERS_KEY: json.dumps(marked)}
     names = {tensor.name: tensor.own_name for tensor in shard if tensor.name != tensor.own_name}

@@ -85,7 +85,7 @@ def dollars_of(plan: Plan, model: Model, tokens: float | None) -> float | None:
 
 
 def as_json(model: Model, cluster: Cluster, plans: Sequence[Plan], tokens: float | None) -> dict[str, Any]:
-    """Returns what the table tells, with numbers in seconds, bytes and dollars."""
+    """Returns what the table has, with numbers in seconds, bytes and dollars."""
     best = plans[0].configuration
     return {
         "model": {"name": model.name, "parameters": model.parameters},
@@ -210,7 +210,7 @@ def _written(written: Plan, best: Plan) -> str:
 def islands_as_json(
     model: Model, cluster: IslandCluster, plans: Sequence[IslandPlan], tokens: float | None
 ) -> dict[str, Any]:
-    """Returns what the table tells, with numbers in seconds and bytes."""
+    """Returns what the table has, with numbers in seconds and bytes."""
     return {
         "model": {"name": model.name, "parameters": model.parameters},
         "cluster": {"name": cluster.name, "gpus": cluster.gpus, "islands": [one.name for one in cluster.islands]},
