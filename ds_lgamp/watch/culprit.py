@@ -57,6 +57,11 @@ class Stall(NamedTuple):
     stack: str
     """The calls of the main thread of a culprit that waits for nobody, or of ranks outside of batches in a circle."""
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the limit is reached, so that the job ends."""
+        return self.seconds >= self.limit
+
 
 def find(victim: Standing, standings: Mapping[int, Standing], silent: Mapping[int, Silent]) -> Stall:
     """Finds what ``victim`` waits for.

@@ -43,7 +43,7 @@ class Recorder(Protocol):
     """Records launches."""
 
     def launch(self, lane: str, moved: int) -> Flight:
-        """Notes a launch of this thread.
+        """Records a launch of this thread.
 
         Args:
             lane: what it is, one of the lanes of a recording.

@@ -61,7 +61,6 @@ class Standing(NamedTuple):
     """Where a rank stands."""
 
     rank: int
-    host: str
     place: str
     """In words that follow "stands": "in F7.3"."""
     batch: int
@@ -260,7 +259,7 @@ class Whereabouts:
 
     @contextmanager
     def waiting_for(self, what: str) -> Iterator[None]:
-        """Notes that the main thread waits inside the block for ``what`` another thread does with all ranks."""
+        """The main thread waits inside the block for ``what`` another thread does with all ranks."""
         self.awaited = what
         try:
             yield
@@ -276,10 +275,10 @@ class Whereabouts:
 
 
 class Observer:
-    """Watches ``whereabouts`` from another thread of the process of ``rank`` on ``host``."""
+    """Watches the ``whereabouts`` of this ``rank`` from another thread."""
 
-    def __init__(self, rank: int, host: str, whereabouts: Whereabouts) -> None:
-        self._rank, self._host, self._whereabouts = rank, host, whereabouts
+    def __init__(self, rank: int, whereabouts: Whereabouts) -> None:
+        self._rank, self._whereabouts = rank, whereabouts
         self._seen: tuple[Any, ...] = ()
         self._since = 0.0
 
@@ -298,7 +297,7 @@ class Observer:
             self._seen, self._since = seen, now
         seconds = now - self._since
         inside = place is not Place.SCRIPT
-        standing = Standing(self._rank, self._host, place.value, batch, label, row, inside, seconds, limit)
+        standing = Standing(self._rank, place.value, batch, label, row, inside, seconds, limit)
         if not closely and seconds < asks_after(limit):
             return standing
         return self._explained(standing, place, executor, row, doing)
