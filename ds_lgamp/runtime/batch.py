@@ -91,7 +91,7 @@ class BatchState:
         program: the actions of this rank, which say what it waits for where it stands still.
         first_trained: the first chunk with a backward.
         returns_outputs: whether the script computes the loss from outputs, and gives their gradients.
-        name: names a micro-batch in errors, where its number alone does not tell whose it is.
+        name: names a micro-batch in errors, where its number alone does not say whose it is.
     """
 
     micro_batches: int

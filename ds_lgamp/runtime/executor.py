@@ -151,7 +151,6 @@ class Executor:
         return self.current is not None and self.current.kind is Kind.BACKWARD and self.current.recomputed
 
     def run(self, program: Iterable[Action]) -> None:
-        """Executes ``program``."""
         for action in program:
             self.execute(action)
 
@@ -278,8 +277,16 @@ class Executor:
         _, chunk, micro_batch, _ = action
         self._inputs_on_host.store(chunk, micro_batch, self._batch.graphs[chunk, micro_batch].beginning)
 
+    def wait_store_input(self, action: Action) -> None:
+        with self._doing("store"):
+            self._inputs_on_host.wait_store(action.chunk, action.micro_batch)
+
     def load_input(self, action: Action) -> None:
         self._inputs_on_host.load(action.chunk, action.micro_batch)
+
+    def wait_load_input(self, action: Action) -> None:
+        with self._doing("load"):
+            self._inputs_on_host.wait_load(action.chunk, action.micro_batch)
 
     @property
     def _inputs_on_host(self) -> StoredInputs:
@@ -317,11 +324,10 @@ class Executor:
         result = self.chunks[chunk](inputs, micro_batch)
         if chunk < self._last_chunk:
             as_tuple(result)
-            return result
-        if self._calls.loss_function is None:
-            return result
-        labels = self._batch.labels[micro_batch]
-        return self._calls.loss_function(result, cloned(labels) if recomputed else labels)
+        elif self._calls.loss_function is not None:
+            labels = self._batch.labels[micro_batch]
+            result = self._calls.loss_function(result, cloned(labels) if recomputed else labels)
+        return result
 
     def _recompute(self, backward: Action, graph: Graph, saved: SavedTensors) -> Moment | None:
         """Restores the tensors that autograd saved, from the input, random states and modules' state of the first
@@ -331,7 +337,7 @@ class Executor:
         """
         _, chunk, micro_batch, _ = backward
         inputs = as_leaves(graph.beginning) if chunk > 0 else graph.beginning
-        assert graph.state is not None, "a forward that is recomputed has noted the state"
+        assert graph.state is not None, "a forward that is recomputed has read the state"
         current = self.chunks[chunk].state.rewind(graph.state)
         with torch.enable_grad(), self.draws.again(chunk, micro_batch) as completely:
             saved.restore(partial(self._compute, backward, inputs), completely)
@@ -363,16 +369,6 @@ def _of_partition(name: str, kind: str = "") -> Callable[[Executor, Action], Non
     return timed if kind else act
 
 
-def _of_input(name: str, kind: str) -> Callable[[Executor, Action], None]:
-    """Returns what calls the method ``name`` of the stored inputs for an action's input, and times it as ``kind``."""
-
-    def wait(executor: Executor, action: Action) -> None:
-        with executor._doing(kind):
-            getattr(executor._inputs_on_host, name)(action.chunk, action.micro_batch)
-
-    return wait
-
-
 _LAUNCHES = (Kind.GATHER, Kind.RELEASE, Kind.REDUCE, Kind.REFRESH, Kind.COMBINE, Kind.LOAD, Kind.STORE)
 """What the partition does by a method of the same name."""
 _WAITS = {
@@ -395,8 +391,8 @@ _EXECUTE: dict[Kind, Callable[[Executor, Action], None]] = {
     **{wait: _of_partition(wait.value.lower(), kind) for wait, kind in _WAITS.items()},
     Kind.STORE_INPUT: Executor.store_input,
     Kind.LOAD_INPUT: Executor.load_input,
-    Kind.WAIT_STORE_INPUT: _of_input("wait_store", "store"),
-    Kind.WAIT_LOAD_INPUT: _of_input("wait_load", "load"),
+    Kind.WAIT_STORE_INPUT: Executor.wait_store_input,
+    Kind.WAIT_LOAD_INPUT: Executor.wait_load_input,
     Kind.UPDATE: Executor.update,
     Kind.RETURN: Executor.return_outputs,
     Kind.STEP: Executor.step,

@@ -170,7 +170,7 @@ class StoredInputs:
         for transfer, home, _ in self._under_way.pop((chunk, micro_batch)):
             transfer.wait()
             if not self._on_disk:
-                # The next copy to it begins behind what the device does from now on.
+                # The next copy to it begins after what the device does until now.
                 self._free.setdefault(home.numel(), []).append(home)
 
     def clear(self) -> None:

@@ -264,7 +264,7 @@ class Links:
         return self._activations_in.take(chunk, micro_batch)
 
     def send_activations(self, chunk: int, micro_batch: int, value: Tensors, answered: bool) -> None:
-        """Sends the result of ``chunk``. ``answered`` tells whether its gradients come back; in evaluation they do
+        """Sends the result of ``chunk``. ``answered`` says whether its gradients come back; in evaluation they do
         not."""
         self._activations_out.announce(chunk, value)
         self._activations_out.send(as_tuple(value))

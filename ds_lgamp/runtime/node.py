@@ -76,7 +76,7 @@ def interface_of(address: str) -> str | None:
 
 
 def own_interface(host: str, port: int) -> str | None:
-    """Returns the network interface through which this node reaches ``host``; None if it cannot be told."""
+    """Returns the network interface through which this node reaches ``host``; None if nobody knows."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         # Connecting a datagram socket sends nothing.
         probe.connect((host, port))
@@ -105,7 +105,7 @@ def usable_cores(logical: Collection[int], system: Path = _SYSTEM) -> int:
 
     Args:
         logical: the cores it may run on, by Linux's numbers. The hyper-threads of one core count as one.
-        system: the folder in which Linux tells about cores and limits of control groups.
+        system: the folder in which Linux shows cores and limits of control groups.
     """
     cores = {_siblings(number, system) for number in logical}
     return int(max(1, min(len(cores), _limit(system / "fs/cgroup"))))

@@ -146,7 +146,7 @@ class Trace:
         return _Block(self, kind, self._run.instead.time(kind))
 
     def launch(self, lane: str, moved: int) -> "_Flight":
-        """Notes a launch of the current action."""
+        """Records a launch of the current action."""
         assert self._run is not None, "it listens while it records"
         action = self._run.executor.current
         # The host's own threads have no stream.
@@ -156,8 +156,8 @@ class Trace:
             self._awaited[action].append(flight)
         return flight
 
-    def note(self, kind: str, start: Mark) -> None:
-        """Notes a block of ``kind`` that ends now."""
+    def end_block(self, kind: str, start: Mark) -> None:
+        """Records a block of ``kind`` that ends now."""
         if self._run is None:
             return
         step, action, now = self._run.step, self._run.executor.current, self._clock.now()
@@ -183,7 +183,7 @@ class _Block(AbstractContextManager):
         self._start = self._trace.now()
 
     def __exit__(self, *failure: Any) -> None:
-        self._trace.note(self._kind, self._start)
+        self._trace.end_block(self._kind, self._start)
         self._inner.__exit__(*failure)
 
 
