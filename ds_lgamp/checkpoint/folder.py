@@ -113,7 +113,7 @@ def rename_latest(directory: Path, damaged: Path, loaded: Path) -> None:
 
 
 def last_and_others(directory: Path) -> list[Path]:
-    """Returns the last checkpoint, and then the others from the newest on; none if ``latest`` names none."""
+    """Returns the last checkpoint, and then all other ones from the newest on; none if ``latest`` names none."""
     last = read_latest(directory)
     return [] if last is None else list(dict.fromkeys([directory / last, *_newest_first(directory, last)]))
 

@@ -204,7 +204,7 @@ def _tensors(numbers: Mapping[int, Mapping[str, list[FlatShard]]], headers: Mapp
     """Returns what a checkpoint has of the ``numbers`` of some ranks, by its names there.
 
     Args:
-        headers: those of all ranks.
+        headers: of all ranks.
     """
     names = _buffer_names(headers)
     found: dict[str, list[FlatShard]] = {}

@@ -139,7 +139,7 @@ class LiveSlot:
             self._file = os.open(self._data, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
             self._close = weakref.finalize(self, os.close, self._file)
         with suppress(OSError):
-            # Unlike that of flock, it ends with this process: the processes of a data loader do not inherit it.
+            # Unlike a lock of flock, it ends with this process: the processes of a data loader do not inherit it.
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     @property
@@ -165,7 +165,7 @@ class LiveSlot:
             self._data.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Lets others take what the files hold."""
+        """Lets other processes take what the files hold."""
         if self._close is not None:
             self._close()
             self._file = self._close = None

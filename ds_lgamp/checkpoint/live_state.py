@@ -1,6 +1,6 @@
 """Live states: each unit is copied to a file when its update is final, beside what the program does next.
 
-While the state of a step is written into one slot, that of the step before lies whole in another. So ranks that die at
+While the state of a step is written into one slot, the state before lies whole in another. So ranks that die at
 any moment leave a state that is at most one step old. All ranks must have that state before one of them gives up an
 older one. Therefore each waits for its last state before the sum over all ranks that ends the next step
 (:meth:`LiveState.before_step`). If units are updated after that sum, two slots suffice; if before it, three are needed.
@@ -53,7 +53,7 @@ class LiveState(Observer):
     """Keeps the state of the last whole step in a folder.
 
     Args:
-        folder: of the live states. Before the first copy of a step, it loses those of runs that are over.
+        folder: of the live states. The first copy of a step removes the states of runs that are over.
         header: this run and rank in all headers: ``run``, the same on all ranks, ``rank``, ``ranks``, ``places``.
         units: all units of this rank.
         optimizer: has their state.

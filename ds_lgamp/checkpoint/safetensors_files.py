@@ -29,7 +29,7 @@ class Planned(NamedTuple):
     name: str
     """Name in the file."""
     own_name: str
-    """Name in a run, with that of the layer."""
+    """Name in a run, with the name of the layer."""
     key: str | None
     """Name in the checkpoint; None for a tensor without elements, which the checkpoint does not store."""
     shape: list[int]
@@ -68,7 +68,7 @@ def read_safetensors(source: Path) -> WholeCheckpoint:
     """Reads a safetensors file, or a folder with model.safetensors or an index, as a checkpoint without optimizer
     state.
 
-    Tensor names must be those of the model's layers, or those with which :func:`write_safetensors` replaced them.
+    Tensors must have the names of the model's layers, or the names that :func:`write_safetensors` gave them.
     Tensors become buffers if it marked them or if they are not floating-point.
 
     Raises CheckpointError if a file is missing, is no safetensors file, or has no weights.
@@ -182,7 +182,7 @@ def _files(source: Path) -> dict[Path, set[str] | None]:
 
 
 def _read(path: Path) -> tuple[dict[str, torch.Tensor], set[str], dict[str, str]]:
-    """Returns the tensors of a file, the names of those marked as buffers, and the names in a run that differ."""
+    """Returns the tensors of a file, the names of the marked buffers, and the names in a run that differ."""
     library = _library()
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; name a .safetensors file or a folder with {SINGLE} or {INDEX}")

@@ -199,7 +199,7 @@ class Loading:
 
 
 def with_own_kernels(group: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of a saved ``group`` with those of this run that depend on its device, and its parameters.
+    """Returns the options of a saved ``group``, with this run's parameters and its options that depend on the device.
     Options that are missing keep their values."""
     return {**own, **group, **{key: own[key] for key in _OF_DEVICE if key in own}}
 

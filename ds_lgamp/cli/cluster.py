@@ -71,7 +71,7 @@ def assigned(path: str, demand_of: Callable[[Launch], Demand]) -> Assignment:
         own = Presence(node_name(), node_number(), launch.gpu, tuple(interfaces()))
         places = places_of(cluster, [Presence(*json.loads(text)) for text in launch.everyone(json.dumps(own))])
         demand = demand_of(launch)
-        # The process that hosts the store stays rank 0, because the others look for the store there.
+        # The process that hosts the store stays rank 0, because all processes look for the store there.
         assignment = assign(cluster, demand, None if launcher_hosts_store() else places[0])
     except ValueError as error:
         raise ConfigError(f"--cluster is {path}: {error}") from None

@@ -80,7 +80,7 @@ class Executor:
         """What the current action does, as it is timed."""
         self.neighbours = Neighbours(*links.neighbours, alike)
         self.begun: set[bool] = set()
-        """Whether batches for training, and others, have run."""
+        """Which kinds of batches have run: True for training, False for evaluation."""
         self._batch: BatchState
         """The current batch; between batches, the last one."""
         self._last_chunk = len(self.placement) - 1
@@ -344,8 +344,7 @@ class Executor:
         return current
 
     def _take_gradients(self, chunk: int, micro_batch: int, ends: Sequence[Any]) -> Sequence[torch.Tensor | None]:
-        """Returns the gradients of the chunk's result. The caller recomputes first, so that gradients travel
-        meanwhile."""
+        """Returns the gradients of the chunk's result. They travel while the caller recomputes."""
         if chunk == self._last_chunk:
             if self._batch.returns_outputs:
                 return self._batch.output_gradients.pop(micro_batch)

@@ -46,7 +46,7 @@ def end_outputs(outputs: Any) -> list[GradientEdge | None]:
 
 
 def backpropagate(ends: Sequence[Any], gradients: Sequence[torch.Tensor | None]) -> None:
-    """Runs a backward pass from ``ends`` with their ``gradients``. Nothing begins where one of both is None.
+    """Runs a backward pass from ``ends`` with their ``gradients``. A pair of which one is None begins nothing.
 
     This is torch.autograd.backward without its checks, which the autograd engine repeats. The checks take longer than
     the pass through a small layer. Megatron-core skips them too.
@@ -185,8 +185,8 @@ def _values(home: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
 
 
 def _part(beginning: Tensors, leaves: list[torch.Tensor]) -> None:
-    """Gives members that stay on the device memory of their own, if they share that of one of the ``leaves``, as the
-    members of a message do."""
+    """Gives members that stay on the device memory of their own, if they share memory with one of the ``leaves``, as
+    the members of a message do."""
     leaving = {leaf.untyped_storage().data_ptr() for leaf in leaves}
     for member in beginning if isinstance(beginning, tuple) else ():
         if not member.is_floating_point() and member.untyped_storage().data_ptr() in leaving:

@@ -287,7 +287,7 @@ class Links:
         self._gradients_out.drain()
 
     def reset(self, dynamic: bool | None = None) -> None:
-        """Forgets all shapes, so that the next batch may have others. Headers then travel again.
+        """Forgets all shapes, so that the next batch may have other ones. Headers then travel again.
 
         Every rank calls it between batches.
 

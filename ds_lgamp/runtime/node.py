@@ -165,7 +165,7 @@ class Calibration(NamedTuple):
     inside: LinkRate | None
     """Of messages between two ranks of one node; None with one rank per node."""
     between: LinkRate | None
-    """Of messages between two nodes, while no others send; None on one node."""
+    """Of messages between two nodes, while no other nodes send; None on one node."""
     gather_inside: float | None
     """Bytes per second that each rank of a node receives in a gather over the node, over ``inside.bandwidth``."""
 
@@ -179,7 +179,7 @@ def calibrate(device: torch.device) -> Calibration:
         return Calibration(1, 1, *mine, None, None, None)
     nodes = list(_ranks_by_node().values())
     first = nodes[0]
-    # The slowest rank counts, because the others wait for it.
+    # The slowest rank counts, because all ranks wait for it.
     flops, half_size, memory, memory_bandwidth = (min(values) for values in zip(*everyone(mine)))
     inside = _link(first[0], first[1], device) if len(first) > 1 else None
     between = _link(first[0], nodes[1][0], device) if len(nodes) > 1 else None
@@ -207,7 +207,7 @@ class NodeRates(NamedTuple):
     flops: list[float] | None
     """FLOP/s of a matrix product on the slowest rank of each node. None on the CPU, whose cores ranks may share."""
     links: dict[tuple[int, int], LinkRate]
-    """Between every two nodes, the lower number first, while no others send."""
+    """Between every two nodes, the lower number first, while no other nodes send."""
     inside: LinkRate | None
     """Between two ranks of a node; None if every node has one."""
 
@@ -272,7 +272,7 @@ def _link(first: int, second: int, device: torch.device) -> LinkRate:
 
 def _paced_link(first: int, second: int, device: torch.device) -> LinkRate:
     """Measures as :func:`_link` does, with messages that are only so large that they take a while: a slow network
-    would take minutes for the largest ones. The fastest trip counts, because others were disturbed."""
+    would take minutes for the largest ones. The fastest trip counts, because nothing disturbed it."""
     small, size = _round_trip(first, second, MESSAGES[0], device) / 2, PACED
     while (seconds := _round_trip(first, second, size, device, min) / 2) < WHILE and size < MESSAGES[1]:
         size *= 4
@@ -312,7 +312,7 @@ def _gather_bandwidth(nodes: list[list[int]], device: torch.device) -> float:
 def _seconds(
     work: Callable[[], object], device: torch.device, choose: Callable[[list[float]], float] = median
 ) -> float:
-    """Returns the median seconds of ``work``, or those that ``choose`` takes, after a first one."""
+    """Returns the median seconds of ``work``, or what ``choose`` makes of its seconds, after a first call."""
 
     def timed() -> float:
         start = time.perf_counter()

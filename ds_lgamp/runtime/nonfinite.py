@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from ds_lgamp.runtime.batch import LoadMicroBatch
 
 INPUTS, LABELS = -2, -1
-"""The places of a micro-batch's inputs and labels, lower than those of the layers."""
+"""The places of a micro-batch's inputs and labels, lower than the places of the layers."""
 
 
 class FirstSeen:

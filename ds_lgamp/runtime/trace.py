@@ -1,7 +1,7 @@
 """Records what a rank does in some training steps, and writes it as a recording (:mod:`ds_lgamp.view.recording`).
 
 The blocks that the executor times become intervals, and so does what is launched beside compute
-(:mod:`ds_lgamp.partition.collectives`). On an accelerator, times are those of events in the streams. Nothing waits for
+(:mod:`ds_lgamp.partition.collectives`). On an accelerator, events in the streams give the times. Nothing waits for
 them in a step: it is written at the end of a later one.
 """
 
@@ -263,7 +263,7 @@ def _write_all(steps: "deque[_Step]", output: "_Output", clock: HostClock) -> No
 
 
 def _memory_of(device: torch.device) -> Callable[[], int]:
-    """Returns a function that reads the bytes alive on ``device``; on a CPU, those of the process in main memory."""
+    """Returns a function that reads the bytes alive on ``device``; on a CPU, all bytes of the process."""
     if device.type != "cpu":
         module = torch.get_device_module(device)
         if not hasattr(module, "memory_stats_as_nested_dict"):

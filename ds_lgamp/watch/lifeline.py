@@ -1,4 +1,4 @@
-"""The connections of a rank to others, and the thread that waits for them to end.
+"""The connections of a rank to other ranks, and the thread that waits for them to end.
 
 gloo notices a dead rank, because its connections end. Kernels of NCCL wait for it for ever, and so does their host.
 Therefore every rank holds a connection to rank 0, the hub, and a thread waits for connections to end. Where one ends
@@ -303,7 +303,7 @@ class Lifeline:
         self._await(neighbour, self._hear)
 
     def _follow(self, heirs: list[Member]) -> None:
-        """Joins the first of ``heirs`` that has not left. If that is this rank, the others come."""
+        """Joins the first of ``heirs`` that has not left. If that is this rank, the other ranks come."""
         for heir in heirs:
             if heir == self._own or heir in self._neighbours.values() or self._leaving.is_set():
                 return

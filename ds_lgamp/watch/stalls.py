@@ -31,7 +31,7 @@ _LONGEST_STEP = 5.0
 class AwakeClock:
     """Stands still while its process is suspended, by Slurm, a shell or a debugger. Somebody asks it every second.
 
-    On waking, all that it would have waited for is yet to come: answers of others, and the end of a stall.
+    On waking, all that it would have waited for is yet to come: answers of other ranks, and the end of a stall.
 
     Args:
         clock: returns the time that goes on, in seconds.

@@ -1,4 +1,4 @@
-"""Where a rank stands: what it waits for, and what it has done that others may wait for, as another thread sees it.
+"""Where a rank stands: what it waits for, and what it has done for which other ranks may wait.
 
 The main thread writes plain attributes, here and in the executor, and a step has no extra work. What they mean is read
 off the program only once the rank has stood still for a while, or once somebody asks.
@@ -171,7 +171,7 @@ FIRST_BATCH, _LONGEST_FIRST_BATCH = 10, 1200.0
 """How many times as long an engine may take in its first training batch and its first evaluation, which may compile;
 but no more than so many seconds, unless the limit itself is longer."""
 _EARLY, _ASKED_AFTER = 8, 5.0
-"""A rank that waits asks about the others after 5 seconds, or an 8th of the limit if that is less."""
+"""A rank that waits asks about all ranks after 5 seconds, or an 8th of the limit if that is less."""
 _MEETINGS = ("barrier", "monitored_barrier", "all_", "_all_gather", "reduce_scatter", "_reduce_scatter")
 """Prefixes of the functions of torch.distributed that no rank can leave before all of the group have entered."""
 _FRAMES = 12
@@ -333,7 +333,7 @@ class Observer:
 
 
 def asks_after(limit: float) -> float:
-    """Returns after how many seconds a rank that waits asks about the others."""
+    """Returns after how many seconds a rank that waits asks about all ranks."""
     return min(_ASKED_AFTER, limit / _EARLY)
 
 
@@ -356,8 +356,8 @@ class _Calls(NamedTuple):
         return "".join(lines[_FRAMES - 1 :: -1])
 
     def waits(self, rank: int) -> tuple[Wait, ...]:
-        """Returns the call in which ``rank`` waits for others, if there is one: a function of torch.distributed, or a
-        wait for what such a function has begun."""
+        """Returns the call in which ``rank`` waits for other ranks, if there is one: a function of torch.distributed,
+        or a wait for what such a function has begun."""
         if self.of_torch is not None:
             name, ranks = self.of_torch
             return (_named(name, ranks)._replace(blocks=rank in ranks and name.startswith(_MEETINGS)),)
