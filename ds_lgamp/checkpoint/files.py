@@ -1,20 +1,77 @@
 """Files of checkpoints on the disk: written so that they survive a loss of power, with checksums that detect damage,
-and read with an error that says what to do."""
+and read with an error that says what to do. All ranks raise errors of saving and loading together."""
 
 import errno
 import io
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Annotated, Any
 
 import torch
+import torch.distributed as dist
 import xxhash
 from pydantic import Field
+from torch.distributed.checkpoint.api import CheckpointException
 
-from ds_lgamp.checkpoint.errors import CheckpointError, DamageError
+from ds_lgamp.partition.agreement import everyone
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written or loaded. The message names the cause and the fix."""
+
+
+class DamageError(CheckpointError):
+    """A file of a checkpoint is missing or damaged."""
+
+
+def distrusted(path: Path, complaint: Any, what: str = "checkpoint") -> CheckpointError:
+    """Returns the error for a file of a form that no release writes, whatever its checksum says."""
+    return CheckpointError(f"{path} is not what ds_lgamp writes ({complaint}); do not trust this {what}")
+
+
+def everywhere(action: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
+    """Returns the result of ``action`` if it succeeds on all ranks. Raises CheckpointError on all ranks otherwise, as
+    a DamageError if the first rank that fails met one. Collective."""
+    result, complaint = None, None
+    try:
+        result = action()
+    # CheckpointException is no subclass of Exception in torch.
+    except (Exception, CheckpointException) as error:
+        cause, rank = _cause(error, dist.get_rank())
+        complaint = isinstance(cause, DamageError), sentence_of(cause, rank)
+    first = next(filter(None, everyone(complaint, group)), None)
+    if first is not None:
+        is_damage, sentence = first
+        raise (DamageError if is_damage else CheckpointError)(sentence)
+    return result
+
+
+def on_first_rank(action: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
+    """Returns on all ranks the result of ``action``, which the first rank calls. Raises as :func:`everywhere` does.
+    Collective."""
+    return everyone(everywhere(action if dist.get_rank(group) == 0 else lambda: None, group), group)[0]
+
+
+def _cause(error: BaseException, rank: int) -> tuple[BaseException, int]:
+    """Returns the error on ``rank``, or that on the first rank that torch.distributed.checkpoint names, with its
+    rank."""
+    if isinstance(error, CheckpointException) and error.failures:
+        first = min(error.failures)
+        return _cause(error.failures[first][0], first)
+    return error, rank
+
+
+def sentence_of(error: BaseException, rank: int) -> str:
+    """Describes the error on ``rank``, or on the first rank that torch.distributed.checkpoint names."""
+    error, rank = _cause(error, rank)
+    if isinstance(error, CheckpointError):
+        return str(error)
+    lines = str(error).splitlines()
+    return f"rank {rank}: {type(error).__name__}: {lines[0] if lines else ''}"
+
 
 PIECE = 1 << 20
 """Bytes to read or write at a time. The checksum is computed while the piece is still in the cache."""
@@ -55,7 +112,7 @@ def open_data(path: Path) -> io.BufferedReader:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Raises as :func:`unreadable` tells where ``path`` cannot be read inside the block."""
+    """Raises what :func:`unreadable` returns where ``path`` cannot be read inside the block."""
     try:
         yield
     except OSError as error:

@@ -18,8 +18,15 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from ds_lgamp.checkpoint.errors import CheckpointError, DamageError
-from ds_lgamp.checkpoint.files import checksum_of, damaged, sync_folder, unreadable, write_synced
+from ds_lgamp.checkpoint.files import (
+    CheckpointError,
+    DamageError,
+    checksum_of,
+    damaged,
+    sync_folder,
+    unreadable,
+    write_synced,
+)
 from ds_lgamp.checkpoint.schema import check_state, check_tensors
 from ds_lgamp.checkpoint.storage import INDEX, VerifyingReader
 
@@ -51,7 +58,7 @@ def new_tensors(folder: Path) -> Path:
 def publish(folder: Path, tensors: Path, state: dict[str, Any]) -> None:
     """Publishes ``state`` and ``tensors``, which must be complete and synced, as the checkpoint ``folder``.
 
-    Raises CheckpointError if ``state`` does not match the schema in state.py.
+    Raises CheckpointError if ``state`` does not match the schema in schema.py.
     """
     checksum = checksum_of((tensors / INDEX).read_bytes())
     whole = {"format": FORMAT, **state, "tensors": tensors.name, "index_checksum": checksum}
@@ -106,7 +113,7 @@ def rename_latest(directory: Path, damaged: Path, loaded: Path) -> None:
 
 
 def last_and_others(directory: Path) -> list[Path]:
-    """Returns the last checkpoint, and then the others from the newest on; none if ``latest`` names none."""
+    """Returns the last checkpoint, and then all other ones from the newest on; none if ``latest`` names none."""
     last = read_latest(directory)
     return [] if last is None else list(dict.fromkeys([directory / last, *_newest_first(directory, last)]))
 
@@ -179,7 +186,7 @@ def _folders_like(directory: Path, tag: str) -> list[Path]:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Reads and checks state.json of the checkpoint ``folder``; state.py has its schema.
+    """Reads and checks state.json of the checkpoint ``folder``; schema.py has its schema.
 
     Raises CheckpointError if the folder is no checkpoint, or if the file is damaged or was not written by
     save_checkpoint.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from ds_lgamp.checkpoint import folder as folders
-from ds_lgamp.checkpoint.errors import CheckpointError, DamageError, everywhere
+from ds_lgamp.checkpoint.files import CheckpointError, DamageError, everywhere
 from ds_lgamp.checkpoint.live_slot import RUN, Header, is_written, read_blobs, read_header
 from ds_lgamp.checkpoint.names import BUFFERS, Copy, Share, add_share, first_copies, merge, names_to_write, rank_name
 from ds_lgamp.checkpoint.saver import Saver
@@ -59,7 +59,7 @@ class FoundState(NamedTuple):
 
     @property
     def written(self) -> float:
-        """When the last of them was written, in seconds since 1970."""
+        """When the last slot was written, in seconds since 1970."""
         return max(slot.written for slot in self.slots)
 
     def read_by(self, process: int, processes: int) -> list[FoundSlot]:
@@ -72,9 +72,10 @@ class FoundState(NamedTuple):
 
 
 def publish_newest(folder: Path, directory: Path, run: str) -> None:
-    """Makes the newest whole live state in ``folder``, but for those of ``run`` and of runs that go on, a checkpoint in
-    ``directory``, unless that has one as new. Collective over all ranks, each of which looks at the folder on its node;
-    the first one tells where ``directory`` is. Raises CheckpointError on all if the checkpoint cannot be written.
+    """Makes the newest whole live state in ``folder`` a checkpoint in ``directory``, unless that has one as new. Leaves
+    out the states of ``run`` and of runs that go on. Collective over all ranks, each of which looks at the folder on
+    its node; the first one says where ``directory`` is. Raises CheckpointError on all if the checkpoint cannot be
+    written.
 
     It removes no other checkpoint there: the earlier run may have loaded them without saving any itself.
     """
@@ -135,8 +136,8 @@ def publish_alone(folder: Path, place: Callable[[str], Path]) -> Path:
 
 
 def _slots_in(folder: Path, process: int, run: str | None = None) -> dict[FoundSlot, Header]:
-    """Returns the slots of ``folder`` that have a header, but for those of ``run``. Warns of headers that are damaged,
-    and of runs that go on: what they hold would change while it is read."""
+    """Returns the slots of ``folder`` that have a header, without those of ``run``. Warns of damaged headers, and of
+    runs that go on: their slots would change while somebody reads them."""
     found = {}
     for own in sorted(folder.glob(f"{RUN}*")):
         if own.name == f"{RUN}{run}":
@@ -203,7 +204,7 @@ def _tensors(numbers: Mapping[int, Mapping[str, list[FlatShard]]], headers: Mapp
     """Returns what a checkpoint has of the ``numbers`` of some ranks, by its names there.
 
     Args:
-        headers: those of all ranks.
+        headers: of all ranks.
     """
     names = _buffer_names(headers)
     found: dict[str, list[FlatShard]] = {}

@@ -19,20 +19,20 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from ds_lgamp.checkpoint.errors import distrusted
 from ds_lgamp.checkpoint.files import (
     Checksum,
     Hasher,
     checksum_of,
     damaged,
+    distrusted,
     open_data,
     reading,
     sync_folder,
     write_synced,
 )
-from ds_lgamp.checkpoint.schema import Count, DataType, Sizes, first_complaint
+from ds_lgamp.checkpoint.schema import Count, DataType, Sizes, Strict, first_complaint
 from ds_lgamp.checkpoint.shard import FlatShard
 from ds_lgamp.checkpoint.values import name_of_dtype
 
@@ -43,11 +43,7 @@ _ALIGNED = 4096
 """Bytes; every blob begins at a multiple of it."""
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-
-class BlobRange(_Strict):
+class BlobRange(Strict):
     """Consecutive elements of a tensor in a blob; see :class:`FlatShard`."""
 
     name: str
@@ -70,7 +66,7 @@ class BlobRange(_Strict):
         return self
 
 
-class Blob(_Strict):
+class Blob(Strict):
     """Numbers of one type that are written together."""
 
     dtype: DataType
@@ -88,7 +84,7 @@ class Blob(_Strict):
         return self
 
 
-class Header(_Strict):
+class Header(Strict):
     """The content of a header, beside its checksum."""
 
     format: Literal[1]
@@ -143,7 +139,7 @@ class LiveSlot:
             self._file = os.open(self._data, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
             self._close = weakref.finalize(self, os.close, self._file)
         with suppress(OSError):
-            # Unlike that of flock, it ends with this process: the processes of a data loader do not inherit it.
+            # Unlike a lock of flock, it ends with this process: the processes of a data loader do not inherit it.
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     @property
@@ -169,7 +165,7 @@ class LiveSlot:
             self._data.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Lets others take what the files hold."""
+        """Lets other processes take what the files hold."""
         if self._close is not None:
             self._close()
             self._file = self._close = None

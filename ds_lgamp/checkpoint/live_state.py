@@ -1,6 +1,6 @@
 """Live states: each unit is copied to a file when its update is final, beside what the program does next.
 
-While the state of a step is written into one slot, that of the step before lies whole in another. So ranks that die at
+While the state of a step is written into one slot, the state before lies whole in another. So ranks that die at
 any moment leave a state that is at most one step old. All ranks must have that state before one of them gives up an
 older one. Therefore each waits for its last state before the sum over all ranks that ends the next step
 (:meth:`LiveState.before_step`). If units are updated after that sum, two slots suffice; if before it, three are needed.
@@ -9,16 +9,16 @@ older one. Therefore each waits for its last state before the sum over all ranks
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
 
-from ds_lgamp.checkpoint.errors import CheckpointError
-from ds_lgamp.checkpoint.files import PIECE
+from ds_lgamp.checkpoint.files import PIECE, CheckpointError
 from ds_lgamp.checkpoint.live_slot import RUN, LiveSlot, is_written
-from ds_lgamp.checkpoint.names import BUFFERS, OPTIMIZER, PARAMETERS, Share
+from ds_lgamp.checkpoint.names import BUFFERS, PARAMETERS, Share, parameter_name, state_name
 from ds_lgamp.checkpoint.units import Range, Scalars, elementwise, ranges_to_write, scalars_of
 from ds_lgamp.partition.bus import event_now
 from ds_lgamp.partition.host import HostThread, Job
@@ -53,7 +53,7 @@ class LiveState(Observer):
     """Keeps the state of the last whole step in a folder.
 
     Args:
-        folder: of the live states. Before the first copy of a step, it loses those of runs that are over.
+        folder: of the live states. The first copy of a step removes the states of runs that are over.
         header: this run and rank in all headers: ``run``, the same on all ranks, ``rank``, ``ranks``, ``places``.
         units: all units of this rank.
         optimizer: has their state.
@@ -206,18 +206,19 @@ class LiveState(Observer):
         """Yields what this rank writes of ``unit``."""
         ranges = self._ranges[unit]
         if ranges:
-            yield self._source((unit.name, PARAMETERS), PARAMETERS, unit.master.values, ranges, 0)
+            yield self._source((unit.name, PARAMETERS), parameter_name, unit.master.values, ranges, 0)
         for segment in unit.master.segments:
             own = [r for r in ranges if segment.start <= r.in_shard.start < segment.end]
             for key, values in elementwise(self._optimizer, segment).items() if own else ():
-                yield self._source(
-                    (unit.name, segment.start, segment.end, key), f"{OPTIMIZER}/{key}", values, own, segment.start
-                )
+                place = unit.name, segment.start, segment.end, key
+                yield self._source(place, partial(state_name, key), values, own, segment.start)
 
-    def _source(self, key: Any, kind: str, values: torch.Tensor, ranges: Sequence[Range], first: int) -> _Source:
+    def _source(
+        self, key: Any, name_of: Callable[[str], str], values: torch.Tensor, ranges: Sequence[Range], first: int
+    ) -> _Source:
         """Returns the source of ``ranges`` of ``values``, which hold the shard from element ``first`` on."""
         if key not in self._held:
-            self._held[key] = _held(kind, ranges)
+            self._held[key] = _held(name_of, ranges)
         return _Source(
             key, values[ranges[0].in_shard.start - first : ranges[-1].in_shard.stop - first], self._held[key]
         )
@@ -333,11 +334,11 @@ def _pieces(values: torch.Tensor) -> Iterator[memoryview]:
         yield whole[first : first + PIECE]
 
 
-def _held(kind: str, ranges: Sequence[Range]) -> list[dict[str, Any]]:
+def _held(name_of: Callable[[str], str], ranges: Sequence[Range]) -> list[dict[str, Any]]:
     """Describes ``ranges``, which follow one another in the shard, from the first one on."""
     return [
         {
-            "name": f"{kind}/{r.part.name}",
+            "name": name_of(r.part.name),
             "first": r.in_shard.start - ranges[0].in_shard.start,
             "numel": r.in_shard.stop - r.in_shard.start,
             "start": r.start,

@@ -8,6 +8,42 @@ from typing import Any, NamedTuple
 
 PARAMETERS, OPTIMIZER, BUFFERS, RANKS = "parameters", "optimizer", "buffers", "ranks"
 """Prefixes of the names of tensors in a checkpoint."""
+_FIRST = "0"
+"""Marks the first copy of a buffer."""
+
+
+class TensorName(NamedTuple):
+    """The parts of a tensor's name in a checkpoint."""
+
+    kind: str
+    """The prefix."""
+    name: str
+    """The global name of a parameter or buffer; of what one rank alone has, its place."""
+    of: str = ""
+    """Of optimizer state, its key; of a buffer, whose copy it is."""
+
+    @property
+    def is_first_copy(self) -> bool:
+        return self.kind == BUFFERS and self.of == _FIRST
+
+
+def parse(tensor: str) -> TensorName:
+    """Returns the parts of the name of a ``tensor`` in a checkpoint."""
+    kind, _, rest = tensor.partition("/")
+    if kind not in (OPTIMIZER, BUFFERS):
+        return TensorName(kind, rest)
+    of, _, name = rest.partition("/")
+    return TensorName(kind, name, of)
+
+
+def parameter_name(parameter: str) -> str:
+    """Returns the name in a checkpoint of ``parameter``."""
+    return f"{PARAMETERS}/{parameter}"
+
+
+def state_name(key: str, parameter: str) -> str:
+    """Returns the name in a checkpoint of the optimizer's state ``key`` of ``parameter``."""
+    return f"{OPTIMIZER}/{key}/{parameter}"
 
 
 def rank_name(pipeline_rank: int, data_rank: int, tensor_rank: int) -> str:
@@ -38,7 +74,7 @@ def first_copies(ranks: Iterable[Mapping[str, Copy]]) -> dict[str, Copy]:
 
 def name_of_first(buffer: str) -> str:
     """Returns the name in a checkpoint of the first copy of ``buffer``."""
-    return f"{BUFFERS}/0/{buffer}"
+    return f"{BUFFERS}/{_FIRST}/{buffer}"
 
 
 def name_of_own(buffer: str, places: tuple[int, ...]) -> str:

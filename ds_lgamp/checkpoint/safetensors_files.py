@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ds_lgamp.checkpoint import folder as folders
-from ds_lgamp.checkpoint.errors import CheckpointError
-from ds_lgamp.checkpoint.files import sync, sync_folder, whole_folder, write_synced
-from ds_lgamp.checkpoint.names import BUFFERS, PARAMETERS, layer_of, name_of_first
+from ds_lgamp.checkpoint.files import CheckpointError, sync, sync_folder, whole_folder, write_synced
+from ds_lgamp.checkpoint.names import BUFFERS, layer_of, parameter_name, parse
 from ds_lgamp.checkpoint.storage import VerifyingReader
 from ds_lgamp.checkpoint.values import name_of_dtype
 from ds_lgamp.checkpoint.whole import WholeCheckpoint, state_of
@@ -30,7 +29,7 @@ class Planned(NamedTuple):
     name: str
     """Name in the file."""
     own_name: str
-    """Name in a run, with that of the layer."""
+    """Name in a run, with the name of the layer."""
     key: str | None
     """Name in the checkpoint; None for a tensor without elements, which the checkpoint does not store."""
     shape: list[int]
@@ -69,7 +68,7 @@ def read_safetensors(source: Path) -> WholeCheckpoint:
     """Reads a safetensors file, or a folder with model.safetensors or an index, as a checkpoint without optimizer
     state.
 
-    Tensor names must be those of the model's layers, or those with which :func:`write_safetensors` replaced them.
+    Tensors must have the names of the model's layers, or the names that :func:`write_safetensors` gave them.
     Tensors become buffers if it marked them or if they are not floating-point.
 
     Raises CheckpointError if a file is missing, is no safetensors file, or has no weights.
@@ -104,13 +103,13 @@ def planned_of(state: dict[str, Any], reader: VerifyingReader, dtype: torch.dtyp
     """Yields the parameters, in ``dtype``, and the buffers of the checkpoint with this ``state``."""
     of_model = state["layers"].get("names_of_model", False)
     for name, described in state["parameters"].items():
-        key = f"{PARAMETERS}/{name}"
+        key = parameter_name(name)
         shown = without_layer(name) if of_model else name
         yield Planned(shown, name, key if key in reader.tensors else None, described["shape"], dtype)
-    prefix = name_of_first("")
     for key, entry in reader.tensors.items():
-        if key.startswith(prefix):
-            name = key.removeprefix(prefix)
+        parts = parse(key)
+        if parts.is_first_copy:
+            name = parts.name
             shown = without_layer(name) if of_model else name
             yield Planned(shown, name, key, list(entry.size), entry.properties.dtype)
 
@@ -153,7 +152,7 @@ def _write_file(path: Path, shard: list[Planned], reader: VerifyingReader) -> No
         else reader.whole(tensor.key).to(tensor.dtype)
         for tensor in shard
     }
-    marked = [tensor.name for tensor in shard if tensor.key is not None and tensor.key.startswith(f"{BUFFERS}/")]
+    marked = [tensor.name for tensor in shard if tensor.key is not None and parse(tensor.key).kind == BUFFERS]
     # Some readers require the format key, which names the framework.
     metadata = {"format": "pt", _BUFFERS_KEY: json.dumps(marked)}
     names = {tensor.name: tensor.own_name for tensor in shard if tensor.name != tensor.own_name}
@@ -183,7 +182,7 @@ def _files(source: Path) -> dict[Path, set[str] | None]:
 
 
 def _read(path: Path) -> tuple[dict[str, torch.Tensor], set[str], dict[str, str]]:
-    """Returns the tensors of a file, the names of those marked as buffers, and the names in a run that differ."""
+    """Returns the tensors of a file, the names of the marked buffers, and the names in a run that differ."""
     library = _library()
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; name a .safetensors file or a folder with {SINGLE} or {INDEX}")

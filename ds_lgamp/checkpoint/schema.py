@@ -21,9 +21,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ds_lgamp.checkpoint.errors import distrusted
-from ds_lgamp.checkpoint.files import Checksum
-from ds_lgamp.checkpoint.names import BUFFERS, OPTIMIZER, PARAMETERS, RANKS
+from ds_lgamp.checkpoint.files import Checksum, distrusted
+from ds_lgamp.checkpoint.names import BUFFERS, OPTIMIZER, PARAMETERS, RANKS, parameter_name, parse
 from ds_lgamp.checkpoint.shard import FlatShard
 from ds_lgamp.checkpoint.values import UnsupportedValue, decode, decode_dtype, name_of_dtype
 
@@ -54,10 +53,14 @@ class Part(NamedTuple):
     checksum: Checksum
 
 
-class Entry(BaseModel):
-    """A tensor. Its parts cover every element exactly once."""
+class Strict(BaseModel):
+    """Checks types strictly, and has no other keys."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class Entry(Strict):
+    """A tensor. Its parts cover every element exactly once."""
 
     dtype: DataType
     shape: Sizes
@@ -84,10 +87,8 @@ class Entry(BaseModel):
         return TensorStorageMetadata(TensorProperties(getattr(torch, self.dtype)), torch.Size(self.shape), chunks)
 
 
-class Index(BaseModel):
+class Index(Strict):
     """The content of index.json."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     metadata_checksum: Checksum
     """Checksum of DCP's own index, which only other programs read."""
@@ -154,13 +155,13 @@ Encoded = dict[str, Any]
 """A dictionary that values.py encoded."""
 
 
-class _Strict(BaseModel):
-    """Checks types strictly and keeps unknown keys."""
+class _Open(Strict):
+    """May also have keys of a later release."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(extra="allow")
 
 
-class Layout(_Strict):
+class Layout(_Open):
     """The layout of the run that wrote the checkpoint."""
 
     pipeline_ranks: Positive
@@ -173,7 +174,7 @@ class Layout(_Strict):
     data_type: DataType
 
 
-class Layers(_Strict):
+class Layers(_Open):
     """The facts on which stock DeepSpeed's pipeline layout depends."""
 
     types: list[str] | None
@@ -187,13 +188,13 @@ class Layers(_Strict):
     """More names that the whole model has for a parameter, each with the one inside its layer."""
 
 
-class Parameter(_Strict):
+class Parameter(_Open):
     shape: Sizes
     group: Count | None
     """Index of the optimizer's parameter group; None if the parameter does not train."""
 
 
-class Optimizer(_Strict):
+class Optimizer(_Open):
     kind: str | None = Field(alias="class")
     groups: list[Encoded]
     scalars: list[Encoded]
@@ -208,13 +209,13 @@ class Optimizer(_Strict):
         return self
 
 
-class Scheduler(_Strict):
+class Scheduler(_Open):
     kind: str | None = Field(alias="class")
     state: Any
     """Encoded. It is mostly a dictionary, but the scheduler decides."""
 
 
-class LossScaler(_Strict):
+class LossScaler(_Open):
     """Keys are the attribute names of DeepSpeed's dynamic loss scaler."""
 
     cur_scale: float
@@ -223,7 +224,7 @@ class LossScaler(_Strict):
     cur_hysteresis: Count
 
 
-class Counters(_Strict):
+class Counters(_Open):
     """Keys are the attribute names of the engine, but for ``pulled``."""
 
     global_steps: Count
@@ -239,12 +240,12 @@ COUNTERS = tuple(name for name, field in Counters.model_fields.items() if field.
 """The counters that have the names of the engine's."""
 
 
-class Epoch(_Strict):
+class Epoch(_Open):
     micro_batches_per_epoch: Positive
     samples: Positive
 
 
-class State(_Strict):
+class State(_Open):
     """Format 3."""
 
     versions: dict[str, str]
@@ -304,11 +305,10 @@ def check_tensors(path: Path, state: dict[str, Any], tensors: Mapping[str, Tenso
     """Raises CheckpointError if ``tensors`` do not match the list in ``state``, read from ``path``."""
     shapes = {name: info["shape"] for name, info in state["parameters"].items()}
     for name, shape in shapes.items():
-        if prod(shape) and f"{PARAMETERS}/{name}" not in tensors:
+        if prod(shape) and parameter_name(name) not in tensors:
             raise distrusted(path, f"it lists parameter {name}, but has no tensor of it")
     for key, entry in tensors.items():
-        kind, _, rest = key.partition("/")
-        name = rest.partition("/")[2] if kind == OPTIMIZER else rest
+        kind, name, _ = parse(key)
         if kind in (PARAMETERS, OPTIMIZER) and shapes.get(name) != list(entry.size):
             listed = f"lists {name} with shape {shapes[name]}" if name in shapes else f"does not list {name or key}"
             raise distrusted(path, f"it {listed}, but has {key} with shape {list(entry.size)}")

@@ -74,7 +74,7 @@ class FlatShard:
 
 
 class ShardGroup:
-    """Several ranges of one tensor, which do not overlap; stands for them as :class:`FlatShard` does for one."""
+    """Several ranges of one tensor, which do not overlap. Replaces them as :class:`FlatShard` does one."""
 
     def __init__(self, shards: Sequence[FlatShard]) -> None:
         self.shards = shards

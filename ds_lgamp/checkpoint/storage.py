@@ -35,12 +35,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from ds_lgamp.checkpoint.errors import CheckpointError, distrusted
 from ds_lgamp.checkpoint.files import (
     PIECE,
+    CheckpointError,
     Hasher,
     checksum_of,
     damaged,
+    distrusted,
     open_data,
     read_verified,
     reading,

@@ -1,12 +1,13 @@
 """Names the weights and optimizer state of a partition by the global names of parameters, which every layout shares."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from ds_lgamp.checkpoint.errors import CheckpointError
-from ds_lgamp.checkpoint.names import OPTIMIZER, PARAMETERS
+from ds_lgamp.checkpoint.files import CheckpointError
+from ds_lgamp.checkpoint.names import OPTIMIZER, parameter_name, parse, state_name
 from ds_lgamp.checkpoint.shard import FlatShard
 from ds_lgamp.checkpoint.values import UnsupportedValue, decode, encode
 from ds_lgamp.partition.segments import Segment, is_elementwise
@@ -62,7 +63,7 @@ def weights(partition: ZeroPartition, exclude_frozen: bool = False) -> dict[str,
     """Returns the parameters that this rank writes. Of half-precision weights it writes the master weights, since the
     weights are these rounded."""
     units = [unit for unit in partition.units if unit.trains or not exclude_frozen]
-    return {f"{PARAMETERS}/{r.part.name}": r.of(unit.master.values) for unit in units for r in ranges_to_write(unit)}
+    return {parameter_name(r.part.name): r.of(unit.master.values) for unit in units for r in ranges_to_write(unit)}
 
 
 def optimizer_tensors(partition: ZeroPartition, optimizer: torch.optim.Optimizer) -> dict[str, FlatShard]:
@@ -73,7 +74,7 @@ def optimizer_tensors(partition: ZeroPartition, optimizer: torch.optim.Optimizer
             segment = r.part.segment
             if segment is not None:
                 for key, value in elementwise(optimizer, segment).items():
-                    tensors[f"{OPTIMIZER}/{key}/{r.part.name}"] = r.of(value, segment.start)
+                    tensors[state_name(key, r.part.name)] = r.of(value, segment.start)
     return tensors
 
 
@@ -131,7 +132,7 @@ class Loading:
             room = None if self._host is None else self._host.room_beside(own)
             values = own.detach().to("cpu", copy=True) if room is None else room.copy_(own)
             self._masters.append((unit, values))
-            self._add(PARAMETERS, ranges_of_shard(unit), values)
+            self._add(parameter_name, ranges_of_shard(unit), values)
 
     def add_optimizer(self) -> None:
         for unit in self._partition.units:
@@ -141,23 +142,24 @@ class Loading:
 
     def _keys(self, ranges: list[Range]) -> list[str]:
         names = {r.part.name for r in ranges}
-        split = (name.split("/", 2) for name in self._tensors)
-        return sorted({words[1] for words in split if words[0] == OPTIMIZER and words[2] in names})
+        return sorted({key for kind, name, key in map(parse, self._tensors) if kind == OPTIMIZER and name in names})
 
     def _add_state(self, key: str, segment: Segment, ranges: list[Range]) -> torch.Tensor:
-        kind = f"{OPTIMIZER}/{key}"
-        names = (f"{kind}/{r.part.name}" for r in ranges)
+        name_of = partial(state_name, key)
+        names = (name_of(r.part.name) for r in ranges)
         dtype = next(self._tensors[name] for name in names if name in self._tensors)
         if self._host is not None and self._host.on_disk.optimizer:
             values = self._host.empty(segment.end - segment.start, dtype, self._host.on_disk.optimizer).zero_()
         else:
             values = torch.zeros(segment.shard.shape, dtype=dtype, device="cpu")
-        self._add(kind, iter(ranges), values, segment.start)
+        self._add(name_of, ranges, values, segment.start)
         return values
 
-    def _add(self, kind: str, ranges: Iterator[Range], values: torch.Tensor, first: int = 0) -> None:
+    def _add(
+        self, name_of: Callable[[str], str], ranges: Iterable[Range], values: torch.Tensor, first: int = 0
+    ) -> None:
         for r in ranges:
-            name = f"{kind}/{r.part.name}"
+            name = name_of(r.part.name)
             if name in self._tensors:
                 self.targets[name] = r.of(values, first)
 
@@ -197,7 +199,7 @@ class Loading:
 
 
 def with_own_kernels(group: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of a saved ``group`` with those of this run that depend on its device, and its parameters.
+    """Returns the options of a saved ``group``, with this run's parameters and its options that depend on the device.
     Options that are missing keep their values."""
     return {**own, **group, **{key: own[key] for key in _OF_DEVICE if key in own}}
 

@@ -11,9 +11,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ds_lgamp.checkpoint import folder as folders
-from ds_lgamp.checkpoint.errors import CheckpointError, sentence_of
-from ds_lgamp.checkpoint.files import read_verified
-from ds_lgamp.checkpoint.names import OPTIMIZER, PARAMETERS, RANKS, name_of_first, rank_name
+from ds_lgamp.checkpoint.files import CheckpointError, read_verified, sentence_of
+from ds_lgamp.checkpoint.names import OPTIMIZER, RANKS, name_of_first, parameter_name, parse, rank_name, state_name
 from ds_lgamp.checkpoint.schema import COUNTERS, PULLED, decode_text, text_of
 from ds_lgamp.checkpoint.shard import FlatShard, Ranges
 from ds_lgamp.checkpoint.storage import METADATA, ChecksummedWriter, ShardSavePlanner, VerifyingReader
@@ -58,21 +57,20 @@ def state_of(
 def read_whole(folder: Path) -> WholeCheckpoint:
     """Reads the checkpoint ``folder``. Raises CheckpointError if it is no checkpoint or is damaged."""
     state, reader = folders.open_checkpoint(folder)
-    wanted = (name for name in reader.tensors if name.split("/")[0] != RANKS or name == rank_name(0, 0, 0))
+    wanted = (name for name in reader.tensors if parse(name).kind != RANKS or name == rank_name(0, 0, 0))
     tensors = {name: reader.whole(name) for name in wanted}
     whole = WholeCheckpoint({}, {}, {}, decode(state), {})
     for name, described in state["parameters"].items():
-        stored = tensors.get(f"{PARAMETERS}/{name}")
+        stored = tensors.get(parameter_name(name))
         # A checkpoint does not store tensors without elements.
         whole.parameters[name] = torch.empty(described["shape"]) if stored is None else stored
     for key, tensor in tensors.items():
-        kind, rest = key.split("/", 1)
-        if kind == OPTIMIZER:
-            moment, name = rest.split("/", 1)
-            whole.moments.setdefault(moment, {})[name] = tensor
-        elif key.startswith(name_of_first("")):
-            whole.buffers[key.removeprefix(name_of_first(""))] = tensor
-        elif kind == RANKS:
+        parts = parse(key)
+        if parts.kind == OPTIMIZER:
+            whole.moments.setdefault(parts.of, {})[parts.name] = tensor
+        elif parts.is_first_copy:
+            whole.buffers[parts.name] = tensor
+        elif parts.kind == RANKS:
             whole.client_state.update(decode_text(folder, key, tensor)["client_state"])
     return whole
 
@@ -80,12 +78,12 @@ def read_whole(folder: Path) -> WholeCheckpoint:
 def write_whole(folder: Path, whole: WholeCheckpoint) -> None:
     """Writes ``whole`` as the checkpoint ``folder``, which runs at any layout can load.
 
-    It has no random states: a run that loads it keeps its own.
+    It has no random states: a run that loads it goes on with its own.
     """
-    tensors = {f"{PARAMETERS}/{name}": tensor for name, tensor in whole.parameters.items()}
+    tensors = {parameter_name(name): tensor for name, tensor in whole.parameters.items()}
     tensors |= {name_of_first(name): tensor for name, tensor in whole.buffers.items()}
     for key, moments in whole.moments.items():
-        tensors |= {f"{OPTIMIZER}/{key}/{name}": tensor for name, tensor in moments.items()}
+        tensors |= {state_name(key, name): tensor for name, tensor in moments.items()}
     text = text_of({"random": {}, "client_state": encode(whole.client_state)})
     write_alone(folder, {**_shards(tensors), rank_name(0, 0, 0): text}, encode(whole.state))
 
@@ -132,7 +130,7 @@ def verify(folder: Path) -> None:
     _check_lengths(reader)
     for name in reader.tensors:
         values = reader.whole(name)
-        if name.startswith(f"{RANKS}/"):
+        if parse(name).kind == RANKS:
             decode_text(folder, name, values)
 
 

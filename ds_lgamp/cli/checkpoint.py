@@ -12,9 +12,9 @@ from typing import Any, TextIO
 import torch
 
 from ds_lgamp.checkpoint import folder as folders
-from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.files import CheckpointError
 from ds_lgamp.checkpoint.live_recovery import publish_alone
-from ds_lgamp.checkpoint.names import BUFFERS, OPTIMIZER
+from ds_lgamp.checkpoint.names import OPTIMIZER, parse
 from ds_lgamp.checkpoint.safetensors_files import INDEX, SINGLE, read_safetensors, write_safetensors
 from ds_lgamp.checkpoint.whole import WholeCheckpoint, read_whole, verify, write_whole
 from ds_lgamp.cli.terminal import at_work
@@ -42,14 +42,14 @@ def run_command(action: str, options: argparse.Namespace, output: TextIO) -> int
 
 def _info(options: argparse.Namespace, output: TextIO) -> None:
     described = describe(_existing(options.source))
-    _tell(options, output, _as_text(described).rstrip("\n"), **described)
+    _report(options, output, _as_text(described).rstrip("\n"), **described)
 
 
 def _verify(options: argparse.Namespace, output: TextIO) -> None:
     folder = _existing(options.source)
     with at_work(f"reading {folder}"):
         verify(folder)
-    _tell(options, output, f"{folder} is whole", folder=str(folder), whole=True)
+    _report(options, output, f"{folder} is whole", folder=str(folder), whole=True)
 
 
 def _export(options: argparse.Namespace, output: TextIO) -> None:
@@ -62,7 +62,7 @@ def _export(options: argparse.Namespace, output: TextIO) -> None:
             write_stock(read_whole(source), target, options.pipeline_ranks, options.data_ranks)
         else:
             write_safetensors(source, target, _DATA_TYPES[options.dtype], int(options.max_shard_size * _GIGABYTE))
-    _tell(options, output, f"wrote {target}", folder=str(target))
+    _report(options, output, f"wrote {target}", folder=str(target))
 
 
 def _import(options: argparse.Namespace, output: TextIO) -> None:
@@ -73,17 +73,17 @@ def _import(options: argparse.Namespace, output: TextIO) -> None:
         folders.write_latest(target.parent, target.name)
     weights_only = whole.state["optimizer"] is None
     hint = ": weights only, for load_module_only=True" if weights_only else ""
-    _tell(options, output, f"wrote {target}{hint}", folder=str(target), weights_only=weights_only)
+    _report(options, output, f"wrote {target}{hint}", folder=str(target), weights_only=weights_only)
 
 
 def _publish(options: argparse.Namespace, output: TextIO) -> None:
     with at_work(f"reading {options.source}"):
         target = publish_alone(options.source, partial(_inside, options.target))
         folders.write_latest(target.parent, target.name)
-    _tell(options, output, f"wrote {target}", folder=str(target))
+    _report(options, output, f"wrote {target}", folder=str(target))
 
 
-def _tell(options: argparse.Namespace, output: TextIO, sentence: str, **facts: Any) -> None:
+def _report(options: argparse.Namespace, output: TextIO, sentence: str, **facts: Any) -> None:
     """Writes what was done, in words or as JSON."""
     output.write(f"{json.dumps(facts) if options.json else sentence}\n")
 
@@ -94,7 +94,7 @@ def describe(folder: Path) -> dict[str, Any]:
     Raises CheckpointError if the folder is no checkpoint or is damaged.
     """
     state, reader = folders.open_checkpoint(folder)
-    tensors = reader.tensors
+    tensors = list(map(parse, reader.tensors))
     optimizer, scheduler = state["optimizer"], state["lr_scheduler"]
     elements = {name: prod(parameter["shape"]) for name, parameter in state["parameters"].items()}
     files = [folder / folders.STATE, *(folder / state["tensors"]).iterdir()]
@@ -105,14 +105,14 @@ def describe(folder: Path) -> dict[str, Any]:
         "layout": state["layout"],
         "counters": state["counters"],
         "parameters": {"count": len(elements), "elements": sum(elements.values())},
-        "buffers": sum(name.startswith(f"{BUFFERS}/0/") for name in tensors),
+        "buffers": sum(tensor.is_first_copy for tensor in tensors),
         "optimizer": None
         if optimizer is None
         else {
             "class": optimizer["class"],
             "groups": len(optimizer["groups"]),
             "state": sorted(
-                {name.split("/")[1] for name in tensors if name.startswith(f"{OPTIMIZER}/")}.union(
+                {tensor.of for tensor in tensors if tensor.kind == OPTIMIZER}.union(
                     *optimizer["scalars"], *optimizer.get("of_parameters", {}).values()
                 )
             ),

@@ -10,9 +10,8 @@ from typing import Any, NoReturn
 
 from ds_lgamp.autoload import VARIABLE
 from ds_lgamp.cli.plan import add_plan_command
-from ds_lgamp.cli.schedule import add_schedule_command
+from ds_lgamp.cli.steps import add_schedule_command, add_view_command
 from ds_lgamp.cli.terminal import complete_paths, count, own_output, with_examples
-from ds_lgamp.cli.view import add_view_command
 from ds_lgamp.config import ConfigError
 from ds_lgamp.version import __version__
 
@@ -204,7 +203,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if options.block is not None:
         os.environ[VARIABLE] = options.block
     if options.cluster is not None and not options.explain:
-        from ds_lgamp.cli.run_islands import dry_run, place_ranks
+        from ds_lgamp.cli.cluster import dry_run, place_ranks
 
         place_ranks(options.cluster, partial(dry_run, options.script, arguments, options.explained))
     arguments = [*options.launcher_words, *arguments]
@@ -217,7 +216,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     with own_output() as output:
         lay_out = None
         if options.cluster is not None:
-            from ds_lgamp.cli.run_islands import laid_out_on
+            from ds_lgamp.cli.cluster import laid_out_on
 
             lay_out = partial(laid_out_on, options.cluster)
         return explain_script(options.script, arguments, options.ranks, options.json, output, lay_out)
@@ -240,7 +239,7 @@ def _run_megatron(
     if options.explained is not None:
         parser.error("--explained is for DeepSpeed's engine; flags of Megatron-LM say what its step sends")
     if options.cluster is not None:
-        from ds_lgamp.cli.run_islands import of_flags, place_ranks
+        from ds_lgamp.cli.cluster import of_flags, place_ranks
 
         place_ranks(options.cluster, partial(of_flags, arguments, config))
     # Megatron-LM takes its rank from the environment, so it needs no words of the launcher.
@@ -274,7 +273,7 @@ def _check_export(parser: argparse.ArgumentParser, options: argparse.Namespace) 
 
 
 def _detect(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    from ds_lgamp.cli.measure import detect
+    from ds_lgamp.cli.cluster import detect
 
     try:
         with own_output() as output:

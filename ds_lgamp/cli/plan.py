@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +62,9 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         if options.runs is not None:
             from ds_lgamp.cli.plan_search import predict_runs
 
-            return predict_runs(options.runs, options.cluster, options.json, sys.stdout)
+            return predict_runs(options.runs, options.cluster, options.json)
         if options.calibrate:
-            from ds_lgamp.cli.measure import calibrate_cluster
+            from ds_lgamp.cli.cluster import calibrate_cluster
 
             with own_output() as output:
                 return calibrate_cluster(Path(options.cluster), options.json, output)
@@ -93,14 +92,13 @@ def _search(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int
                 )
         if options.tokens is None:
             parser.error("--law needs --tokens, such as 300e9")
-        return run_shortest(model, cluster, options.tokens, options.law, options.json, sys.stdout)
-    _need_batch_size(parser, options)
-    options.objective, options.top = options.objective or "time", options.top or 10
-    return run_search(options, model, cluster, sys.stdout)
+        return run_shortest(model, cluster, options.tokens, options.law, options.json)
+    _complete(parser, options)
+    return run_search(options, model, cluster)
 
 
 def _search_islands(parser: argparse.ArgumentParser, options: argparse.Namespace, model: Any) -> int:
-    from ds_lgamp.cli.plan_islands import run_search
+    from ds_lgamp.cli.plan_search import search_on_islands
     from ds_lgamp.planner.islands import read_islands
 
     for name in ("law", "plot", "gpus"):
@@ -108,13 +106,15 @@ def _search_islands(parser: argparse.ArgumentParser, options: argparse.Namespace
             parser.error(f"--{name} does not go with islands, as {options.cluster} has; remove it")
     if options.objective not in (None, "time"):
         parser.error(f"--objective is '{options.objective}', but plans for islands are ranked by time; remove it")
-    _need_batch_size(parser, options)
-    return run_search(options, model, read_islands(options.cluster), sys.stdout)
+    _complete(parser, options)
+    return search_on_islands(options, model, read_islands(options.cluster))
 
 
-def _need_batch_size(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+def _complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Checks that the batch is given, and fills in defaults."""
     if options.batch_size is None:
         parser.error("--model needs --batch-size, the sequences of a step over all GPUs")
+    options.objective, options.top = options.objective or "time", options.top or 10
 
 
 def _positive(text: str) -> float:

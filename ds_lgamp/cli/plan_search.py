@@ -1,31 +1,38 @@
-"""What ``ds_lgamp plan`` prints and writes of equal nodes: plans, the shortest training, predictions of given runs."""
+"""What ``ds_lgamp plan`` prints and writes: plans on equal nodes and on islands, the shortest training, predictions."""
 
 import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TextIO
+from typing import Any
 
 from ds_lgamp.cli.terminal import at_work, plain, print_rows
 from ds_lgamp.planner.cluster import CLUSTERS, Cluster, read_cluster, sized
-from ds_lgamp.planner.configuration import describe
+from ds_lgamp.planner.configuration import Configuration, describe
 from ds_lgamp.planner.fields import read_text, with_unit
+from ds_lgamp.planner.island_search import IslandPlan, alike, search_islands
+from ds_lgamp.planner.islands import IslandCluster
+from ds_lgamp.planner.load import demand_of
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.predict import Prediction, bandwidth_needed, seconds_over_bandwidth
 from ds_lgamp.planner.runs import Run, read_runs
 from ds_lgamp.planner.search import NothingFits, Plan, best_by_method, reasons, search
 from ds_lgamp.planner.shortest import BUSY, critical_batch, shortest
 from ds_lgamp.planner.work import is_layered, is_quick
-from ds_lgamp.planner.write import why_not, write
+from ds_lgamp.planner.write import OnIslands, why_not, write
 
 DAY = 86400
+HEADS = ("method", "W", "P", "T", "chunks", "batch", "ZeRO", "recompute", "step")
+"""How every table of plans begins."""
+CHUNKS, BATCH = HEADS.index("chunks"), HEADS.index("batch")
 LOSS = 0.05
 """How much longer than on an unlimited network a step may take at the bandwidth that is printed."""
 
 
-def run_search(options: argparse.Namespace, model: Model, cluster: Cluster, output: TextIO) -> int:
+def run_search(options: argparse.Namespace, model: Model, cluster: Cluster) -> int:
     """Prints the best plans, and writes what the options ask for. Returns the exit status.
 
     Raises ValueError, with a sentence, if nothing fits.
@@ -33,10 +40,9 @@ def run_search(options: argparse.Namespace, model: Model, cluster: Cluster, outp
     with at_work("comparing configurations"):
         plans = search(model, cluster, options.batch_size, options.objective, options.top)
     if options.json:
-        json.dump(as_json(model, cluster, plans, options.tokens), output)
-        output.write("\n")
+        print(json.dumps(as_json(model, cluster, plans, options.tokens)))
     else:
-        print_table(model, cluster, plans, options.tokens, output)
+        print_table(model, cluster, plans, options.tokens)
     if options.plot is not None:
         with at_work("drawing"):
             plot(model, cluster, plans, options.plot)
@@ -44,16 +50,31 @@ def run_search(options: argparse.Namespace, model: Model, cluster: Cluster, outp
         with at_work("looking for a plan that a script can run"):
             runnable = best_runnable(model, cluster, plans, options)
         write(model, runnable.configuration, cluster, options.write)
-        print(f"{options.write} has ds_config.json and launch.sh of: {_written(runnable, plans[0])}", file=sys.stderr)
+        _say_written(options.write, _written(runnable, plans[0]))
     return 0
 
 
-def days_of(plan: Plan, model: Model, tokens: float | None) -> float | None:
-    """Returns the days that ``tokens`` take; None if their number is unknown."""
-    if tokens is None:
-        return None
-    steps = tokens / (plan.configuration.sequences * model.sequence_length)
-    return steps * plan.prediction.seconds / DAY
+def search_on_islands(options: argparse.Namespace, model: Model, cluster: IslandCluster) -> int:
+    """Does what :func:`run_search` does, on a cluster file with islands, which may also lack something."""
+    with at_work("comparing configurations"):
+        plans = search_islands(model, cluster, options.batch_size, options.top)
+    if options.json:
+        print(json.dumps(islands_as_json(model, cluster, plans, options.tokens)))
+    else:
+        print_island_table(model, cluster, plans, options.tokens)
+    if options.write is not None:
+        written = write_best(model, cluster, plans, options.write, Path(options.cluster))
+        _say_written(options.write, describe(written.configuration))
+    return 0
+
+
+def _say_written(folder: Path, plan: str) -> None:
+    print(f"{folder} has ds_config.json and launch.sh of: {plan}", file=sys.stderr)
+
+
+def days_of(seconds: float, of: Configuration, model: Model, tokens: float | None) -> float | None:
+    """Returns the days that ``tokens`` take in steps of ``seconds``; None if their number is unknown."""
+    return None if tokens is None else tokens / (of.sequences * model.sequence_length) * seconds / DAY
 
 
 def dollars_of(plan: Plan, model: Model, tokens: float | None) -> float | None:
@@ -64,7 +85,7 @@ def dollars_of(plan: Plan, model: Model, tokens: float | None) -> float | None:
 
 
 def as_json(model: Model, cluster: Cluster, plans: Sequence[Plan], tokens: float | None) -> dict[str, Any]:
-    """Returns what the table tells, with numbers in seconds, bytes and dollars."""
+    """Returns what the table has, with numbers in seconds, bytes and dollars."""
     best = plans[0].configuration
     return {
         "model": {"name": model.name, "parameters": model.parameters},
@@ -80,7 +101,7 @@ def as_json(model: Model, cluster: Cluster, plans: Sequence[Plan], tokens: float
                 "memory_bytes_total": plan.memory.total,
                 "fits_with_bytes_to_spare": cluster.memory - plan.memory.total,
                 "host_bytes_to_spare": cluster.host.memory - plan.memory.host,
-                "days": days_of(plan, model, tokens),
+                "days": days_of(plan.prediction.seconds, plan.configuration, model, tokens),
                 "dollars": dollars_of(plan, model, tokens),
             }
             for plan in plans
@@ -91,17 +112,17 @@ def as_json(model: Model, cluster: Cluster, plans: Sequence[Plan], tokens: float
     }
 
 
-def print_table(model: Model, cluster: Cluster, plans: Sequence[Plan], tokens: float | None, output: TextIO) -> None:
+def print_table(model: Model, cluster: Cluster, plans: Sequence[Plan], tokens: float | None) -> None:
     """Prints the plans as a table, and the sentences about the best one."""
-    heads = ["method", "W", "P", "T", "chunks", "batch", "ZeRO", "recompute", "step", "MFU", "bubble", "network", "GPU"]
     shows_host = any(plan.memory.host for plan in plans)
-    heads += ["host"] if shows_host else []
+    heads = [*HEADS, "MFU", "bubble", "network", "GPU", *(["host"] if shows_host else [])]
     heads += [*(["days"] if tokens else []), *(["cost"] if plans[0].dollars is not None else [])]
     rows = [cells(plan, model, tokens, shows_host) for plan in plans]
-    console = print_rows(title(model, cluster, plans[0]), heads, rows, output)
+    best = plans[0].configuration
+    console = print_rows(title(model, f"{best.gpus} of {cluster.gpus}", cluster.name, best), heads, rows, sys.stdout)
     for sentence in reasons(plans):
         console.print(sentence)
-    needed = bandwidth_needed(model, cluster, plans[0].configuration, LOSS)
+    needed = bandwidth_needed(model, cluster, best, LOSS)
     if needed is not None:
         console.print(
             f"A step takes {LOSS:.0%} longer than on an unlimited network if a network card carries "
@@ -114,12 +135,20 @@ def print_table(model: Model, cluster: Cluster, plans: Sequence[Plan], tokens: f
     )
 
 
-def title(model: Model, cluster: Cluster, best: Plan) -> str:
+def title(model: Model, gpus: str, cluster: str, of: Configuration) -> str:
+    """Returns what stands above a table of plans."""
     return (
-        f"{model.name}, {model.parameters / 1e9:.4g} billion parameters, on {best.configuration.gpus} of "
-        f"{cluster.gpus} GPUs of {cluster.name}, {best.configuration.sequences} sequences of {model.sequence_length} "
-        "tokens per step"
+        f"{model.name}, {model.parameters / 1e9:.4g} billion parameters, on {gpus} GPUs of {cluster}, {of.sequences} "
+        f"sequences of {model.sequence_length} tokens per step"
     )
+
+
+def _layout_cells(method: str, of: Configuration) -> list[str]:
+    """Returns the cells of :data:`HEADS`, but for the last one."""
+    ranks = of.data_ranks, of.pipeline_ranks, of.tensor_ranks
+    chunks = "-" if of.micro_batch_outer else str(of.chunks_per_rank)
+    batch = f"{of.micro_batches} x {of.micro_batch}"
+    return [method, *map(str, ranks), chunks, batch, str(of.zero_stage), of.recompute]
 
 
 def cells(plan: Plan, model: Model, tokens: float | None, shows_host: bool = False) -> list[str]:
@@ -127,19 +156,14 @@ def cells(plan: Plan, model: Model, tokens: float | None, shows_host: bool = Fal
     of, prediction = plan.configuration, plan.prediction
     parts = prediction.parts
     network = sum(parts[name] for name in ("tensor_parallel", "messages", "data_parallel", "gathers"))
-    days, dollars = days_of(plan, model, tokens), dollars_of(plan, model, tokens)
-    chunks = "-" if of.micro_batch_outer else str(of.chunks_per_rank)
+    days, dollars = days_of(prediction.seconds, of, model, tokens), dollars_of(plan, model, tokens)
+    layout = _layout_cells(plan.method, of)
     if of.zero_stage == 3 and not of.micro_batch_outer:
-        chunks += f" ({min(of.resident_chunks, of.chunks_per_rank)})"
+        layout[CHUNKS] += f" ({min(of.resident_chunks, of.chunks_per_rank)})"
+    if of.group < of.micro_batches:
+        layout[BATCH] += f" by {of.group}"
     return [
-        plan.method,
-        str(of.data_ranks),
-        str(of.pipeline_ranks),
-        str(of.tensor_ranks),
-        chunks,
-        f"{of.micro_batches} x {of.micro_batch}" + (f" by {of.group}" if of.group < of.micro_batches else ""),
-        str(of.zero_stage),
-        of.recompute,
+        *layout,
         ("~" if is_layered(of) and not is_quick(of) else "") + f"{plain(prediction.seconds, 3)} s",
         f"{prediction.mfu:.1%}",
         f"{prediction.bubble / prediction.seconds:.1%}",
@@ -183,6 +207,86 @@ def _written(written: Plan, best: Plan) -> str:
     return f"{words}; no script can run the first plan, and this one takes {compared}"
 
 
+def islands_as_json(
+    model: Model, cluster: IslandCluster, plans: Sequence[IslandPlan], tokens: float | None
+) -> dict[str, Any]:
+    """Returns what the table has, with numbers in seconds and bytes."""
+    return {
+        "model": {"name": model.name, "parameters": model.parameters},
+        "cluster": {"name": cluster.name, "gpus": cluster.gpus, "islands": [one.name for one in cluster.islands]},
+        "plans": [
+            {
+                "method": plan.method,
+                **plan.configuration.to_json(),
+                "seconds": plan.seconds,
+                "exposed_seconds": plan.exposed,
+                "bytes_by_link": dict(plan.assignment.bytes_sent),
+                "busiest_seconds_by_link": dict(plan.assignment.seconds),
+                "order": plan.assignment.order,
+                "memory_bytes": plan.memory._asdict(),
+                "memory_bytes_total": plan.memory.total,
+                "days": days_of(plan.seconds, plan.configuration, model, tokens),
+            }
+            for plan in plans
+        ],
+    }
+
+
+def print_island_table(model: Model, cluster: IslandCluster, plans: Sequence[IslandPlan], tokens: float | None) -> None:
+    """Prints the plans as a table, and which order of ranks the best one takes."""
+    best = plans[0]
+    above = title(model, str(cluster.gpus), cluster.name, best.configuration)
+    heads = [*HEADS, "exposed", "between", "in islands", "GPU", *(["days"] if tokens else [])]
+    console = print_rows(above, heads, [_island_cells(plan, model, tokens) for plan in plans], sys.stdout)
+    console.print(f"Ranks of the first plan: {best.assignment.order}.")
+    if len(set(best.assignment.pipeline_speeds)) > 1:
+        speeds = " : ".join(f"{speed:g}" for speed in best.assignment.pipeline_speeds)
+        shares = "share layers by them" if best.configuration.speeds else "have equal work"
+        console.print(f"Its pipeline ranks have the speeds {speeds} and {shares}.")
+    console.print(
+        f"Without a network between nodes it would take {best.seconds - best.exposed:.3g} s; the busiest link between "
+        f"islands carries bytes for {best.assignment.seconds['between']:.3g} s of its step."
+    )
+    console.print(
+        "chunks: per rank; batch: micro-batches x sequences; exposed: share of the step that the network adds; "
+        "between, in islands: what all ranks send over links of that kind in a step; GPU: memory per GPU."
+    )
+
+
+def _island_cells(plan: IslandPlan, model: Model, tokens: float | None) -> list[str]:
+    days, sent = days_of(plan.seconds, plan.configuration, model, tokens), plan.assignment.bytes_sent
+    return [
+        *_layout_cells(plan.method, plan.configuration),
+        f"{plain(plan.seconds, 3)} s",
+        f"{plan.exposed / plan.seconds:.1%}",
+        with_unit(sent["between"], "B"),
+        with_unit(sent["island"], "B"),
+        f"{plain(plan.memory.total / 1e9, 3)} GB",
+        *([] if days is None else [plain(days, 3)]),
+    ]
+
+
+def write_best(
+    model: Model, cluster: IslandCluster, plans: Sequence[IslandPlan], folder: Path, source: Path
+) -> IslandPlan:
+    """Writes the files of the first plan that a script can run into ``folder``, and returns it. The launch line gives
+    ``source``, the cluster file, to ``ds_lgamp run``.
+
+    Raises ValueError with the first reason if no plan can be written, or if nodes have different numbers of GPUs.
+    """
+    if len({island.gpus_per_node for island in cluster.islands}) > 1:
+        raise ValueError(f"--write starts as many processes on every node, but gpus_per_node differ in {cluster.name}")
+    complaints = []
+    for plan in plans:
+        complaint = why_not(model, plan.configuration)
+        if complaint is None:
+            demand = replace(demand_of(model, plan.configuration), order=plan.assignment.order)
+            write(model, plan.configuration, alike(cluster, fast=True), folder, OnIslands(source, demand))
+            return plan
+        complaints.append(complaint)
+    raise ValueError(f"--write finds no plan that a script can run: {complaints[0]}")
+
+
 POINTS, DECADES = 60, 2.0
 """How many bandwidths are drawn, and how many powers of ten they reach below and above the cluster's own."""
 
@@ -214,7 +318,7 @@ def plot(model: Model, cluster: Cluster, plans: Sequence[Plan], path: Path) -> N
         raise ValueError(f"--plot is '{path}', which cannot be written ({error.strerror}); name another file") from None
 
 
-def run_shortest(model: Model, cluster: Cluster, tokens: float, law: str, as_json: bool, output: TextIO) -> int:
+def run_shortest(model: Model, cluster: Cluster, tokens: float, law: str, as_json: bool) -> int:
     """Prints the shortest training of each method. Returns the exit status. Raises ValueError if none is possible."""
     with at_work("looking for the shortest training"):
         found = shortest(model, cluster, tokens, law)
@@ -226,20 +330,19 @@ def run_shortest(model: Model, cluster: Cluster, tokens: float, law: str, as_jso
             name: {"days": entry.days, "gpus": entry.plan.configuration.gpus, **entry.plan.configuration.to_json()}
             for name, entry in found.items()
         }
-        json.dump({"critical_batch": batch, "methods": rows}, output)
-        output.write("\n")
+        print(json.dumps({"critical_batch": batch, "methods": rows}))
         return 0
-    output.write(
+    print(
         f"{model.name}, {model.parameters / 1e9:.4g} billion parameters, {tokens:g} tokens: critical batch {batch} "
-        f"sequences ({law}); at least {BUSY:.0%} of all GPUs' time is compute.\n"
+        f"sequences ({law}); at least {BUSY:.0%} of all GPUs' time is compute."
     )
     for entry in sorted(found.values(), key=lambda entry: entry.days):
         of = entry.plan.configuration
-        output.write(f"{entry.days:8.3g} days on {of.gpus:,} GPUs: {describe(of)}\n")
+        print(f"{entry.days:8.3g} days on {of.gpus:,} GPUs: {describe(of)}")
     return 0
 
 
-def predict_runs(path: Path, cluster_source: str, as_json: bool, output: TextIO) -> int:
+def predict_runs(path: Path, cluster_source: str, as_json: bool) -> int:
     """Predicts every row of the table at ``path`` and prints the predictions in its order. A table with measured times
     gets a summary of the errors on standard error.
 
@@ -253,10 +356,10 @@ def predict_runs(path: Path, cluster_source: str, as_json: bool, output: TextIO)
     with at_work("predicting"):
         predictions = _predictions(runs, cluster_source)
     if as_json:
-        json.dump({"runs": [_as_json(prediction) for prediction in predictions]}, output)
-        output.write("\n")
+        found = [{"seconds": each.seconds, "mfu": each.mfu, "parts_seconds": each.parts} for each in predictions]
+        print(json.dumps({"runs": found}))
     else:
-        output.write(_as_text(runs, predictions))
+        print(_as_text(runs, predictions))
     _summarise(runs, predictions)
     return 0
 
@@ -274,10 +377,6 @@ def _predictions(runs: list[Run], cluster_source: str) -> list[Prediction]:
     return predictions
 
 
-def _as_json(prediction: Prediction) -> dict[str, Any]:
-    return {"seconds": prediction.seconds, "mfu": prediction.mfu, "parts_seconds": prediction.parts}
-
-
 def _as_text(runs: list[Run], predictions: list[Prediction]) -> str:
     heads = ["row", "seconds", "measured", "MFU", *predictions[0].parts]
     lines = [heads]
@@ -286,7 +385,7 @@ def _as_text(runs: list[Run], predictions: list[Prediction]) -> str:
         parts = [f"{seconds:.3g}" for seconds in prediction.parts.values()]
         lines.append([str(number), f"{prediction.seconds:.4g}", measured, f"{prediction.mfu:.1%}", *parts])
     widths = [max(map(len, column)) for column in zip(*lines)]
-    return "".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) + "\n" for line in lines)
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in lines)
 
 
 def _summarise(runs: list[Run], predictions: list[Prediction]) -> None:

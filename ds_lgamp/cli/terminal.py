@@ -48,15 +48,15 @@ def write_file(parser: argparse.ArgumentParser, option: str, path: Path, content
 def own_output() -> Iterator[TextIO]:
     """Keeps standard output for the command. Whatever scripts and libraries print in between goes to standard error."""
     sys.stdout.flush()
-    kept = os.dup(1)
+    descriptor = os.dup(1)
     os.dup2(2, 1)
     try:
-        with os.fdopen(kept, "w", closefd=False) as output:
+        with os.fdopen(descriptor, "w", closefd=False) as output:
             yield output
     finally:
         sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(descriptor, 1)
+        os.close(descriptor)
 
 
 EXAMPLES = {

@@ -107,11 +107,9 @@ from ds_lgamp.cost.offload import (
     StayingStateWalk,
     device_weights,
     host_memory,
-    on_host,
-    stays,
 )
 from ds_lgamp.cost.state import Ledger, StateWalk, Step
-from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize
+from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize, on_host, stays
 from ds_lgamp.schedule.actions import Action, Kind
 from ds_lgamp.schedule.simulate import peak_live_activations
 from ds_lgamp.schedule.spec import Offload

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ds_lgamp.cost.activations import ActivationBytes
-from ds_lgamp.cost.offload import on_host
-from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize
+from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize, on_host
 from ds_lgamp.schedule.actions import PARTITION, RECEIVES, SENDS, Action, Kind
 from ds_lgamp.schedule.placement import Placement
 from ds_lgamp.schedule.spec import Offload

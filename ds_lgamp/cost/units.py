@@ -1,10 +1,10 @@
-"""Sizes of units, of their elements, and of the parts that data-parallel ranks hold."""
+"""Sizes of units, of their elements, and of the parts that data-parallel ranks hold, on the device or on the host."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ds_lgamp.schedule.spec import Hierarchy
+from ds_lgamp.schedule.spec import Hierarchy, Offload
 
 ALIGNMENT = 32
 """Every parameter begins at a multiple of so many elements, and every rank's part of a unit's storage ends at one. The
@@ -122,3 +122,13 @@ class ElementBytes:
     def travelling(self) -> int:
         """Gradients while they are reduced."""
         return self.gradients if self.communication is None else self.communication
+
+
+def on_host(units: Sequence[UnitSize], offload: Offload) -> list[UnitSize]:
+    """Returns the units of which the host holds something."""
+    return [unit for unit in units if not stays(unit, offload)]
+
+
+def stays(unit: UnitSize, offload: Offload) -> bool:
+    """Whether all of ``unit`` stays on the device."""
+    return bool(offload.on_device) and (unit.tied or unit.chunks[0] in offload.on_device)

@@ -236,7 +236,7 @@ def _announce(message: str, error: BaseException) -> None:
     writes = bool(this_rank.savers)
     this_rank.announce(cause(error), " and completes a checkpoint" if writes else "")
     if writes:
-        from ds_lgamp.checkpoint.errors import CheckpointError
+        from ds_lgamp.checkpoint.files import CheckpointError
         from ds_lgamp.checkpoint.saver import wait_for_all
 
         _print(message)
@@ -247,7 +247,7 @@ def _announce(message: str, error: BaseException) -> None:
 def _is_of_a_checkpoint(error: BaseException) -> bool:
     """Whether all ranks raise this error together. It names the rank that could not save or load, and would be
     mistaken for the failure of whichever rank ends first."""
-    from ds_lgamp.checkpoint.errors import CheckpointError
+    from ds_lgamp.checkpoint.files import CheckpointError
 
     return isinstance(error, CheckpointError)
 

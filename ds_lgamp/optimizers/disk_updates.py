@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import Parameter
 
-from ds_lgamp.cost.disk import room
+from ds_lgamp.cost.offload import room
 from ds_lgamp.optimizers.updates import HostUpdates, Options, Updates
 from ds_lgamp.partition.disk import Disk, aligned
 from ds_lgamp.partition.flat_storage import UnitParameter

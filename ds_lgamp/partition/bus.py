@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ds_lgamp.cost.disk import room
+from ds_lgamp.cost.offload import room
 from ds_lgamp.partition import disk as disks
 from ds_lgamp.partition.collectives import Flight, launched
 from ds_lgamp.partition.disk import Disk, Moving, aligned

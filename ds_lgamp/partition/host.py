@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from ds_lgamp.cost.disk import OnDisk
+from ds_lgamp.cost.offload import OnDisk
 from ds_lgamp.partition.bus import Bus, Transfer, use_device
 from ds_lgamp.partition.collectives import followed
 from ds_lgamp.partition.disk import Disk

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from ds_lgamp.runtime.chunk import ParameterHolder, Tensors
+from ds_lgamp.runtime.graph import StoredInputs
 from ds_lgamp.runtime.layer_state import Moment
 from ds_lgamp.runtime.recompute import SavedTensors
-from ds_lgamp.runtime.stored_inputs import StoredInputs
 from ds_lgamp.schedule.actions import COMPUTE, Action, Kind
 from ds_lgamp.schedule.placement import Placement
 from ds_lgamp.watch.this_rank import this_rank
@@ -91,7 +91,7 @@ class BatchState:
         program: the actions of this rank, which say what it waits for where it stands still.
         first_trained: the first chunk with a backward.
         returns_outputs: whether the script computes the loss from outputs, and gives their gradients.
-        name: names a micro-batch in errors, where its number alone does not tell whose it is.
+        name: names a micro-batch in errors, where its number alone does not say whose it is.
     """
 
     micro_batches: int

@@ -97,7 +97,7 @@ def detached(value: Any) -> Any:
 
 
 def partly_cloned(value: Tensors, copies: Callable[[torch.Tensor], bool]) -> Tensors:
-    """Copies those tensors in ``value`` for which ``copies`` holds."""
+    """Copies the tensors in ``value`` for which ``copies`` holds."""
     members = tuple(member.clone() if copies(member) else member for member in as_tuple(value))
     return members if isinstance(value, tuple) else members[0]
 
@@ -127,9 +127,9 @@ def _refusal(value: object) -> str:
 class ParameterHolder(Protocol):
     """Holds the parameters and gradients of the chunks: ZeroPartition, or a host's own data parallelism.
 
-    Every holder gathers and reduces. Programs of hierarchical shards also refresh and combine, those with offloading
-    also load and store: a holder that lacks these raises NotImplementedError, because a step without them would go
-    on with stale weights or without gradients.
+    Every holder gathers and reduces. Programs of hierarchical shards also refresh and combine, and programs of
+    offloading also load and store: a holder that lacks these raises NotImplementedError, because a step without them
+    would go on with stale weights or without gradients.
     """
 
     @abstractmethod

@@ -101,7 +101,7 @@ def common_zero(own_machine: str, clock: Clock = time.perf_counter) -> float:
     group = host_group()
     facts = everyone((own_machine, clock()), group)
     first = facts[0][0]
-    # When the last of those that share the first rank's clock has come.
+    # When the last rank that shares the first one's clock has come.
     zero = max(shown for there, shown in facts if there == first)
     others = [rank for rank, (there, _) in enumerate(facts) if there != first]
     rank = dist.get_rank()

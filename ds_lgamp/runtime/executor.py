@@ -23,6 +23,7 @@ from ds_lgamp.runtime.chunk import (
 )
 from ds_lgamp.runtime.clocks import Stopwatch, Timing
 from ds_lgamp.runtime.graph import (
+    StoredInputs,
     backpropagate,
     begin_graph,
     checked_loss,
@@ -34,12 +35,10 @@ from ds_lgamp.runtime.graph import (
 from ds_lgamp.runtime.layer_state import Moment
 from ds_lgamp.runtime.links import Links
 from ds_lgamp.runtime.recompute import Draws, RandomSource, SavedTensors
-from ds_lgamp.runtime.stored_inputs import StoredInputs
 from ds_lgamp.runtime.trace import Trace
 from ds_lgamp.schedule.actions import COMPUTE, Action, Kind
-from ds_lgamp.watch.standing import Neighbours
 from ds_lgamp.watch.this_rank import this_rank
-from ds_lgamp.watch.whereabouts import Place
+from ds_lgamp.watch.whereabouts import Neighbours, Place
 
 
 class Executor:
@@ -81,7 +80,7 @@ class Executor:
         """What the current action does, as it is timed."""
         self.neighbours = Neighbours(*links.neighbours, alike)
         self.begun: set[bool] = set()
-        """Whether batches for training, and others, have run."""
+        """Which kinds of batches have run: True for training, False for evaluation."""
         self._batch: BatchState
         """The current batch; between batches, the last one."""
         self._last_chunk = len(self.placement) - 1
@@ -152,7 +151,6 @@ class Executor:
         return self.current is not None and self.current.kind is Kind.BACKWARD and self.current.recomputed
 
     def run(self, program: Iterable[Action]) -> None:
-        """Executes ``program``."""
         for action in program:
             self.execute(action)
 
@@ -279,8 +277,16 @@ class Executor:
         _, chunk, micro_batch, _ = action
         self._inputs_on_host.store(chunk, micro_batch, self._batch.graphs[chunk, micro_batch].beginning)
 
+    def wait_store_input(self, action: Action) -> None:
+        with self._doing("store"):
+            self._inputs_on_host.wait_store(action.chunk, action.micro_batch)
+
     def load_input(self, action: Action) -> None:
         self._inputs_on_host.load(action.chunk, action.micro_batch)
+
+    def wait_load_input(self, action: Action) -> None:
+        with self._doing("load"):
+            self._inputs_on_host.wait_load(action.chunk, action.micro_batch)
 
     @property
     def _inputs_on_host(self) -> StoredInputs:
@@ -318,11 +324,10 @@ class Executor:
         result = self.chunks[chunk](inputs, micro_batch)
         if chunk < self._last_chunk:
             as_tuple(result)
-            return result
-        if self._calls.loss_function is None:
-            return result
-        labels = self._batch.labels[micro_batch]
-        return self._calls.loss_function(result, cloned(labels) if recomputed else labels)
+        elif self._calls.loss_function is not None:
+            labels = self._batch.labels[micro_batch]
+            result = self._calls.loss_function(result, cloned(labels) if recomputed else labels)
+        return result
 
     def _recompute(self, backward: Action, graph: Graph, saved: SavedTensors) -> Moment | None:
         """Restores the tensors that autograd saved, from the input, random states and modules' state of the first
@@ -332,15 +337,14 @@ class Executor:
         """
         _, chunk, micro_batch, _ = backward
         inputs = as_leaves(graph.beginning) if chunk > 0 else graph.beginning
-        assert graph.state is not None, "a forward that is recomputed has noted the state"
+        assert graph.state is not None, "a forward that is recomputed has read the state"
         current = self.chunks[chunk].state.rewind(graph.state)
         with torch.enable_grad(), self.draws.again(chunk, micro_batch) as completely:
             saved.restore(partial(self._compute, backward, inputs), completely)
         return current
 
     def _take_gradients(self, chunk: int, micro_batch: int, ends: Sequence[Any]) -> Sequence[torch.Tensor | None]:
-        """Returns the gradients of the chunk's result. The caller recomputes first, so that gradients travel
-        meanwhile."""
+        """Returns the gradients of the chunk's result. They travel while the caller recomputes."""
         if chunk == self._last_chunk:
             if self._batch.returns_outputs:
                 return self._batch.output_gradients.pop(micro_batch)
@@ -362,16 +366,6 @@ def _of_partition(name: str, kind: str = "") -> Callable[[Executor, Action], Non
             getattr(executor.partition, name)(action.chunk)
 
     return timed if kind else act
-
-
-def _of_input(name: str, kind: str) -> Callable[[Executor, Action], None]:
-    """Returns what calls the method ``name`` of the stored inputs for an action's input, and times it as ``kind``."""
-
-    def wait(executor: Executor, action: Action) -> None:
-        with executor._doing(kind):
-            getattr(executor._inputs_on_host, name)(action.chunk, action.micro_batch)
-
-    return wait
 
 
 _LAUNCHES = (Kind.GATHER, Kind.RELEASE, Kind.REDUCE, Kind.REFRESH, Kind.COMBINE, Kind.LOAD, Kind.STORE)
@@ -396,8 +390,8 @@ _EXECUTE: dict[Kind, Callable[[Executor, Action], None]] = {
     **{wait: _of_partition(wait.value.lower(), kind) for wait, kind in _WAITS.items()},
     Kind.STORE_INPUT: Executor.store_input,
     Kind.LOAD_INPUT: Executor.load_input,
-    Kind.WAIT_STORE_INPUT: _of_input("wait_store", "store"),
-    Kind.WAIT_LOAD_INPUT: _of_input("wait_load", "load"),
+    Kind.WAIT_STORE_INPUT: Executor.wait_store_input,
+    Kind.WAIT_LOAD_INPUT: Executor.wait_load_input,
     Kind.UPDATE: Executor.update,
     Kind.RETURN: Executor.return_outputs,
     Kind.STEP: Executor.step,

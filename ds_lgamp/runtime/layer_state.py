@@ -28,7 +28,7 @@ class Moment(NamedTuple):
         if self.values:
             with torch.no_grad():
                 for tensor, value in self.values.values():
-                    # Raises no version: that tells what others change.
+                    # Raises no version: that says what other code changes.
                     write(tensor.data, value)
 
 

@@ -264,7 +264,7 @@ class Links:
         return self._activations_in.take(chunk, micro_batch)
 
     def send_activations(self, chunk: int, micro_batch: int, value: Tensors, answered: bool) -> None:
-        """Sends the result of ``chunk``. ``answered`` tells whether its gradients come back; in evaluation they do
+        """Sends the result of ``chunk``. ``answered`` says whether its gradients come back; in evaluation they do
         not."""
         self._activations_out.announce(chunk, value)
         self._activations_out.send(as_tuple(value))
@@ -287,7 +287,7 @@ class Links:
         self._gradients_out.drain()
 
     def reset(self, dynamic: bool | None = None) -> None:
-        """Forgets all shapes, so that the next batch may have others. Headers then travel again.
+        """Forgets all shapes, so that the next batch may have other ones. Headers then travel again.
 
         Every rank calls it between batches.
 

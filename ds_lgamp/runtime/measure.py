@@ -265,11 +265,11 @@ def chunk_bytes(
         del followers
         with_result = memory.live()
         del result
-        kept, memory.peak = memory.live() - before, 0
-        keeps_result = not is_last and before + kept == with_result
+        held, memory.peak = memory.live() - before, 0
+        keeps_result = not is_last and before + held == with_result
         backpropagate(ends, gradients)
-        by_autograd = kept - result_bytes if keeps_result else kept
-        return ChunkBytes(result_bytes, forward, memory.peak - before - kept, by_autograd, keeps_result)
+        by_autograd = held - result_bytes if keeps_result else held
+        return ChunkBytes(result_bytes, forward, memory.peak - before - held, by_autograd, keeps_result)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

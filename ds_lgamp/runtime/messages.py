@@ -1,6 +1,6 @@
 """Messages between pipeline ranks: what crosses a chunk boundary for one micro-batch, as one tensor.
 
-The tensors of a message travel as one, so that a message is one operation on the device. A header tells their shapes
+The tensors of a message travel as one, so that a message is one operation on the device. A header has their shapes
 and dtypes.
 """
 

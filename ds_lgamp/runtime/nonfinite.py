@@ -1,6 +1,6 @@
 """Where the first number of a batch that is not finite came from.
 
-Every rank notes on its device which results are not finite, so that the host reads nothing while a batch runs. A sum
+Every rank records on its device which results are not finite, so that the host reads nothing while a batch runs. A sum
 over a tensor is finite if all of its elements are. After a batch that is not finite, the ranks put together what they
 have seen.
 """
@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_leaves
 from ds_lgamp.runtime.batch import LoadMicroBatch
 
 INPUTS, LABELS = -2, -1
-"""The places of a micro-batch's inputs and labels, lower than those of the layers."""
+"""The places of a micro-batch's inputs and labels, lower than the places of the layers."""
 
 
 class FirstSeen:
-    """Notes sums of the inputs, the labels, every layer's result, and the gradient of every layer's result, by
+    """Records sums of the inputs, the labels, every layer's result, and the gradient of every layer's result, by
     micro-batch.
 
     Args:
@@ -33,45 +33,45 @@ class FirstSeen:
         self._device = device
         self._sums: torch.Tensor | None = None
         """Sums [2, places, micro-batches]: forward, then backward. None between training batches."""
-        self._noted: set[tuple[int, int]] = set()
-        """Layers and micro-batches whose forward was noted: recomputation repeats it."""
+        self._recorded: set[tuple[int, int]] = set()
+        """Layers and micro-batches whose forward was recorded: recomputation repeats it."""
 
     def begin(self, micro_batches: int, load: LoadMicroBatch) -> LoadMicroBatch:
-        """Begins a training batch. Returns ``load``, which loads a micro-batch, with notes of what it returns."""
+        """Begins a training batch. Returns a ``load`` that also records what it returns."""
         self._sums = torch.zeros(2, len(self._rows), micro_batches, device=self._device)
-        self._noted.clear()
+        self._recorded.clear()
 
-        def noting(micro_batch: int) -> tuple[Any, Any]:
+        def recording(micro_batch: int) -> tuple[Any, Any]:
             loaded = load(micro_batch)
             for place, value in zip((INPUTS, LABELS), loaded):
                 self.after_layer(place, micro_batch, value)
             return loaded
 
-        return noting
+        return recording
 
     def after_layer(self, layer: int, micro_batch: int, result: Any) -> None:
-        """Notes what ``layer`` has computed for ``micro_batch`` and, once it is known, the gradient of that."""
-        if self._sums is None or (layer, micro_batch) in self._noted:
+        """Records what ``layer`` has computed for ``micro_batch`` and, once it is known, the gradient of that."""
+        if self._sums is None or (layer, micro_batch) in self._recorded:
             return
         if micro_batch >= self._sums.shape[2]:
             # The script gives the step more micro-batches than it said. The norm still tells whether they are finite.
             return
-        self._noted.add((layer, micro_batch))
+        self._recorded.add((layer, micro_batch))
         forward, backward = self._sums[:, self._rows[layer], micro_batch]
         members = [result] if isinstance(result, torch.Tensor) else tree_leaves(result)
         hidden = not torch.is_grad_enabled()
         for member in members:
             if isinstance(member, torch.Tensor) and member.is_floating_point():
                 # In chunks that go forward only nothing requires gradients, and hidden states come first.
-                _note(forward, member, infinity_counts=member.requires_grad or hidden)
+                _record(forward, member, infinity_counts=member.requires_grad or hidden)
                 hidden = False
                 # A hook on a leaf, which is a parameter, would outlive the batch.
                 if member.grad_fn is not None:
-                    member.register_hook(partial(_note, backward))
+                    member.register_hook(partial(_record, backward))
 
     @contextmanager
     def looking_away(self) -> Iterator[None]:
-        """Notes nothing inside the block, in which the script evaluates between two calls of a batch."""
+        """Records nothing inside the block, in which the script evaluates between two calls of a batch."""
         sums, self._sums = self._sums, None
         try:
             yield
@@ -90,7 +90,7 @@ class FirstSeen:
 
 
 @torch.no_grad()
-def _note(total: torch.Tensor, tensor: torch.Tensor, infinity_counts: bool = True) -> None:
+def _record(total: torch.Tensor, tensor: torch.Tensor, infinity_counts: bool = True) -> None:
     """Adds the sum of ``tensor`` to ``total``. Where infinity does not count, only NaN does: in masks it is usual."""
     # In fp32, because sums of fp16 numbers leave its range soon.
     found = tensor.sum(dtype=torch.float32)
@@ -133,9 +133,9 @@ def find_origin(ranks: Sequence[Seen], layers: int) -> Origin:
     """Returns the origin of the number that made the loss or the norm of the gradient not finite.
 
     A forward is at fault if it made a loss not finite: of the first such micro-batch, the lowest place. Results that
-    left the loss finite, such as scores behind a mask, are left out. Otherwise a backward is: of the first micro-batch,
-    the highest layer whose result got a finite gradient and whose input did not. A backward may also spoil the
-    gradients of parameters alone.
+    left the loss finite, such as scores that a mask hides, are left out. Otherwise a backward is: of the first
+    micro-batch, the highest layer whose result got a finite gradient and whose input did not. A backward may also spoil
+    the gradients of parameters alone.
 
     Args:
         layers: the number of layers of the model.

@@ -5,7 +5,7 @@ when.
 
 The tensors that autograd saves in the forward are dropped, and restored by computing the forward again.
 
-The graph of the first forward is kept without its tensors. The second forward stops when it has restored the last of
+The graph of the first forward stays without its tensors. The second forward stops when it has restored the last of
 them. Anything after that, such as the product of a last linear layer, is not computed again (as in the early stop of
 torch.utils.checkpoint).
 

@@ -49,7 +49,7 @@ class Holder(NamedTuple):
     others: Set[str] = frozenset()
     """Keys of what is no state."""
     passing: Set[str] | None = None
-    """Of buffers: keys of those that no checkpoint keeps."""
+    """Keys of buffers that no checkpoint has."""
     in_object: bool = False
     """Whether it belongs to an object that is no container."""
 
@@ -138,7 +138,7 @@ class Held(NamedTuple):
     """How often it had been changed in place."""
     is_buffer: bool
     passing: bool
-    """Whether no checkpoint keeps it."""
+    """Whether no checkpoint has it."""
 
     @property
     def changed(self) -> bool:

@@ -1,7 +1,7 @@
 """Records what a rank does in some training steps, and writes it as a recording (:mod:`ds_lgamp.view.recording`).
 
 The blocks that the executor times become intervals, and so does what is launched beside compute
-(:mod:`ds_lgamp.partition.collectives`). On an accelerator, times are those of events in the streams. Nothing waits for
+(:mod:`ds_lgamp.partition.collectives`). On an accelerator, events in the streams give the times. Nothing waits for
 them in a step: it is written at the end of a later one.
 """
 
@@ -146,7 +146,7 @@ class Trace:
         return _Block(self, kind, self._run.instead.time(kind))
 
     def launch(self, lane: str, moved: int) -> "_Flight":
-        """Notes a launch of the current action."""
+        """Records a launch of the current action."""
         assert self._run is not None, "it listens while it records"
         action = self._run.executor.current
         # The host's own threads have no stream.
@@ -156,8 +156,8 @@ class Trace:
             self._awaited[action].append(flight)
         return flight
 
-    def note(self, kind: str, start: Mark) -> None:
-        """Notes a block of ``kind`` that ends now."""
+    def end_block(self, kind: str, start: Mark) -> None:
+        """Records a block of ``kind`` that ends now."""
         if self._run is None:
             return
         step, action, now = self._run.step, self._run.executor.current, self._clock.now()
@@ -183,7 +183,7 @@ class _Block(AbstractContextManager):
         self._start = self._trace.now()
 
     def __exit__(self, *failure: Any) -> None:
-        self._trace.note(self._kind, self._start)
+        self._trace.end_block(self._kind, self._start)
         self._inner.__exit__(*failure)
 
 
@@ -263,7 +263,7 @@ def _write_all(steps: "deque[_Step]", output: "_Output", clock: HostClock) -> No
 
 
 def _memory_of(device: torch.device) -> Callable[[], int]:
-    """Returns a function that reads the bytes alive on ``device``; on a CPU, those of the process in main memory."""
+    """Returns a function that reads the bytes alive on ``device``; on a CPU, all bytes of the process."""
     if device.type != "cpu":
         module = torch.get_device_module(device)
         if not hasattr(module, "memory_stats_as_nested_dict"):

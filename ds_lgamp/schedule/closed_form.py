@@ -114,9 +114,9 @@ def _phases(shape: Shape, durations: Durations, micro_batches: int) -> _Phases:
     forward, hop, message = durations.forward, durations.hop, durations.message
     if ranks == 1:
         hop = message = 0.0
-    kept = durations.backward
+    at_turn = durations.backward
     """The backward of a last chunk that turns at once."""
-    backward = kept + durations.recompute
+    backward = at_turn + durations.recompute
     both = forward + backward
     fill = (ranks - 1) * (both + 2 * hop)
     interleaves = shape.schedule == "interleaved_1f1b"
@@ -126,7 +126,7 @@ def _phases(shape: Shape, durations: Durations, micro_batches: int) -> _Phases:
         if micro_batches == 1:
             turn -= durations.recompute
     else:
-        turn = _turn(shape, micro_batches, durations._replace(backward=backward, hop=hop, message=message), kept)
+        turn = _turn(shape, micro_batches, durations._replace(backward=backward, hop=hop, message=message), at_turn)
     visit = ranks if interleaves else micro_batches
     if interleaves:
         steady = both + max(0.0, hop - min(forward, backward), 2 * message - both)
@@ -134,53 +134,53 @@ def _phases(shape: Shape, durations: Durations, micro_batches: int) -> _Phases:
     return _Phases(
         forward=visit * forward,
         forward_pace=max(visit * forward, visit * message, ranks * (forward + hop)),
-        first_backward=fill - backward - hop + forward + kept if ranks > 1 else forward,
+        first_backward=fill - backward - hop + forward + at_turn if ranks > 1 else forward,
         turn=turn,
         backward=visit * backward,
         backward_pace=max(visit * backward, visit * message, ranks * (backward + hop)),
     )
 
 
-def _turn(shape: Shape, micro_batches: int, durations: Durations, kept: float) -> float:
+def _turn(shape: Shape, micro_batches: int, durations: Durations, at_turn: float) -> float:
     """Returns how long one chunk per rank takes for the forwards and backwards of all micro-batches.
 
-    Backwards of ``durations`` include recomputation. The rank that is k-th from the last runs k forwards ahead under
-    1F1B, 2 k under the layered schedule, and then alternates. The result is the longest of these ways through the
+    Backwards of ``durations`` include recomputation. The rank that is k-th from the last warms up with k forwards under
+    1F1B, with 2 k under the layered schedule, and then alternates. The result is the longest of these ways through the
     pipeline:
 
-    - All micro-batches compute on the last rank, whose backward takes ``kept``, or its messages leave.
+    - All micro-batches compute on the last rank, whose backward takes ``at_turn``, or its messages leave.
     - All compute on the k-th rank from the last, which also waits for its first backward and for its last one.
-    - The k-th rank waits for a backward once in every w micro-batches, one more than it runs ahead. Under 1F1B, hops
-      make it wait. A layered rank has enough forwards ahead if h <= t/2.
+    - The k-th rank waits for a backward once in every w micro-batches, one more than its warm-up has. Under 1F1B,
+      hops make it wait. The warm-up of a layered rank is long enough if h <= t/2.
     - All messages of the k-th rank leave, two for each micro-batch (:func:`_messages_leave`).
     - Under 1F1B, the way waits at several ranks (:func:`_zigzag`).
     """
-    ranks, ahead = shape.pipeline_ranks, 1 if shape.schedule == "1f1b" else 2
+    ranks, warm_up = shape.pipeline_ranks, 1 if shape.schedule == "1f1b" else 2
     forward, backward, hop, message = durations.forward, durations.backward, durations.hop, durations.message
     both = forward + backward
-    at_last = max(micro_batches * (forward + kept), forward + kept + (micro_batches - 1) * message)
+    at_last = max(micro_batches * (forward + at_turn), forward + at_turn + (micro_batches - 1) * message)
     longest = (ranks - 1) * (both + 2 * hop) + at_last
     # If no rank waits for hops in between, the rank before the last waits longest for its first and its last backward.
-    for behind in range(1, ranks if 2 * hop > both else min(ranks, 2)):
-        away = 2 * hop + forward + kept + (behind - 1) * (both + 2 * hop)
-        trip, window = forward + away + backward, ahead * behind + 1
+    for distance in range(1, ranks if 2 * hop > both else min(ranks, 2)):
+        away = 2 * hop + forward + at_turn + (distance - 1) * (both + 2 * hop)
+        trip, window = forward + away + backward, warm_up * distance + 1
         rounds, rest = divmod(micro_batches - 1, window)
         if rounds == 0:
             all_backwards = max(micro_batches * backward, away + backward)
-            way = max(trip + rest * max(backward, forward + kept), micro_batches * forward + all_backwards)
+            way = max(trip + rest * max(backward, forward + at_turn), micro_batches * forward + all_backwards)
         else:
             idle = max(0.0, forward + away - window * forward) + max(0.0, away - (window - 1) * backward)
             way = micro_batches * both + idle
             if trip > window * both:
                 way = max(way, (rounds + 1) * trip + rest * both)
-        # The first rank sends backwards on only if it has more chunks.
-        if behind < ranks - 1 or shape.chunks_per_rank > 1:
+        # The first rank passes gradients on only if it has more chunks.
+        if distance < ranks - 1 or shape.chunks_per_rank > 1:
             way = max(way, _messages_leave(micro_batches, min(window, micro_batches), trip, forward, message))
-        longest = max(longest, way + (ranks - 1 - behind) * (both + 2 * hop))
-    if ahead == 1:
+        longest = max(longest, way + (ranks - 1 - distance) * (both + 2 * hop))
+    if warm_up == 1:
         # A way that often returns to the last rank wins back what is not recomputed there. This is an approximation.
         returns = max(min(micro_batches, 2), 1 + (micro_batches - 1) // ranks)
-        longest = max(longest, _zigzag(ranks, micro_batches, both, hop) - returns * (backward - kept))
+        longest = max(longest, _zigzag(ranks, micro_batches, both, hop) - returns * (backward - at_turn))
         if ranks > 2:
             longest = max(longest, _zigzag(ranks - 1, micro_batches, both, hop))
     return longest
@@ -226,7 +226,7 @@ def _gathers_in_turn(shape: Shape, durations: Durations) -> float:
 class _FirstRank:
     """The visits of rank 0, and its collectives beside them, which run one after another.
 
-    - Stage 3: the first visit launches B gathers, each later forward visit that of the chunk B - 1 ahead. The turn
+    - Stage 3: the first visit launches B gathers, each later forward visit that of the chunk B - 1 later. The turn
       finds its chunks resident. A backward visit of chunk c launches the gather of chunk c - B + 1. The first B chunks
       stay for the next group.
     - Stages 1 and 2: all gathers are under way when the step begins. Deferred ones end as early as they are needed, or
@@ -240,7 +240,7 @@ class _FirstRank:
         self.gather, self.reduce = durations.gather if stage else 0.0, durations.reduce
         self.resident = min(shape.resident_chunks, self.chunks)
         self.releases = stage == 3
-        self.ahead = self.resident if self.releases else self.chunks
+        self.covered = self.resident if self.releases else self.chunks
         """How many chunks the gathers of a forward visit cover, its own included."""
         self.in_groups = shape.micro_batch_group is not None and shape.micro_batch_group < shape.micro_batches
         self.reduces_once = stage <= 1
@@ -262,7 +262,7 @@ class _FirstRank:
         reduces = is_last or not self.reduces_once
         begin = -phases.forward_pace
         for chunk in range(self.chunks):
-            while self.launched < min(chunk + self.ahead, self.chunks):
+            while self.launched < min(chunk + self.covered, self.chunks):
                 self.launch_gather(self.launched)
                 self.launched += 1
             begin = max(self.now, begin + phases.forward_pace if chunk else 0.0, self.gathered[chunk])

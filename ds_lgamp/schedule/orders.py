@@ -33,18 +33,18 @@ def layered(placement: Placement, rank: int, micro_batches: int, group: int) -> 
     groups follow each other without a barrier.
 
     At the turn, the forwards and backwards of a rank's last chunk alternate, as in Megatron-LM's interleaved 1F1B
-    (arXiv 2104.04473). The rank runs two forwards ahead for every chunk of the model behind its last one. Each backward
-    of the model's last chunk then directly follows its forward, so only one micro-batch at a time has logits.
+    (arXiv 2104.04473). The rank warms up with two forwards for every chunk of the model after its last one. Each
+    backward of the model's last chunk then directly follows its forward, so only one micro-batch at a time has logits.
     """
     chunks, turn = chunks_of(placement, rank), first_turning_chunk(placement)
     for members in micro_batch_groups(micro_batches, group):
         forwards = list(_forward(chunks, members))
         backwards = [Action(Kind.BACKWARD, chunk, micro_batch) for chunk in reversed(chunks) for micro_batch in members]
-        ahead = len(forwards)
+        warm_up = len(forwards)
         if chunks[-1] >= turn:
-            ahead = min(ahead, len(members) * (len(chunks) - 1) + 2 * (len(placement) - 1 - chunks[-1]))
-        yield from forwards[:ahead]
-        late = forwards[ahead:]
+            warm_up = min(warm_up, len(members) * (len(chunks) - 1) + 2 * (len(placement) - 1 - chunks[-1]))
+        yield from forwards[:warm_up]
+        late = forwards[warm_up:]
         for forward, backward in zip(late, backwards):
             yield from (forward, backward)
         yield from backwards[len(late) :]
@@ -59,14 +59,15 @@ def gpipe(placement: Placement, rank: int, micro_batches: int, group: int) -> It
 
 
 def one_forward_one_backward(placement: Placement, rank: int, micro_batches: int, group: int) -> Iterator[Action]:
-    """1F1B (PipeDream-flush, arXiv 2006.09503): one forward ahead for every rank that follows, then alternating."""
+    """1F1B (PipeDream-flush, arXiv 2006.09503): a warm-up of one forward for every later rank; then forwards and
+    backwards alternate."""
     pipeline_ranks = max(placement) + 1
     (chunk,) = chunks_of(placement, rank)
-    ahead = min(pipeline_ranks - 1 - rank, micro_batches)
-    yield from _forward([chunk], range(ahead))
+    warm_up = min(pipeline_ranks - 1 - rank, micro_batches)
+    yield from _forward([chunk], range(warm_up))
     for micro_batch in range(micro_batches):
-        if micro_batch + ahead < micro_batches:
-            yield Action(Kind.FORWARD, chunk, micro_batch + ahead)
+        if micro_batch + warm_up < micro_batches:
+            yield Action(Kind.FORWARD, chunk, micro_batch + warm_up)
         yield Action(Kind.BACKWARD, chunk, micro_batch)
 
 
@@ -83,14 +84,14 @@ def interleaved(placement: Placement, rank: int, micro_batches: int, group: int)
 
     backward_chunks = chunks[::-1]
     if micro_batches == pipeline_ranks:
-        ahead = total
+        warm_up = total
     else:
-        ahead = min(total, 2 * (pipeline_ranks - 1 - rank) + (len(chunks) - 1) * pipeline_ranks)
-    for index in range(ahead):
+        warm_up = min(total, 2 * (pipeline_ranks - 1 - rank) + (len(chunks) - 1) * pipeline_ranks)
+    for index in range(warm_up):
         yield Action(Kind.FORWARD, *nth(index, chunks))
     for index in range(total):
-        if index + ahead < total:
-            yield Action(Kind.FORWARD, *nth(index + ahead, chunks))
+        if index + warm_up < total:
+            yield Action(Kind.FORWARD, *nth(index + warm_up, chunks))
         yield Action(Kind.BACKWARD, *nth(index, backward_chunks))
 
 

@@ -301,8 +301,8 @@ class _Run:
         """Returns the updates of each rank, with STEP if it takes time. The ranks with copies of tied modules begin
         STEP together."""
         tied, update = self.costs.tied, [0.0] * len(self.program)
-        if self.spec.updates == "step":
-            for chunk, rank in enumerate(self.spec.placement):
+        for chunk, rank in enumerate(self.spec.placement):
+            if self.spec.chunk_updates[chunk].when == "step":
                 update[rank] += self.costs.update[chunk]
         together = max((now for now, sums in zip(self.now, tied) if sums), default=0.0)
         for rank, (actions, end) in enumerate(zip(self.program, self.ends)):

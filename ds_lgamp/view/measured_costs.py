@@ -1,6 +1,6 @@
 """Measures how long the actions of a recorded program took, for the clock to run the program again."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
@@ -152,12 +152,15 @@ def _hops(shown: Shown, spec: ProgramSpec) -> Mapping[Link, float]:
 
 
 def _updates(shown: Shown, spec: ProgramSpec, by_chunk: list[float]) -> list[float]:
-    """Returns the update of every chunk; a STEP that updates all counts in equal parts."""
-    if spec.updates != "step":
+    """Returns the update of every chunk. The chunks of a rank that STEP updates share its time in equal parts."""
+    at_step = [chunk for chunk, update in spec.chunk_updates.items() if update.when == "step"]
+    if not at_step:
         return by_chunk
     steps: defaultdict[int, list[float]] = defaultdict(list)
     for rank, step in zip(shown.recording.ranks, shown.steps):
         steps[rank.pipeline_rank].append(
             sum(each.end - each.start for each in step.intervals if each.lane == "compute" and each.kind == "step")
         )
-    return [fmean(steps[rank]) / spec.placement.count(rank) for rank in spec.placement]
+    sharing = Counter(spec.placement[chunk] for chunk in at_step)
+    shares = {chunk: fmean(steps[rank]) / sharing[rank] for chunk in at_step for rank in [spec.placement[chunk]]}
+    return [shares.get(chunk, time) for chunk, time in enumerate(by_chunk)]

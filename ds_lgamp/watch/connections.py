@@ -22,7 +22,7 @@ minute in all, the connection ends: a machine that lost its power or its network
 
 
 class Member(NamedTuple):
-    """A rank as others know it."""
+    """A rank as other ranks know it."""
 
     rank: int
     host: str
@@ -127,7 +127,7 @@ def listen(address: str, alone: bool) -> socket.socket:
         address: what :func:`own_address` returns.
         alone: whether all ranks are on this machine.
     """
-    # A name may be unknown here, or may be that of another machine, which cannot be bound.
+    # A name may be unknown here, or may belong to another machine, which cannot be bound.
     with suppress(OSError):
         family, _, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         if alone or not _is_loopback(str(place[0])):
@@ -143,7 +143,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def own_address(store: dist.Store) -> str:
-    """Returns the address of the interface through which this rank reaches ``store``: others reach it there.
+    """Returns the address of the interface through which this rank reaches ``store``: other ranks reach this one there.
 
     On the machine of the store that may be a loopback address. The other machines know this one by the store's name.
     """

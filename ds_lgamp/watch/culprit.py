@@ -1,6 +1,6 @@
-"""Finds the rank that holds up the others, from the action of every rank and what each waits for.
+"""Finds the rank that holds up the job, from the action of every rank and what each waits for.
 
-The search begins at a rank that waits. It follows each wait to those ranks that have not done yet what is waited for,
+The search begins at a rank that waits. It follows each wait to the ranks that have not yet done what it waits for,
 until it comes to one that does not answer, or that waits for nobody. If all of them have done it, the network between
 them is to blame.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
-from ds_lgamp.watch.standing import Standing, Wait, listed
+from ds_lgamp.watch.whereabouts import Standing, Wait, listed
 
 _SHOWN = 5
 """How many ranks of a chain a sentence names."""
@@ -57,6 +57,11 @@ class Stall(NamedTuple):
     stack: str
     """The calls of the main thread of a culprit that waits for nobody, or of ranks outside of batches in a circle."""
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the limit is reached, so that the job ends."""
+        return self.seconds >= self.limit
+
 
 def find(victim: Standing, standings: Mapping[int, Standing], silent: Mapping[int, Silent]) -> Stall:
     """Finds what ``victim`` waits for.
@@ -64,7 +69,7 @@ def find(victim: Standing, standings: Mapping[int, Standing], silent: Mapping[in
     Args:
         victim: a rank that waits.
         standings: all ranks that answer, by rank.
-        silent: all others.
+        silent: all other ranks.
     """
     search = _Search(victim, standings, silent)
     cause, rank, blamed = search.run()
@@ -87,7 +92,7 @@ def find(victim: Standing, standings: Mapping[int, Standing], silent: Mapping[in
 
 
 def stalled_longest(standings: Mapping[int, Standing], silent: Mapping[int, Silent]) -> Stall | None:
-    """Returns the stall that has lasted longest, among those of the ranks that have waited longest; None if no rank
+    """Returns the stall that has lasted longest, of the ranks that have waited longest; None if no rank
     waits, or if all that do may wait: outside of batches, for ranks that may go on."""
     waiting = sorted((each for each in standings.values() if each.waits), key=lambda each: -each.seconds)
     stalls = [find(victim, standings, silent) for victim in waiting[:_TRIED]]
@@ -96,7 +101,7 @@ def stalled_longest(standings: Mapping[int, Standing], silent: Mapping[int, Sile
 
 
 def without_hub(own: Standing, hub: int, silence: Silent) -> Stall:
-    """The stall of a rank that cannot ask about others, because ``hub`` does not answer."""
+    """The stall of a rank that cannot ask about other ranks, because ``hub`` does not answer."""
     sentence = f"{_beginning(own)}; rank {hub}, which would know why, {silence.text}"
     return Stall(Cause.SILENCE, (hub,), min(own.seconds, silence.seconds), own.limit, own.inside, sentence, "")
 
@@ -189,7 +194,7 @@ class _Search:
 
 
 def _reached(standing: Standing) -> tuple[int, bool, int]:
-    """Returns how far a rank has come, to compare with others. Outside of a batch it has done all of the last one."""
+    """Returns how far a rank has come, to compare ranks. Outside of a batch it has done all of the last one."""
     return standing.batch, not standing.inside, standing.row if standing.inside else 0
 
 

@@ -23,8 +23,8 @@ _SHOWING = 1.0
 _STOPPED = ("T", "t")
 """States of a process that a signal or a debugger has stopped."""
 _LATER = 10.0
-"""Seconds beyond the limit, in which others name this rank. Its sudden end would be the news otherwise. The guard hears
-of this process after half of them."""
+"""Seconds beyond the limit, in which other ranks name this one. Otherwise its sudden end would be the news. The guard
+hears of this process after half of them."""
 
 
 def watch(process: int, name: str) -> None:

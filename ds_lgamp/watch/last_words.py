@@ -35,8 +35,8 @@ class Exit:
 
     def run_handlers(self, status: int) -> None:
         """Runs the exit handlers of this process, which fails, such as the last upload of a logger; and writes what its
-        files hold. Ends the process with ``status`` if that takes too long. Inside an exit handler, it runs none: those
-        called before would run twice."""
+        files hold. Ends the process with ``status`` if that takes too long. Inside an exit handler, it runs none: some
+        would run twice."""
         self.failing = True
         watchdog = threading.Thread(target=_end_later, args=(status,), daemon=True)
         with suppress(RuntimeError):

@@ -98,8 +98,8 @@ class Launch:
         return [self._store.get(f"{key}/{rank}").decode() for rank in range(self.ranks)]
 
     def from_first(self, make: Callable[[], str], patience: timedelta = _PATIENCE) -> str:
-        """Returns what ``make`` returns in the process of rank 0, for which the others wait. If ``make`` raises an
-        error there, the others raise ValueError."""
+        """Returns what ``make`` returns in the process of rank 0, for which all processes wait. If ``make`` raises an
+        error there, the other processes raise ValueError."""
         key = self._key()
         if self.rank == 0:
             try:
@@ -218,7 +218,7 @@ class Termination:
     def release(self) -> None:
         """Gives SIGTERM its default action back, and ends this process if it has come.
 
-        In the main thread this undoes all that :meth:`catch` has done. In others Python still names the handler.
+        In the main thread this undoes all that :meth:`catch` has done. In other threads Python still names the handler.
         """
         if self._caught and self._is_in_place():
             _set_default_action()

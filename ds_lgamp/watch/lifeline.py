@@ -1,11 +1,11 @@
-"""The connections of a rank to others, and the thread that waits for them to end.
+"""The connections of a rank to other ranks, and the thread that waits for them to end.
 
 gloo notices a dead rank, because its connections end. Kernels of NCCL wait for it for ever, and so does their host.
 Therefore every rank holds a connection to rank 0, the hub, and a thread waits for connections to end. Where one ends
-without a goodbye, its rank is dead. The hub tells all others which rank it was, so they end after two hops, in a job of
-any size. When the hub itself dies, all see it. A hub that leaves well hands its connections over to the lowest rank
-that is left. Every second, the thread also looks whether its rank stands still (:mod:`ds_lgamp.watch.stalls`), and
-otherwise it sleeps until something happens.
+without a goodbye, its rank is dead. The hub tells all other ranks which one it was, so they end after two hops, in a
+job of any size. When the hub itself dies, all ranks see it. A hub that leaves well hands its connections over to the
+lowest rank that is left. Every second, the thread also looks whether its rank stands still
+(:mod:`ds_lgamp.watch.stalls`), and otherwise it sleeps until something happens.
 
 The thread needs the interpreter. Waits of torch, gloo and NCCL give it away. Where the main thread keeps it for ever, a
 guard ends the process (:mod:`ds_lgamp.watch.guard`). A rank that gets SIGTERM first says so
@@ -36,9 +36,9 @@ _GRACE = 3.0
 _NEWS = 0.5
 """Seconds to wait, at an error, for the news that it follows from another rank's end."""
 _STAY = 2.0
-"""Seconds that a hub waits for others to leave too, before it hands its connections over."""
+"""Seconds that a hub waits for other ranks to leave too, before it hands its connections over."""
 _FAREWELL = 1.0
-"""Seconds to wait for others to take note of a goodbye."""
+"""Seconds to wait for other ranks to see a goodbye."""
 _HEIRS = 16
 """How many ranks a hub that leaves names, in case the first ones leave too."""
 _BACKLOG = 0.1
@@ -87,7 +87,7 @@ class Lifeline:
         """Whether a rank fails, but completes a checkpoint first."""
         self._verdict: str | None = None
         self._announces, self._announced = False, ""
-        """Whether this rank fails, but takes its time; and which other one, "" if none does."""
+        """Whether this rank fails, but takes its time; and which other rank does, "" if none."""
         self._judged, self._leaving = threading.Event(), threading.Event()
         self._blamed, self._waited = threading.Event(), False
         """Whether another rank is known to be the reason if this one fails; whether this one has waited for that."""
@@ -109,10 +109,10 @@ class Lifeline:
         self._termination.catch()
 
     def leave(self) -> None:
-        """Says goodbye. From now on, the end of this rank ends no other, and no other's end ends this rank."""
+        """Says goodbye. From now on, the end of this rank ends no other rank, and the end of none ends this one."""
         if self._announces:
             # It has caught the error.
-            self._note_failing("")
+            self._hear_of_failure("")
         self._termination.release()
         self._leaving.set()
         with suppress(OSError):
@@ -120,10 +120,10 @@ class Lifeline:
         self._thread.join(_STAY + _FAREWELL + PATIENCE)
 
     def fail(self, cause: str, refused: bool = False) -> str:
-        """Tells the others why this rank is about to end, unless another rank's end is known to be the reason.
+        """Tells the other ranks why this rank is about to end, unless another rank's end is known to be the reason.
 
         Args:
-            refused: whether the others are about to refuse the same, and need not be told why.
+            refused: whether the other ranks are about to refuse the same, and know why.
 
         Returns the sentence that names the other rank, or one that left before; "" if there is none, or if it was said
         already.
@@ -147,13 +147,13 @@ class Lifeline:
         return self._last_words()
 
     def announce(self, cause: str, meanwhile: str = "") -> None:
-        """Tells the others that this rank fails, because of ``cause``, but takes its time.
+        """Tells the other ranks that this one fails, because of ``cause``, but takes its time.
 
         Args:
             meanwhile: what it does first, in words that follow.
         """
         self._announces = True
-        self._note_failing(f"{self._own.name} failed ({cause}){meanwhile}")
+        self._hear_of_failure(f"{self._own.name} failed ({cause}){meanwhile}")
 
     def let_go(self) -> None:
         """Closes what this process has of the connections. A forked process must not keep them open."""
@@ -214,7 +214,7 @@ class Lifeline:
         if identity == self._shown or self._process.exit.failing:
             return
         if error is None:
-            self._note_failing("")
+            self._hear_of_failure("")
         else:
             reason = self._last_words() if self._blamed.is_set() else ""
             trace = "".join(traceback.format_exception(error))
@@ -267,9 +267,9 @@ class Lifeline:
             elif kind == _TERMINATED:
                 self._ending.add(neighbour)
             elif kind == _FAILS:
-                self._note_failing(content, neighbour)
+                self._hear_of_failure(content, neighbour)
             elif kind == _GOODBYE:
-                self.stalls.note_goodbye(self._neighbours[neighbour])
+                self.stalls.hear_goodbye(self._neighbours[neighbour])
                 self._drop(neighbour)
                 self._follow([Member(*heir) for heir in json.loads(content)])
                 return
@@ -303,7 +303,7 @@ class Lifeline:
         self._await(neighbour, self._hear)
 
     def _follow(self, heirs: list[Member]) -> None:
-        """Joins the first of ``heirs`` that has not left. If that is this rank, the others come."""
+        """Joins the first of ``heirs`` that has not left. If that is this rank, the other ranks come."""
         for heir in heirs:
             if heir == self._own or heir in self._neighbours.values() or self._leaving.is_set():
                 return
@@ -350,10 +350,10 @@ class Lifeline:
         if not self._leaving.wait(_GRACE):
             self._process.exit.end(self._last_words(), self._own.rank)
 
-    def _note_failing(self, sentence: str, source: Connection | None = None) -> None:
+    def _hear_of_failure(self, sentence: str, source: Connection | None = None) -> None:
         """Passes on that a rank fails. Waits for it then have a reason, and checkpoints are written in haste. With "",
         it goes on nevertheless."""
-        self.stalls.note_failing(sentence)
+        self.stalls.hear_of_failure(sentence)
         self.a_rank_fails = bool(sentence)
         if source is not None:
             self._announced = sentence and (self._announced or sentence)
@@ -367,8 +367,8 @@ class Lifeline:
                 neighbour.send(f"{_FAILS} {sentence}")
 
     def _terminate(self, termination: Termination) -> None:
-        """Ends this rank, because SIGTERM has come. A verdict that comes within a moment tells why, and others have it
-        from this rank."""
+        """Ends this rank, because SIGTERM has come. A verdict that comes within a moment says why, and this rank
+        passes it on."""
         if not termination.has_come():
             return
         self._selector.unregister(termination)
@@ -382,12 +382,12 @@ class Lifeline:
         termination.end()
 
     def _spread(self, kind: str, verdict: str) -> None:
-        told = list(self._watched)
-        for neighbour in told:
+        neighbours = list(self._watched)
+        for neighbour in neighbours:
             neighbour.send(f"{kind} {verdict}")
         # Neighbours that know the verdict end too, without a goodbye.
         self._watched.clear()
-        complete(told, _FAREWELL)
+        complete(neighbours, _FAREWELL)
 
     def _last_words(self) -> str:
         """Returns the sentence with which this rank ends; "" from the second time on."""

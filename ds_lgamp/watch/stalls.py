@@ -7,14 +7,12 @@ lifeline. The hub then asks all ranks where they stand. Those whose threads stil
 import math
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import NamedTuple
 
 from ds_lgamp.watch.connections import Connection, Member
 from ds_lgamp.watch.culprit import Silent, Stall, stalled_longest, without_hub
 from ds_lgamp.watch.guard import Guard
 from ds_lgamp.watch.last_words import say
-from ds_lgamp.watch.standing import Standing
-from ds_lgamp.watch.whereabouts import Observer, Whereabouts, asks_after
+from ds_lgamp.watch.whereabouts import Observer, Standing, Whereabouts, asks_after
 
 TICK = 1.0
 """Seconds between two looks at this rank."""
@@ -33,7 +31,7 @@ _LONGEST_STEP = 5.0
 class AwakeClock:
     """Stands still while its process is suspended, by Slurm, a shell or a debugger. Somebody asks it every second.
 
-    On waking, all that it would have waited for is yet to come: answers of others, and the end of a stall.
+    On waking, all that it would have waited for is yet to come: answers of other ranks, and the end of a stall.
 
     Args:
         clock: returns the time that goes on, in seconds.
@@ -49,14 +47,6 @@ class AwakeClock:
             self._skipped += now - self._last
         self._last = now
         return now - self._skipped
-
-
-class Said(NamedTuple):
-    """What to tell about a stall."""
-
-    stall: Stall
-    is_over: bool
-    """Whether the limit is reached, so that the job ends. Otherwise this is a warning."""
 
 
 class Rounds:
@@ -95,8 +85,8 @@ class Rounds:
             return False
         return self._asked <= self._answers.keys() or now >= self._begun + ANSWER
 
-    def judge(self, own: Standing, gone: Mapping[int, Silent], now: float) -> Said | None:
-        """Ends the round. Returns what to tell, if anything.
+    def judge(self, own: Standing, gone: Mapping[int, Silent], now: float) -> Stall | None:
+        """Ends the round. Returns the stall to report, if there is one.
 
         Args:
             own: where this rank stands.
@@ -116,7 +106,7 @@ class Rounds:
         longest = max((standing.seconds for standing in standings.values() if standing.waits), default=0.0)
         pause = min(_LONGEST_PAUSE, own.limit / _QUARTER, max(1.0, longest / 10))
         self._next = now + pause
-        return self._warnings.said(stall)
+        return self._warnings.due(stall)
 
 
 class Warnings:
@@ -125,17 +115,16 @@ class Warnings:
     def __init__(self) -> None:
         self._last = 0.0
 
-    def said(self, stall: Stall | None) -> Said | None:
+    def due(self, stall: Stall | None) -> Stall | None:
+        """Returns ``stall`` if it is worth a warning, or if it is over."""
         if stall is None or stall.seconds < self._last:
             self._last = 0.0
-        if stall is None:
-            return None
-        if stall.seconds >= stall.limit:
-            return Said(stall, True)
+        if stall is None or stall.is_over:
+            return stall
         if stall.seconds < max(min(_WARN_AFTER, stall.limit / _QUARTER), 2 * self._last):
             return None
         self._last = stall.seconds
-        return Said(stall, False)
+        return stall
 
 
 class Asking:
@@ -150,15 +139,15 @@ class Asking:
         """The hub asks, so it lives."""
         self._since = None
 
-    def stalls(self, own: Standing, hub: int, now: float) -> Said | None:
-        """The caller tells the hub that this rank waits. Returns what to tell itself if the hub does not react."""
+    def stalls(self, own: Standing, hub: int, now: float) -> Stall | None:
+        """The caller tells the hub that this rank waits. Returns the stall to report if the hub does not react."""
         if self._since is None:
             self._since = now
         silent = now - self._since
         if silent < ANSWER + _LONGEST_PAUSE:
             return None
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - silent))
-        return self._warnings.said(without_hub(own, hub, Silent(f"does not answer since {since}", silent)))
+        return self._warnings.due(without_hub(own, hub, Silent(f"does not answer since {since}", silent)))
 
 
 def stalls(standing: Standing) -> bool:
@@ -167,7 +156,7 @@ def stalls(standing: Standing) -> bool:
 
 
 class StallTalk:
-    """Looks at this rank every second. Talks with others only while some rank waits for long.
+    """Looks at this rank every second. Talks with other ranks only while one waits for long.
 
     Args:
         own: this rank.
@@ -179,7 +168,7 @@ class StallTalk:
     def __init__(self, own: Member, world: int, whereabouts: Whereabouts, end: Callable[[str, str], None]) -> None:
         self._own, self._world, self._whereabouts, self._end = own, world, whereabouts, end
         self._clock = AwakeClock()
-        self._observer = Observer(own.rank, own.host, whereabouts)
+        self._observer = Observer(own.rank, whereabouts)
         self._rounds, self._asking = Rounds(), Asking()
         self._left: dict[int, tuple[float, str]] = {}
         """By rank, when it said goodbye: by the clock, and in words."""
@@ -188,7 +177,7 @@ class StallTalk:
         self._guard = Guard(own.name)
 
     def begin(self) -> None:
-        """From now on the guard runs, and :meth:`look` tells it that this process runs."""
+        """Starts the guard, which hears from :meth:`look` that this process runs."""
         self._guard.begin()
         self._whereabouts.on_new_limit = self._arm
 
@@ -219,11 +208,11 @@ class StallTalk:
         elif kind == _STANDS:
             self._rounds.hear(Standing.from_line(content))
 
-    def note_failing(self, sentence: str) -> None:
-        """Takes why others will wait for a while: a rank fails. With "", it goes on nevertheless."""
+    def hear_of_failure(self, sentence: str) -> None:
+        """Takes why other ranks will wait for a while: one fails. With "", it goes on nevertheless."""
         self._failing = sentence and (self._failing or sentence)
 
-    def note_goodbye(self, member: Member) -> None:
+    def hear_goodbye(self, member: Member) -> None:
         self._left[member.rank] = self._clock.now(), time.strftime("%H:%M:%S")
 
     def departed(self) -> str:
@@ -232,7 +221,7 @@ class StallTalk:
 
     def finish(self) -> None:
         """Judges nobody any more."""
-        self._whereabouts.on_new_limit = None
+        self._whereabouts.on_new_limit = lambda _: None
         self._guard.disarm()
 
     def let_go(self) -> None:
@@ -248,7 +237,7 @@ class StallTalk:
             self._asking.hear()
             return
         hub.send(_STALLED)
-        self._tell(self._asking.stalls(own, rank, now))
+        self._report(self._asking.stalls(own, rank, now))
 
     def _ask(self, own: Standing, neighbours: Mapping[Connection, Member], now: float) -> None:
         """Runs the rounds of questions."""
@@ -261,7 +250,7 @@ class StallTalk:
         if self._rounds.is_complete(now):
             there = {self._own.rank, *(member.rank for member in neighbours.values())}
             gone = {rank: self._gone(rank, now) for rank in range(self._world) if rank not in there}
-            self._tell(self._rounds.judge(self._observer.look(now, closely=True), gone, now))
+            self._report(self._rounds.judge(self._observer.look(now, closely=True), gone, now))
 
     def _gone(self, rank: int, now: float) -> Silent:
         if rank not in self._left:
@@ -271,13 +260,14 @@ class StallTalk:
     def _farewell(self, rank: int) -> str:
         return f"left at {self._left[rank][1]}: its script or its default process group ended"
 
-    def _tell(self, said: Said | None) -> None:
-        if said is None:
+    def _report(self, stall: Stall | None) -> None:
+        """Ends the job because of ``stall`` if that is over, and warns of it otherwise."""
+        if stall is None:
             return
-        sentence = self._failing or said.stall.sentence
-        if said.is_over:
-            self._end(sentence, "" if self._failing else said.stall.stack)
+        sentence = self._failing or stall.sentence
+        if stall.is_over:
+            self._end(sentence, "" if self._failing else stall.stack)
         else:
-            left = said.stall.limit - said.stall.seconds
+            left = stall.limit - stall.seconds
             ends = f"; if that lasts, the job ends in {left:.0f} s" if math.isfinite(left) else ""
             say(f"ds_lgamp: {sentence}{ends}\n")

@@ -43,7 +43,7 @@ class Recorder(Protocol):
     """Records launches."""
 
     def launch(self, lane: str, moved: int) -> Flight:
-        """Notes a launch of this thread.
+        """Records a launch of this thread.
 
         Args:
             lane: what it is, one of the lanes of a recording.
@@ -94,7 +94,7 @@ class ThisRank:
         """From now on, a rank that dies ends this rank, until the default group or the process ends.
 
         All ranks call it. Does nothing where it was called for this default group already. A rank that cannot reach the
-        others logs why, and goes on. A rank without others only ends with its launcher.
+        others logs why, and goes on. A single rank only ends with its launcher.
         """
         world = dist.group.WORLD
         assert world is not None, "torch.distributed is initialised"
@@ -107,7 +107,7 @@ class ThisRank:
             return
         self._starts += 1
         store, rank = _get_default_store(), dist.get_rank()
-        # Later default groups may have the same store: those of this process, and those of a job that torchrun
+        # Later default groups may have the same store: in this process, or in a job that torchrun
         # restarts.
         key = f"ds_lgamp/lifeline/{attempt()}/{self._starts}"
         address = own_address(store)
@@ -152,7 +152,7 @@ class ThisRank:
 
     @property
     def a_rank_fails(self) -> bool:
-        """Whether a rank fails, but completes a checkpoint with the others first."""
+        """Whether a rank fails, but completes a checkpoint with all ranks first."""
         return self.lifeline is not None and self.lifeline.a_rank_fails
 
     def end(self) -> None:

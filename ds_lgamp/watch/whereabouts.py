@@ -1,9 +1,10 @@
-"""Where the main thread of this rank stands, as another thread sees it.
+"""Where a rank stands: what it waits for, and what it has done for which other ranks may wait.
 
-The main thread writes plain attributes, here and in the executor. What they mean is worked out only once the rank has
-stood still for a while.
+The main thread writes plain attributes, here and in the executor, and a step has no extra work. What they mean is read
+off the program only once the rank has stood still for a while, or once somebody asks.
 """
 
+import json
 import math
 import sys
 import threading
@@ -17,15 +18,160 @@ from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 
-from ds_lgamp.schedule.actions import Action
+from ds_lgamp.schedule.actions import COLLECTIVES, SENDS, WAITS, Action, Kind, awaited_by, receive_of
+from ds_lgamp.schedule.spec import SENDS_IN_FLIGHT
 from ds_lgamp.watch.last_words import in_flight_of
-from ds_lgamp.watch.standing import Neighbours, Standing, Wait, done_before, listed, waits_in
+
+_MESSAGES = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD, Kind.RECV_FORWARD, Kind.RECV_BACKWARD)
+_LAUNCHES = "launches"
+"""The key that counts gathers and reductions together: all data-parallel ranks launch them in the same order."""
+
+
+class Neighbours(NamedTuple):
+    """The ranks that a rank may wait for, by their number in the whole job."""
+
+    previous: int
+    """The rank before it in the ring of its pipeline, from which activations come."""
+    following: int
+    alike: tuple[int, ...]
+    """The data-parallel ranks with the same chunks, itself among them."""
+
+
+class Wait(NamedTuple):
+    """Something that a rank waits for."""
+
+    ranks: tuple[int, ...]
+    """The ranks on which it depends; none if any rank may be meant."""
+    text: str
+    """What it waits for, in words."""
+    what: str
+    """What each of ``ranks`` must have done: a key of :attr:`Standing.done`, or the name of a call that all make."""
+    times: int = -1
+    """How often each must have done it in this batch; -1 if ``what`` is a call. 0 if it was begun in the batch
+    before."""
+    blocks: bool = False
+    """Whether none of ``ranks`` leaves the call before all have entered it."""
+
+    @property
+    def is_call(self) -> bool:
+        return self.times < 0
+
+
+class Standing(NamedTuple):
+    """Where a rank stands."""
+
+    rank: int
+    place: str
+    """In words that follow "stands": "in F7.3"."""
+    batch: int
+    """How many batches it has begun."""
+    label: str
+    """The batch, in words."""
+    row: int
+    """How many actions of the batch it has begun, less one."""
+    inside: bool
+    """Whether it is in a batch, from its data on. Otherwise it may take as long as it likes."""
+    seconds: float
+    """For how long it has stood there."""
+    limit: float
+    """How many seconds it may stand there."""
+    waits: tuple[Wait, ...] = ()
+    """All that it waits for; nothing if it works by itself."""
+    done: dict[str, int] = {}  # noqa: RUF012 nobody changes it
+    """How often it has sent, posted and launched in this batch."""
+    stack: str = ""
+    """The calls of its main thread."""
+
+    def to_line(self) -> str:
+        return json.dumps(self)
+
+    @classmethod
+    def from_line(cls, line: str) -> "Standing":
+        standing = cls(*json.loads(line))
+        return standing._replace(waits=tuple(Wait(*wait)._replace(ranks=tuple(wait[0])) for wait in standing.waits))
+
+
+def done_before(program: Sequence[Action], row: int) -> dict[str, int]:
+    """Returns how often the actions before ``row`` send, post and launch."""
+    done = dict.fromkeys([*(kind.value for kind in _MESSAGES), _LAUNCHES], 0)
+    for action in program[: max(row, 0)]:
+        if action.kind in _MESSAGES:
+            done[action.kind.value] += 1
+        elif action.kind in COLLECTIVES:
+            done[_LAUNCHES] += 1
+    return done
+
+
+def waits_in(program: Sequence[Action], row: int, doing: str, neighbours: Neighbours) -> tuple[Wait, ...]:
+    """Returns what a rank waits for that stands at ``row`` of its program.
+
+    Args:
+        row: the action; the length of the program if all are done and only sends are under way.
+        doing: what the rank does inside the action: one of ``runtime.clocks``'s kinds.
+        neighbours: the ranks around it.
+    """
+    if row >= len(program):
+        return _unfinished_sends(program, row, neighbours) if doing == "send" else ()
+    action = program[row]
+    if doing in ("activation", "gradient"):
+        return (_message(program, action, doing, neighbours),)
+    if doing == "send":
+        if action.kind not in SENDS:
+            return _unfinished_sends(program, row, neighbours)
+        # The receiver must take the oldest message before one more may be under way.
+        sent = done_before(program, row + 1)[action.kind.value]
+        return (_taking(action.kind, max(1, sent - SENDS_IN_FLIGHT), neighbours),)
+    if action.kind in WAITS and awaited_by(action).kind in COLLECTIVES and len(neighbours.alike) > 1:
+        return (_collective(program, row, neighbours),)
+    return ()
+
+
+def _message(program: Sequence[Action], compute: Action, doing: str, neighbours: Neighbours) -> Wait:
+    post = receive_of(compute)
+    number = [action for action in program if action.kind is post.kind].index(post) + 1
+    forward = compute.kind is Kind.FORWARD
+    peer = neighbours.previous if forward else neighbours.following
+    source = Action(compute.kind, compute.chunk - 1 if forward else compute.chunk + 1, compute.micro_batch)
+    sends = Kind.SEND_FORWARD if forward else Kind.SEND_BACKWARD
+    return Wait((peer,), f"the {doing} that rank {peer} sends after {source}", sends.value, number)
+
+
+def _unfinished_sends(program: Sequence[Action], row: int, neighbours: Neighbours) -> tuple[Wait, ...]:
+    done = done_before(program, row)
+    kinds = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
+    return tuple(_taking(kind, done[kind.value], neighbours) for kind in kinds if done[kind.value])
+
+
+def _taking(kind: Kind, number: int, neighbours: Neighbours) -> Wait:
+    forward = kind is Kind.SEND_FORWARD
+    peer = neighbours.following if forward else neighbours.previous
+    message = "activation" if forward else "gradient"
+    posts = Kind.RECV_FORWARD if forward else Kind.RECV_BACKWARD
+    return Wait((peer,), f"rank {peer} to take the {message} it was sent", posts.value, number)
+
+
+def _collective(program: Sequence[Action], row: int, neighbours: Neighbours) -> Wait:
+    launch = awaited_by(program[row])
+    begun = [place for place, action in enumerate(program[:row]) if action == launch]
+    count = done_before(program, begun[-1] + 1)[_LAUNCHES] if begun else 0
+    return Wait(neighbours.alike, f"{launch} with ranks {listed(neighbours.alike)}", _LAUNCHES, count)
+
+
+_SHOWN = 8
+"""Of how many ranks a sentence shows the numbers."""
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """Returns the numbers of ``ranks`` in words, only the first ones if there are many."""
+    numbers = ", ".join(map(str, ranks[:_SHOWN]))
+    return numbers if len(ranks) <= _SHOWN else f"{numbers}, ... ({len(ranks)} in all)"
+
 
 FIRST_BATCH, _LONGEST_FIRST_BATCH = 10, 1200.0
 """How many times as long an engine may take in its first training batch and its first evaluation, which may compile;
 but no more than so many seconds, unless the limit itself is longer."""
 _EARLY, _ASKED_AFTER = 8, 5.0
-"""A rank that waits asks about the others after 5 seconds, or an 8th of the limit if that is less."""
+"""A rank that waits asks about all ranks after 5 seconds, or an 8th of the limit if that is less."""
 _MEETINGS = ("barrier", "monitored_barrier", "all_", "_all_gather", "reduce_scatter", "_reduce_scatter")
 """Prefixes of the functions of torch.distributed that no rank can leave before all of the group have entered."""
 _FRAMES = 12
@@ -60,7 +206,7 @@ class Whereabouts:
         self.label = ""
         self.place = Place.SCRIPT
         self._limit = math.inf
-        self.on_new_limit: Callable[[float], None] | None = None
+        self.on_new_limit: Callable[[float], None] = lambda _: None
         """Called in the main thread with a limit that differs from the one before. From then on the main thread may
         keep the interpreter, so that no other thread sees the limit."""
         self.awaited = ""
@@ -77,10 +223,7 @@ class Whereabouts:
     def limit(self, seconds: float) -> None:
         if seconds != self._limit:
             self._limit = seconds
-            # Another thread may take it away.
-            tell = self.on_new_limit
-            if tell is not None:
-                tell(seconds)
+            self.on_new_limit(seconds)
 
     @property
     def executor(self) -> Running | None:
@@ -116,7 +259,7 @@ class Whereabouts:
 
     @contextmanager
     def waiting_for(self, what: str) -> Iterator[None]:
-        """Notes that the main thread waits inside the block for ``what`` another thread does with all ranks."""
+        """The main thread waits inside the block for ``what`` another thread does with all ranks."""
         self.awaited = what
         try:
             yield
@@ -132,14 +275,10 @@ class Whereabouts:
 
 
 class Observer:
-    """Watches ``whereabouts`` from another thread.
+    """Watches the ``whereabouts`` of this ``rank`` from another thread."""
 
-    Args:
-        rank, host: those of this process.
-    """
-
-    def __init__(self, rank: int, host: str, whereabouts: Whereabouts) -> None:
-        self._rank, self._host, self._whereabouts = rank, host, whereabouts
+    def __init__(self, rank: int, whereabouts: Whereabouts) -> None:
+        self._rank, self._whereabouts = rank, whereabouts
         self._seen: tuple[Any, ...] = ()
         self._since = 0.0
 
@@ -149,12 +288,16 @@ class Observer:
         here = self._whereabouts
         place, batch, label, limit, executor = here.place, here.batch, here.label, here.limit, here.executor
         row, doing = (-1, "") if executor is None else (executor.row, executor.doing)
-        seen = (batch, place, row, doing, self._call_of_script() if place is Place.SCRIPT else None)
+        frame = self._frame() if place is Place.SCRIPT else None
+        # The call changes as long as a script does something.
+        seen = (batch, place, row, doing, None if frame is None else (id(frame), frame.f_lasti))
+        # While this thread has a frame, the main thread cannot free what is in it.
+        del frame
         if seen != self._seen:
             self._seen, self._since = seen, now
         seconds = now - self._since
         inside = place is not Place.SCRIPT
-        standing = Standing(self._rank, self._host, place.value, batch, label, row, inside, seconds, limit)
+        standing = Standing(self._rank, place.value, batch, label, row, inside, seconds, limit)
         if not closely and seconds < asks_after(limit):
             return standing
         return self._explained(standing, place, executor, row, doing)
@@ -165,15 +308,10 @@ class Observer:
             return None
         return in_flight_of(self._whereabouts.thread or 0)
 
-    def _call_of_script(self) -> tuple[int, int] | None:
-        """Returns what changes as long as a script does something."""
-        frame = self._frame()
-        return None if frame is None else (id(frame), frame.f_lasti)
-
     def _explained(self, standing: Standing, place: Place, executor: Running | None, row: int, doing: str) -> Standing:
         frame = self._frame()
         calls = None if frame is None else _calls(frame)
-        # While this thread keeps a frame, the main thread cannot free what is in it. Files are read only now.
+        # Files are read only now.
         del frame
         if calls is not None:
             standing = standing._replace(stack=calls.text())
@@ -195,7 +333,7 @@ class Observer:
 
 
 def asks_after(limit: float) -> float:
-    """Returns after how many seconds a rank that waits asks about the others."""
+    """Returns after how many seconds a rank that waits asks about all ranks."""
     return min(_ASKED_AFTER, limit / _EARLY)
 
 
@@ -218,8 +356,8 @@ class _Calls(NamedTuple):
         return "".join(lines[_FRAMES - 1 :: -1])
 
     def waits(self, rank: int) -> tuple[Wait, ...]:
-        """Returns the call in which ``rank`` waits for others, if there is one: a function of torch.distributed, or a
-        wait for what such a function has begun."""
+        """Returns the call in which ``rank`` waits for other ranks, if there is one: a function of torch.distributed,
+        or a wait for what such a function has begun."""
         if self.of_torch is not None:
             name, ranks = self.of_torch
             return (_named(name, ranks)._replace(blocks=rank in ranks and name.startswith(_MEETINGS)),)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.files import CheckpointError
 from ds_lgamp.checkpoint.folder import STATE, read_latest
 from ds_lgamp.checkpoint.whole import verify
 from testing.chaos.faults import FAULTS

@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.files import CheckpointError
 from ds_lgamp.checkpoint.whole import read_whole, verify
 from testing.checkpoints import content, flip, forge_index, forge_state
 from testing.fuzz.outcome import Outcome, sentence_fault

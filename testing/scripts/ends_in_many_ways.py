@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ds_lgamp
-from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.files import CheckpointError
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.hook.initialize import watch_the_process
 from ds_lgamp.watch import last_words

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.files import CheckpointError
 from ds_lgamp.checkpoint.whole import read_whole, verify
 from testing.checkpoints import forge_index, forge_item
 

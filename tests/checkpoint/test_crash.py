@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pytest
 import torch.distributed as dist
 
-from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.files import CheckpointError
 from ds_lgamp.checkpoint.folder import STATE, read_latest
 from ds_lgamp.checkpoint.saver import Saver
 from testing.ranks import run_on_ranks, shared_number, started_ranks

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.files import CheckpointError
 from ds_lgamp.checkpoint.folder import (
     check_tag,
     discard,

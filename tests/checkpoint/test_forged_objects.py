@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ds_lgamp.checkpoint.classes import Record
-from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.files import CheckpointError
 from ds_lgamp.checkpoint.values import encode
 from ds_lgamp.checkpoint.whole import read_whole
 from testing.checkpoints import forge_index

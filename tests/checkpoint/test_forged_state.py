@@ -2,7 +2,7 @@
 
 import pytest
 
-from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.files import CheckpointError
 from ds_lgamp.checkpoint.schema import COUNTERS, PULLED
 from ds_lgamp.checkpoint.whole import read_whole
 from testing.checkpoints import forge_state, inside

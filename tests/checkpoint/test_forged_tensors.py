@@ -7,7 +7,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.files import CheckpointError
 from ds_lgamp.checkpoint.whole import read_whole, verify
 from testing.checkpoints import content, example, forge_index, forge_item, forge_metadata, items_file, tensors_folder
 from tests.checkpoint.forging import WEIGHT, Attack, of_weight, part_of_weight, refused, saved, without

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ds_lgamp.checkpoint import live_recovery, live_slot
-from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.files import CheckpointError
 from ds_lgamp.checkpoint.live_recovery import publish_alone
 from ds_lgamp.checkpoint.live_slot import LiveSlot, is_written
 from testing import ROOT

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch.distributed as dist
 
-from ds_lgamp.cli.measure import detect
+from ds_lgamp.cli.cluster import detect
 from ds_lgamp.planner.islands import read_islands
 from testing.namespaces import INTERFACE, Network, NetworkUnavailable, address, throttled_network
 from testing.ranks import run_on_ranks

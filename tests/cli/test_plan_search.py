@@ -10,7 +10,7 @@ from ds_lgamp.cli.main import main
 from ds_lgamp.cli.terminal import plain, print_rows
 from ds_lgamp.planner.cluster import parse_cluster
 from ds_lgamp.planner.write import why_not
-from ds_lgamp.runtime.calibrate import Calibration
+from ds_lgamp.runtime.node import Calibration
 
 WORDS = ["plan", "--model", "gpt2", "--cluster", "a100-25gbit", "--gpus", "8", "--batch-size", "16", "--top", "3"]
 
@@ -149,8 +149,8 @@ def test_a_folder_that_cannot_be_written_and_a_table_that_is_not_there_are_named
 
 
 def test_a_calibration_writes_a_cluster_that_the_planner_reads(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr("ds_lgamp.runtime.calibrate.COPIED", {"cpu": 1 << 16})
-    monkeypatch.setattr("ds_lgamp.runtime.calibrate.SQUARES", {"cpu": (16, 64)})
+    monkeypatch.setattr("ds_lgamp.runtime.node.COPIED", {"cpu": 1 << 16})
+    monkeypatch.setattr("ds_lgamp.runtime.node.SQUARES", {"cpu": (16, 64)})
     path = tmp_path / "here.json"
     path.write_text('{"name": "ours", "price": "2 USD/h", "between": {"bandwidth": "25 Gbit/s", "latency": "9 us"}}')
     assert main(["plan", "--calibrate", "--cluster", str(path)]) == 0
@@ -160,7 +160,7 @@ def test_a_calibration_writes_a_cluster_that_the_planner_reads(capsys, tmp_path,
     assert (cluster.name, cluster.nodes, cluster.gpus_per_node) == ("ours", 1, 1)
     assert cluster.peak > 1e6 and cluster.memory > 1e9 and cluster.memory_bandwidth > 1e6
     assert cluster.between.bandwidth == 25e9 / 8 and cluster.price == pytest.approx(2 / 3600), "kept, as not measured"
-    monkeypatch.setattr("ds_lgamp.cli.measure.calibrate", None)
+    monkeypatch.setattr("ds_lgamp.cli.cluster.calibrate", None)
     for content, words in (
         ("no JSON", "which is no JSON"),
         ('{"islands": []}', "has islands, but --calibrate describes nodes that are alike"),
@@ -174,7 +174,7 @@ def test_a_calibration_writes_a_cluster_that_the_planner_reads(capsys, tmp_path,
 
 def test_one_process_calibrates_a_file_of_many_gpus(capfd, tmp_path, monkeypatch):
     found = Calibration(1, 1, 1e12, 10.0, 10**9, 1e9, None, None, None)
-    monkeypatch.setattr("ds_lgamp.cli.measure.calibrate", lambda device: found)
+    monkeypatch.setattr("ds_lgamp.cli.cluster.calibrate", lambda device: found)
     path = tmp_path / "ours.json"
     path.write_text('{"nodes": 16, "gpus_per_node": 8}')
     assert main(["plan", "--calibrate", "--cluster", str(path), "--json"]) == 0
@@ -185,7 +185,7 @@ def test_one_process_calibrates_a_file_of_many_gpus(capfd, tmp_path, monkeypatch
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr("ds_lgamp.cli.measure.calibrate", None)
+    monkeypatch.setattr("ds_lgamp.cli.cluster.calibrate", None)
     with pytest.raises(SystemExit):
         main(["plan", "--calibrate", "--cluster", str(tmp_path / "no folder" / "ours.json")])
     assert "cannot be written (No such file or directory); name another file" in capsys.readouterr().err

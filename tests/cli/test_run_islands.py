@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from ds_lgamp.cli import run_islands
-from ds_lgamp.cli.run_islands import assigned, dry_run, laid_out_on, of_flags
+from ds_lgamp.cli import cluster
+from ds_lgamp.cli.cluster import assigned, dry_run, laid_out_on, of_flags
 from ds_lgamp.config import ConfigError
 from ds_lgamp.cost.assignment import Demand
 from ds_lgamp.planner.island_search import Exposed
@@ -187,7 +187,7 @@ def test_the_clock_runs_the_program_of_the_engine(tmp_path, monkeypatch):
         found.update(demand=demand, spec=spec)
         return Exposed(1.0, None, None)
 
-    monkeypatch.setattr(run_islands, "exposed", noted)
+    monkeypatch.setattr(cluster, "exposed", noted)
     hierarchy = Hierarchy(2, replicated=False)
     chunks = [{"chunk": number, "parameters": 10**6, "forward_flops": None} for number in (0, 1)]
     rank = {**FACTS["ranks"][0], "chunks": chunks, "bytes_between_nodes": 10**7}

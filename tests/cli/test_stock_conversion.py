@@ -9,7 +9,7 @@ import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
-from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.files import CheckpointError
 from ds_lgamp.checkpoint.storage import ChecksummedWriter
 from ds_lgamp.checkpoint.whole import verify
 from ds_lgamp.cli.main import main

@@ -3,8 +3,8 @@
 import pytest
 
 from ds_lgamp.cost.activations import ActivationBytes, ChunkBytes
-from ds_lgamp.cost.disk import DiskUse, OnDisk, disk_use, host_beside_disk
 from ds_lgamp.cost.memory import rank_memory
+from ds_lgamp.cost.offload import DiskUse, OnDisk, disk_use, host_beside_disk
 from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize
 from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.program import build_rank_program

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ds_lgamp.cost.disk import LiveUse, live_use
+from ds_lgamp.cost.offload import LiveUse, live_use
 from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize
 
 ADAM = ElementBytes(weights=2, gradients=2, optimizer=8)

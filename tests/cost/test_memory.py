@@ -214,3 +214,10 @@ def test_an_optimizer_updates_unit_by_unit_or_all_at_once(element, update):
     told = memory_of(two_chunks(1, 0, 2), None, units, element)
     assert told.update == update
     assert told.peak == 4 * 128 + 4 * 128 + (update or 0) and told.activations is None
+
+
+@pytest.mark.parametrize("updates", ["reduction", "next_step"])
+def test_an_update_of_a_chunk_by_itself_takes_memory_for_its_unit(updates):
+    actions = build_rank_program(ProgramSpec((0, 0), "layered", 2, 2, zero_stage=0, updates=updates), 0)
+    units = [UnitSize(32, 32, (chunk,)) for chunk in range(2)]
+    assert memory_of(actions, None, units, ElementBytes(update=8)).update == 8 * 32

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_lgamp.cost.memory import rank_memory
-from ds_lgamp.cost.offload import HostMemory
+from ds_lgamp.cost.offload import HostMemory, host_memory
 from ds_lgamp.cost.traffic import BusBytes, bus_bytes
 from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize
 from ds_lgamp.schedule.actions import Kind
@@ -88,6 +88,11 @@ def test_a_host_has_masters_state_and_gradients_and_weights_of_16_bits(offload):
 def test_what_is_unknown_of_an_optimizer_is_left_out():
     told = memory_of(spec(EVERYTHING), units(), 2, replace(BF16, optimizer=None, update=None)).host
     assert told.optimizer_state is None and told.update is None and told.peak == 3 * 32 * (2 + 4 + 4)
+
+
+def test_an_optimizer_that_steps_on_all_units_together_takes_what_it_says():
+    told = host_memory(units(), EVERYTHING, Sharding(3, 2), BF16, step=7)
+    assert told.update == 7 and told.peak == 3 * 32 * (2 + 4 + 8 + 4) + 7
 
 
 def test_one_rank_has_full_weights_from_load_to_release():

@@ -5,7 +5,7 @@ import ast
 from docs.messages import PACKAGE, VALUE, Module, messages, raised
 
 PASSED_ON = {
-    ("checkpoint/errors.py", "(DamageError if is_damage else CheckpointError)(sentence)"),
+    ("checkpoint/files.py", "(DamageError if is_damage else CheckpointError)(sentence)"),
     ("checkpoint/whole.py", "CheckpointError(sentence_of(error, 0))"),
     ("integrations/deepspeed/engine/parameters.py", "complaint"),
     ("integrations/deepspeed/model/materialise.py", "ConfigError(complaint)"),

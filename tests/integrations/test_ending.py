@@ -8,7 +8,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.files import CheckpointError
 from ds_lgamp.integrations.user_script import failures_end_the_process
 from ds_lgamp.watch.this_rank import this_rank
 from testing import SCRIPTS

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ds_lgamp.cost.disk import room
+from ds_lgamp.cost.offload import room
 from ds_lgamp.partition import bus as bus_module
 from ds_lgamp.partition import disk as disks
 from ds_lgamp.partition.bus import Bus, Transfer, use_device

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_lgamp.cost.disk import room
+from ds_lgamp.cost.offload import room
 from ds_lgamp.partition import disk as disks
 from ds_lgamp.partition.disk import Disk, aligned
 from ds_lgamp.schedule.spec import DISK_BLOCK

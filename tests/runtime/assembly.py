@@ -16,10 +16,10 @@ from ds_lgamp.partition.zero_partition import TiedParameters, ZeroPartition, bui
 from ds_lgamp.runtime.batch import Calls, Position, Storage
 from ds_lgamp.runtime.chunk import Chunk
 from ds_lgamp.runtime.executor import Executor
+from ds_lgamp.runtime.graph import StoredInputs
 from ds_lgamp.runtime.links import Links
 from ds_lgamp.runtime.recompute import default_sources
 from ds_lgamp.runtime.ring import ring_links
-from ds_lgamp.runtime.stored_inputs import StoredInputs
 from ds_lgamp.schedule.spec import Hierarchy, ProgramSpec
 from tests.runtime.models import Model, loss_function
 

@@ -3,13 +3,13 @@
 import torch
 import torch.distributed as dist
 
-from ds_lgamp.runtime import calibrate
+from ds_lgamp.runtime import node
 from testing.ranks import run_on_ranks
 
 
 def measured():
-    calibrate.COPIED, calibrate.SQUARES = {"cpu": 1 << 16}, {"cpu": (16, 64)}
-    return calibrate.calibrate(torch.device("cpu"))
+    node.COPIED, node.SQUARES = {"cpu": 1 << 16}, {"cpu": (16, 64)}
+    return node.calibrate(torch.device("cpu"))
 
 
 def test_ranks_agree_on_what_was_measured():
@@ -22,9 +22,9 @@ def test_ranks_agree_on_what_was_measured():
 
 
 def measured_on_alternating_nodes():
-    calibrate.node_name = lambda: f"node {dist.get_rank() % 2}"
-    pairs, link = [], calibrate._link
-    calibrate._link = lambda first, second, device: pairs.append((first, second)) or link(first, second, device)
+    node.node_name = lambda: f"node {dist.get_rank() % 2}"
+    pairs, link = [], node._link
+    node._link = lambda first, second, device: pairs.append((first, second)) or link(first, second, device)
     return measured(), pairs
 
 

@@ -58,3 +58,11 @@ def test_memory_inside_wrappers_is_counted_and_that_of_wrappers_is_not(four_rank
         result = (wrapped + 1) * 2
     assert memory.peak == 3 * 1024, "a quarter of 4 KiB, three times"
     del result
+
+
+def test_a_view_counts_as_all_of_its_memory():
+    with PeakMemory() as memory:
+        part = torch.ones(100)[:10]
+        other = torch.ones(50)
+        assert memory.peak == memory.live() == 4 * (100 + 50)
+    del part, other

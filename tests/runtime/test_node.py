@@ -61,6 +61,8 @@ LIMITS = {
     "half a core": ({"fs/cgroup/cpu.max": "50000 100000\n"}, 1),
     "more than there are": ({"fs/cgroup/cpu.max": "6400000 100000\n"}, 4),
     "version 1": ({"fs/cgroup/cpu/cpu.cfs_quota_us": "300000", "fs/cgroup/cpu/cpu.cfs_period_us": "100000"}, 3),
+    "version 1, no number": ({"fs/cgroup/cpu/cpu.cfs_quota_us": "", "fs/cgroup/cpu/cpu.cfs_period_us": "100000"}, 4),
+    "no number": ({"fs/cgroup/cpu.max": ""}, 4),
     "version 1, no limit": ({"fs/cgroup/cpu/cpu.cfs_quota_us": "-1", "fs/cgroup/cpu/cpu.cfs_period_us": "100000"}, 4),
 }
 

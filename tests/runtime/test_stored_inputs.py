@@ -5,8 +5,8 @@ import torch
 from ds_lgamp.partition.bus import Bus
 from ds_lgamp.runtime.batch import BatchState
 from ds_lgamp.runtime.chunk import as_leaves
+from ds_lgamp.runtime.graph import StoredInputs
 from ds_lgamp.runtime.messages import MessageSpec, allocate
-from ds_lgamp.runtime.stored_inputs import StoredInputs
 from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.program import build_rank_program
 from ds_lgamp.schedule.spec import ProgramSpec

@@ -256,6 +256,12 @@ def test_a_step_takes_no_less_than_compute_loads_stores_or_updates(spec, load, s
         assert result.step_time >= max(compute, *moved, count(actions, Kind.UPDATE) * update)
 
 
+def test_step_updates_what_stays_on_the_device():
+    staying = replace(layered(), offload=Offload(parameters=True, on_device=(0, 1)))
+    updates = simulate(staying, build_program(staying), Durations(update=5)).updates[0]
+    assert [(span.action.kind, span.end - span.start) for span in updates] == [(Kind.STEP, 2 * 5)]
+
+
 def in_memory(spec, durations):
     """Returns the seconds of a step if everything stays on the device and updates take no time."""
     on_device = replace(spec, offload=None)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.files import CheckpointError
 from ds_lgamp.checkpoint.folder import write_latest
 from ds_lgamp.checkpoint.whole import verify, write_whole
 from testing import ROOT

@@ -81,6 +81,7 @@ def test_only_steps_of_all_ranks_are_shown():
         {"zero_stage": 0},
         {"zero_stage": 1, "defers_gathers": True, "updates": "next_step"},
         {"updates": "reduction"},
+        {"offload": Offload(parameters=True, on_device=(0, 1, 2, 3)), "updates": "next_step"},
     ],
     ids=str,
 )

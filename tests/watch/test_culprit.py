@@ -9,7 +9,7 @@ from ds_lgamp.schedule.actions import COLLECTIVES, RECEIVES, SENDS, WAITS, Actio
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.spec import SENDS_IN_FLIGHT, ProgramSpec
 from ds_lgamp.watch.culprit import Cause, Silent, find, stalled_longest, without_hub
-from ds_lgamp.watch.standing import Neighbours, Standing, Wait, done_before, listed, waits_in
+from ds_lgamp.watch.whereabouts import Neighbours, Standing, Wait, done_before, listed, waits_in
 from tests.schedule.strategies import program_specs
 
 SECONDS, LIMIT = 40.0, 120.0
@@ -91,7 +91,7 @@ class Ranks:
             waits = () if over or stands or not doing else waits_in(actions, row, doing, self.neighbours(rank))
             place = "outside of a batch" if over else f"in {actions[row]}"
             done = done_before(actions, row)
-            made[rank] = Standing(rank, "host", place, 7, "step 7", row, not over, seconds, LIMIT, waits, done)
+            made[rank] = Standing(rank, place, 7, "step 7", row, not over, seconds, LIMIT, waits, done)
         return made
 
 
@@ -181,7 +181,7 @@ def test_a_rank_that_moves_anywhere_on_the_way_resets_the_clock():
 
 
 def outside(rank, seconds, *waits):
-    return Standing(rank, "host", "outside of a batch", 7, "step 7", 20, False, seconds, LIMIT, waits)
+    return Standing(rank, "outside of a batch", 7, "step 7", 20, False, seconds, LIMIT, waits)
 
 
 def test_outside_of_batches_only_a_rank_that_does_not_answer_is_to_blame():
@@ -195,7 +195,7 @@ def test_outside_of_batches_only_a_rank_that_does_not_answer_is_to_blame():
 
 def test_a_rank_that_left_the_loop_is_to_blame_once_others_wait_in_the_next_batch():
     agreement = Wait((0, 1), "all_reduce with ranks 0, 1", "all_reduce")
-    waiting = Standing(0, "host", "where it reads the data", 8, "step 8", -1, True, 40.0, LIMIT, (agreement,))
+    waiting = Standing(0, "where it reads the data", 8, "step 8", -1, True, 40.0, LIMIT, (agreement,))
     stall = stalled_longest({0: waiting, 1: outside(1, 50.0)}, {})
     assert stall.culprits == (1,) and stall.cause is Cause.WORK
     assert stall.sentence == (
@@ -206,9 +206,7 @@ def test_a_rank_that_left_the_loop_is_to_blame_once_others_wait_in_the_next_batc
 
 def test_a_collective_in_which_all_take_part_blames_the_network():
     call = Wait((0, 1, 2), "all_reduce with ranks 0, 1, 2", "all_reduce")
-    standings = {
-        rank: Standing(rank, "host", "in STEP", 7, "step 7", 9, True, 40.0, LIMIT, (call,)) for rank in range(3)
-    }
+    standings = {rank: Standing(rank, "in STEP", 7, "step 7", 9, True, 40.0, LIMIT, (call,)) for rank in range(3)}
     stall = stalled_longest(standings, {})
     assert stall.cause is Cause.NETWORK and set(stall.culprits) == {0, 1, 2}
     assert stall.sentence.endswith("so the network or a device between ranks 0, 1, 2 is down")
@@ -217,8 +215,7 @@ def test_a_collective_in_which_all_take_part_blames_the_network():
 def test_ranks_that_wait_for_each_other_are_all_named():
     calls = [Wait((0, 1), f"{name} with ranks 0, 1", name) for name in ("all_reduce", "broadcast")]
     standings = {
-        rank: Standing(rank, "host", "in STEP", 7, "step 7", 9, True, 40.0, LIMIT, (call,))
-        for rank, call in enumerate(calls)
+        rank: Standing(rank, "in STEP", 7, "step 7", 9, True, 40.0, LIMIT, (call,)) for rank, call in enumerate(calls)
     }
     stall = stalled_longest(standings, {})
     assert stall.cause is Cause.CIRCLE and set(stall.culprits) == {0, 1}
@@ -252,7 +249,7 @@ def test_ranks_that_save_alone_are_named_though_all_wait_outside_of_batches(rank
 def test_a_rank_that_saves_alone_is_to_blame_where_the_others_have_gone_on():
     """There is no barrier: rank 1 waits in the next batch."""
     agreement = Wait((0, 1), "all_reduce with ranks 0, 1", "all_reduce", blocks=True)
-    further = Standing(1, "host", "where it reads the data", 8, "step 8", 20, True, 40.0, LIMIT, (agreement,))
+    further = Standing(1, "where it reads the data", 8, "step 8", 20, True, 40.0, LIMIT, (agreement,))
     for victim in (0, 1):
         standings = {**waiting_outside("all_gather_object", "barrier"), 1: further}
         stall = find(standings[victim], standings, {})
@@ -262,7 +259,7 @@ def test_a_rank_that_saves_alone_is_to_blame_where_the_others_have_gone_on():
 
 def test_a_rank_that_has_left_the_batch_is_not_behind_one_inside():
     call = Wait((0, 1), "all_reduce with ranks 0, 1", "all_reduce", blocks=True)
-    inside = Standing(0, "host", "in STEP", 7, "step 7", 25, True, 40.0, LIMIT, (call,))
+    inside = Standing(0, "in STEP", 7, "step 7", 25, True, 40.0, LIMIT, (call,))
     assert find(inside, {0: inside, 1: outside(1, 40.0)}, {}).cause is Cause.NETWORK
 
 
@@ -286,7 +283,7 @@ def test_only_ranks_that_wait_for_each_other_are_blamed_for_it():
 
 def test_a_long_chain_is_cut_short():
     standings = {
-        rank: Standing(rank, "host", "in F1.0", 7, "step 7", 9, True, 40.0, LIMIT, waits)
+        rank: Standing(rank, "in F1.0", 7, "step 7", 9, True, 40.0, LIMIT, waits)
         for rank in range(20)
         for waits in [(Wait((rank + 1,), f"rank {rank + 1}", "SEND_F", 1),) if rank < 19 else ()]
     }

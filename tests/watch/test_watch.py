@@ -22,9 +22,8 @@ from ds_lgamp.watch.guard import Guard
 from ds_lgamp.watch.last_words import dump_flight_recorder
 from ds_lgamp.watch.lifeline import Lifeline, Process
 from ds_lgamp.watch.stalls import ANSWER, Asking, AwakeClock, Rounds, stalls
-from ds_lgamp.watch.standing import Neighbours, Standing, Wait
 from ds_lgamp.watch.this_rank import this_rank
-from ds_lgamp.watch.whereabouts import FIRST_BATCH, Observer, Place, Whereabouts
+from ds_lgamp.watch.whereabouts import FIRST_BATCH, Neighbours, Observer, Place, Standing, Wait, Whereabouts
 from testing.processes import is_alive, wait
 from testing.ranks import run_on_ranks, started_ranks
 
@@ -33,7 +32,7 @@ MESSAGE = Wait((1,), "the activation that rank 1 sends after F0.0", "SEND_F", 1)
 
 
 def standing(rank, seconds, *waits, limit=LIMIT):
-    return Standing(rank, "host", "in F1.0", 7, "step 7", 3, True, seconds, limit, waits)
+    return Standing(rank, "in F1.0", 7, "step 7", 3, True, seconds, limit, waits)
 
 
 def judged(rounds, now, own, answers=(), gone=None):
@@ -83,7 +82,7 @@ def test_a_rank_that_answered_a_moment_ago_is_silent_only_since_then():
     assert judged(rounds, 1000.0, standing(0, 500.0, MESSAGE), [standing(1, 1.0)]) is None
     assert judged(rounds, 1006.0, standing(0, 506.0, MESSAGE)) is None
     said = judged(rounds, 1126.0, standing(0, 626.0, MESSAGE))
-    assert said.is_over and said.stall.culprits == (1,) and said.stall.seconds == 120 + ANSWER
+    assert said.is_over and said.culprits == (1,) and said.seconds == 120 + ANSWER
     # It answers again.
     assert judged(rounds, 1140.0, standing(0, 640.0, MESSAGE), [standing(1, 1.0)]) is None
 
@@ -99,7 +98,7 @@ def test_a_rank_names_a_hub_that_does_not_react():
     asking.hear()
     assert asking.stalls(standing(2, 30.0, MESSAGE), 0, 1025.0) is None
     said = asking.stalls(standing(2, 65.0, MESSAGE), 0, 1060.0)
-    assert not said.is_over and said.stall.culprits == (0,)
+    assert not said.is_over and said.culprits == (0,)
     assert asking.stalls(standing(2, 160.0, MESSAGE), 0, 1145.0).is_over
 
 
@@ -135,7 +134,7 @@ def in_batch(executor):
 def test_a_position_ages_until_it_changes():
     executor = running("F1.0", "activation")
     with in_batch(executor) as whereabouts:
-        observer = Observer(1, "host", whereabouts)
+        observer = Observer(1, whereabouts)
         ages = [observer.look(now).seconds for now in (10.0, 11.0, 40.0)]
         executor.doing = "forward"
         ages.append(observer.look(41.0).seconds)
@@ -154,7 +153,7 @@ def test_what_a_rank_waits_for_is_read_off_the_program():
         ("F1.1", "forward"),
     ]:
         with in_batch(running(action, doing)) as whereabouts:
-            own = Observer(1, "host", whereabouts).look(0.0, closely=True)
+            own = Observer(1, whereabouts).look(0.0, closely=True)
         texts[own.place] = [wait.text for wait in own.waits]
         assert own.inside and own.label == "step 5" and own.batch == 1 and "test_watch.py" in own.stack
     assert texts == {
@@ -168,9 +167,9 @@ def test_what_a_rank_waits_for_is_read_off_the_program():
 def test_a_rank_that_waits_for_a_thread_which_talks_to_all_ranks_waits_for_them():
     whereabouts = Whereabouts()
     with whereabouts.waiting_for("the save in the background"):
-        (wait,) = Observer(1, "host", whereabouts).look(0.0, closely=True).waits
+        (wait,) = Observer(1, whereabouts).look(0.0, closely=True).waits
     assert wait.text == "the save in the background with all ranks" and wait.ranks == ()
-    assert not Observer(1, "host", whereabouts).look(0.0, closely=True).waits
+    assert not Observer(1, whereabouts).look(0.0, closely=True).waits
 
 
 def test_the_first_batch_may_take_longer_and_the_first_evaluation_too():
@@ -197,12 +196,12 @@ def test_an_engine_that_is_gone_is_not_kept_alive():
         assert whereabouts.executor is executor
     del executor
     assert whereabouts.executor is None and str(whereabouts) == "outside of a batch after step 5"
-    assert Observer(1, "host", whereabouts).look(0.0, closely=True).done == {}
+    assert Observer(1, whereabouts).look(0.0, closely=True).done == {}
 
 
 def test_two_engines_in_turn_have_a_limit_a_first_batch_and_a_program_each():
     whereabouts, first, second = Whereabouts(), running("F1.0", "activation"), running("F1.1", "")
-    observer, seen = Observer(1, "host", whereabouts), []
+    observer, seen = Observer(1, whereabouts), []
     for number in (1, 2):
         for executor, limit in ((first, LIMIT), (second, LIMIT / 2)):
             with whereabouts.in_batch(executor, f"step {number}", True, limit):
@@ -248,7 +247,7 @@ def calls_of_torch():
             time.sleep(1)
             call()
             continue
-        look = threading.Timer(0.5, lambda: found.append(Observer(0, "host", whereabouts).look(0.0, closely=True)))
+        look = threading.Timer(0.5, lambda: found.append(Observer(0, whereabouts).look(0.0, closely=True)))
         look.start()
         call()
         look.join()
@@ -430,8 +429,8 @@ def test_a_rank_names_another_that_fails_again_after_it_went_on():
     lifeline = Lifeline(Member(0, "here", "127.0.0.1", 0), socket.create_server(("127.0.0.1", 0)), "", 2, process)
     try:
         for cause in ("first", "second"):
-            lifeline._note_failing(f"rank 1 failed ({cause})", SimpleNamespace())
+            lifeline._hear_of_failure(f"rank 1 failed ({cause})", SimpleNamespace())
             assert f"rank 1 failed ({cause})" in lifeline.news()
-            lifeline._note_failing("", SimpleNamespace())
+            lifeline._hear_of_failure("", SimpleNamespace())
     finally:
         lifeline.let_go()

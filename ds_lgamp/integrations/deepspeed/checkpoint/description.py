@@ -11,7 +11,7 @@ import deepspeed
 import torch
 from deepspeed.pipe import TiedLayerSpec
 
-from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.files import CheckpointError
 from ds_lgamp.checkpoint.names import Share, name_of_first
 from ds_lgamp.checkpoint.schema import COUNTERS, PULLED
 from ds_lgamp.checkpoint.values import UnsupportedValue, encode, name_of_dtype

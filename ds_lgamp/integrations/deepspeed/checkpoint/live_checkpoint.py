@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ds_lgamp.checkpoint.live_recovery import last_step, publish_newest
 from ds_lgamp.checkpoint.live_state import BesideUnits, LiveState
 from ds_lgamp.config import BLOCK, ConfigError
-from ds_lgamp.cost.disk import slots_of
+from ds_lgamp.cost.offload import slots_of
 from ds_lgamp.integrations.deepspeed.checkpoint.description import Run, describe, ranks_of, share_of
 from ds_lgamp.integrations.deepspeed.checkpoint.rank_state import rank_state
 from ds_lgamp.integrations.deepspeed.model.module import persistent_buffers

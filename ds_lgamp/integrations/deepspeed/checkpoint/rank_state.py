@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ds_lgamp.checkpoint.errors import everywhere
+from ds_lgamp.checkpoint.files import everywhere
 from ds_lgamp.checkpoint.names import Copy, first_copies, name_of_first, name_of_own, names_to_write, rank_name
 from ds_lgamp.checkpoint.schema import decode_text, text_of
 from ds_lgamp.checkpoint.shard import FlatShard

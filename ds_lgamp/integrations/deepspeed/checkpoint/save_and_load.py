@@ -11,7 +11,7 @@ import torch.distributed as dist
 from deepspeed.utils.logging import logger
 
 from ds_lgamp.checkpoint import folder as folders
-from ds_lgamp.checkpoint.errors import CheckpointError, DamageError, everywhere, on_first_rank
+from ds_lgamp.checkpoint.files import CheckpointError, DamageError, everywhere, on_first_rank
 from ds_lgamp.checkpoint.names import Share, add_share, merge
 from ds_lgamp.checkpoint.saver import wait_for_all
 from ds_lgamp.checkpoint.schema import COUNTERS, PULLED

@@ -25,7 +25,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
-from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.files import CheckpointError
 
 
 def _stage_named(kind: Any, name: Any) -> ZeroStageEnum:

@@ -10,7 +10,7 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 from torch import Tensor
 
-from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.files import CheckpointError
 from ds_lgamp.checkpoint.values import name_of_dtype
 from ds_lgamp.checkpoint.whole import WholeCheckpoint, state_of
 from ds_lgamp.integrations.deepspeed.checkpoint.stock_files import (

@@ -16,8 +16,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
-from ds_lgamp.checkpoint.errors import CheckpointError
-from ds_lgamp.checkpoint.files import save_into, sync, whole_folder
+from ds_lgamp.checkpoint.files import CheckpointError, save_into, sync, whole_folder
 from ds_lgamp.checkpoint.folder import write_latest
 from ds_lgamp.checkpoint.whole import WholeCheckpoint
 from ds_lgamp.integrations.deepspeed.checkpoint.stock_files import (

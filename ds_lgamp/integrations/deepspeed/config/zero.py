@@ -11,7 +11,7 @@ from deepspeed.ops.adam import FusedAdam
 from deepspeed.runtime.pipe.module import PipelineModule
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
-from ds_lgamp.cost.disk import OnDisk
+from ds_lgamp.cost.offload import OnDisk
 from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
     ON_ACCELERATOR,
     ON_CPU,

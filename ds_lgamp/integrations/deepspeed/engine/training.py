@@ -11,7 +11,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.files import CheckpointError
 from ds_lgamp.checkpoint.saver import Saver
 from ds_lgamp.config import LgampConfig
 from ds_lgamp.integrations.deepspeed.checkpoint.description import Run
@@ -49,9 +49,9 @@ from ds_lgamp.runtime.batch import BatchState, Calls, LoadMicroBatch, Position, 
 from ds_lgamp.runtime.chunk import Chunk
 from ds_lgamp.runtime.clocks import Stopwatch
 from ds_lgamp.runtime.executor import Executor
+from ds_lgamp.runtime.graph import StoredInputs
 from ds_lgamp.runtime.messages import laid_out
 from ds_lgamp.runtime.ring import ring_links
-from ds_lgamp.runtime.stored_inputs import StoredInputs
 from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.watch.this_rank import this_rank
 

@@ -14,8 +14,8 @@ from deepspeed.runtime.pipe.module import PipelineModule
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, read_block
 from ds_lgamp.cost.activations import ActivationBytes
-from ds_lgamp.cost.disk import DiskUse, disk_use, host_beside_disk, live_use
 from ds_lgamp.cost.memory import Memory, rank_memory
+from ds_lgamp.cost.offload import DiskUse, disk_use, host_beside_disk, live_use
 from ds_lgamp.cost.traffic import (
     Traffic,
     bus_bytes,

@@ -4,8 +4,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from ds_lgamp.config import LgampConfig
-from ds_lgamp.cost.disk import DiskUse, LiveUse
 from ds_lgamp.cost.memory import Memory
+from ds_lgamp.cost.offload import DiskUse, LiveUse
 from ds_lgamp.cost.traffic import Traffic
 from ds_lgamp.schedule.orders import default_placement
 from ds_lgamp.schedule.placement import place_chunks

@@ -64,7 +64,7 @@ class ModelEngine(LgampDoor):
         self.elsewhere = Elsewhere(user_model, own)
         pipeline = self.grid.get_pipe_parallel_group()
         self._exchange = Exchange(pipeline, own_host_group(self.grid.pipe_groups, pipeline), self.device)
-        self._kept = UnfinishedBatch(user_model)
+        self._unfinished = UnfinishedBatch(user_model)
         self._forward_settings = layers.settings
         """What the first batch sets in the model's configuration; None after it."""
         self.optimizer.zero_grad = self.zero_grad
@@ -99,7 +99,7 @@ class ModelEngine(LgampDoor):
         arguments = self._layers.arguments(positional, named)
         if not (torch.is_grad_enabled() and self.module.training):
             return self._evaluate(arguments)
-        return self._train(self._kept.add(arguments))
+        return self._train(self._unfinished.add(arguments))
 
     def _refuse_call(self) -> None:
         """Raises ConfigError if a batch must have its step first."""
@@ -134,13 +134,13 @@ class ModelEngine(LgampDoor):
         if self._would_lose_gradients():
             self.lgamp.executor.refuse_after_failure()
             raise ConfigError(
-                f"zero_grad() is called after {len(self._kept.calls)} micro-batches of a batch; with a {BLOCK} block, "
+                f"zero_grad() is called after {len(self._unfinished.calls)} micro-batches of a batch; with a {BLOCK} block, "
                 "call it after engine.step(), where it is not needed"
             )
 
     def _would_lose_gradients(self) -> bool:
         """Whether a micro-batch has a gradient, or will have one, that zero_grad drops in stock DeepSpeed."""
-        return bool(self._kept.calls)
+        return bool(self._unfinished.calls)
 
     def load_checkpoint(self, *positional: Any, **named: Any) -> Any:
         """As DeepSpeedEngine's. The next call begins a batch: micro-batches since the last step are dropped. Raises
@@ -152,16 +152,16 @@ class ModelEngine(LgampDoor):
             )
         loaded = super().load_checkpoint(*positional, **named)
         if loaded[0] is not None:
-            self._kept.clear()
+            self._unfinished.clear()
             self.micro_steps = 0
         return loaded
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """As DeepSpeedEngine's. Raises ConfigError also inside a batch, whose losses were divided by the old number of
         micro-batches."""
-        if self._kept.calls:
+        if self._unfinished.calls:
             raise ConfigError(
-                f"set_train_batch_size is called after {len(self._kept.calls)} micro-batches of a batch, whose losses "
+                f"set_train_batch_size is called after {len(self._unfinished.calls)} micro-batches of a batch, whose losses "
                 f"were divided by {self.gradient_accumulation_steps()}; call it after the engine.step() that completes "
                 "a batch"
             )
@@ -291,8 +291,8 @@ class ModelEngine(LgampDoor):
 
     def _run_to_the_end(self, batch: OpenBatch) -> None:
         """Executes the step, and what follows it."""
-        self.lgamp.loader.tokens += sum(map(_tokens, self._kept.calls))
-        self._kept.clear()
+        self.lgamp.loader.tokens += sum(map(_tokens, self._unfinished.calls))
+        self._unfinished.clear()
         self._layers.calls.all = []
         batch.run_to_the_end()
         self.lgamp.end_batch([self.lgamp.own_spec])

@@ -66,9 +66,9 @@ class LossEngine(ModelEngine):
     def _compute_gradients(self) -> Tensor:
         """Runs the program up to its step, and returns the sum of the losses of this rank's micro-batches."""
         with self.lgamp.in_batch(training=True, ends=False):
-            self._kept.check()
+            self._unfinished.check()
             self._refuse_other_gradients()
-            self._begin(Next.TRAIN, self._kept.calls)
+            self._begin(Next.TRAIN, self._unfinished.calls)
             self.micro_batches = len(self._layers.calls.all)
             self._open = self._begin_batch()
             self._open.run_up_to(Kind.STEP)
@@ -88,7 +88,7 @@ class LossEngine(ModelEngine):
         assert self._open is not None
         with self.lgamp.in_batch(training=True, begins=False):
             self._refuse_other_gradients()
-            self.optimizer.loss_factor = self._losses.common_factor(len(self._kept.calls))
+            self.optimizer.loss_factor = self._losses.common_factor(len(self._unfinished.calls))
             self._run_to_the_end(self._open)
 
     def loss_of(self, outputs: Any, labels: Any) -> Any:

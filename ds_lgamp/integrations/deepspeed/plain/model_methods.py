@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_lgamp.checkpoint.errors import everywhere
+from ds_lgamp.checkpoint.files import everywhere
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.deepspeed.checkpoint.description import Run
 from ds_lgamp.integrations.deepspeed.model.layer_moves import transfer

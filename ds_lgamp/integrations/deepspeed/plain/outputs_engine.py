@@ -124,7 +124,7 @@ class OutputsEngine(ModelEngine):
             outputs, needs = self._exchange.scatter(
                 self._take_outputs(batch.state, number), self.program_spec.loss_rank
             )
-        self._kept.computed()
+        self._unfinished.computed()
         return self._returned.give(outputs, needs)
 
     def _program_of(self, calls: int) -> list[Action]:
@@ -145,7 +145,7 @@ class OutputsEngine(ModelEngine):
     def _complete_batch(self) -> None:
         calls = len(self._returned)
         if calls:
-            self._kept.check()
+            self._unfinished.check()
             self._refuse_other_gradients()
         idle = [number for number, has_gradient in enumerate(self._returned.gradients) if not has_gradient]
         agree(Next.STEP_OF_OUTPUTS, len(idle))

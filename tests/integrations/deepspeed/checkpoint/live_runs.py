@@ -21,7 +21,7 @@ from torch import nn
 
 import ds_lgamp
 from ds_lgamp.checkpoint import live_recovery
-from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.files import CheckpointError
 from ds_lgamp.checkpoint.live_slot import Header, LiveSlot, read_header
 from ds_lgamp.config import ConfigError
 from testing.deepspeed_rank import prepare_rank, quiet

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.files import CheckpointError
 from ds_lgamp.config import ConfigError
 from tests.integrations.deepspeed.checkpoint.resumed_runs import LAYOUTS, end_state, engine_of, seed_all, steps
 

@@ -14,7 +14,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
 import ds_lgamp
-from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.files import CheckpointError
 from ds_lgamp.checkpoint.units import weights
 from ds_lgamp.partition.unit import parts_of
 from testing.deepspeed_rank import quiet

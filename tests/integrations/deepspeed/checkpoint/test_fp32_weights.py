@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 from deepspeed.utils import zero_to_fp32
 
-from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.files import CheckpointError
 from ds_lgamp.checkpoint.folder import write_latest
 from ds_lgamp.integrations.deepspeed.checkpoint.fp32_weights import SCRIPT, put_script, serve_zero_to_fp32
 from testing.checkpoints import example, flip_in, written

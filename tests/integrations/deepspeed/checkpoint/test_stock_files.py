@@ -9,7 +9,7 @@ import pytest
 import torch
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
-from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.files import CheckpointError
 from ds_lgamp.checkpoint.whole import WholeCheckpoint
 from ds_lgamp.integrations.deepspeed.checkpoint import stock_writer
 from ds_lgamp.integrations.deepspeed.checkpoint.stock_reader import read_stock

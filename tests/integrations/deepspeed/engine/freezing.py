@@ -13,7 +13,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
 import ds_lgamp
-from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.files import CheckpointError
 from ds_lgamp.integrations.user_script import finish_engines
 from ds_lgamp.partition.agreement import everyone
 from ds_lgamp.runtime.batch import ActionError

@@ -21,7 +21,7 @@ from deepspeed.utils import (
     safe_update_full_grad_vectorized,
 )
 
-from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.files import CheckpointError
 from testing.deepspeed_rank import prepare_rank
 from tests.integrations.deepspeed.engine.outside_a_step import outside_a_step, parameters_without_optimizer, refusals
 from tests.integrations.deepspeed.engine.tensor_reading import (

@@ -15,8 +15,8 @@ from torch import nn
 import ds_lgamp
 from ds_lgamp.config import ConfigError
 from ds_lgamp.cost.activations import ActivationBytes, ChunkBytes
-from ds_lgamp.cost.disk import DiskUse, OnDisk, disk_use, host_beside_disk, room
 from ds_lgamp.cost.memory import rank_memory
+from ds_lgamp.cost.offload import DiskUse, OnDisk, disk_use, host_beside_disk, room
 from ds_lgamp.cost.units import ElementBytes, Sharding
 from ds_lgamp.integrations.deepspeed.explain.imagined import unit_sizes
 from ds_lgamp.optimizers import disk_updates

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
-from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.files import CheckpointError
 from ds_lgamp.config import ConfigError
 from ds_lgamp.partition.agreement import everyone
 from ds_lgamp.runtime.node import NODE

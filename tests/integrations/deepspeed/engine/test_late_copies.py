@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from ds_lgamp.partition import host
-from ds_lgamp.runtime import stored_inputs
+from ds_lgamp.runtime import graph
 from testing.deepspeed_rank import prepare_rank
 from testing.late_bus import late_copies
 from testing.ranks import run_on_ranks
@@ -51,7 +51,7 @@ def waits():
     """Returns the places where the host or the program waits for a copy of a step."""
     return [
         Wait(module.__name__, node.lineno, ast.unparse(node))
-        for module in (host, stored_inputs)
+        for module in (host, graph)
         for node in ast.walk(ast.parse(inspect.getsource(module)))
         if isinstance(node, ast.Call) and awaited(node) is not None and ast.unparse(node) not in ELSEWHERE
     ]

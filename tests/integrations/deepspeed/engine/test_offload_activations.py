@@ -17,9 +17,9 @@ from ds_lgamp.cost.memory import rank_memory
 from ds_lgamp.cost.units import Sharding
 from ds_lgamp.partition import bus
 from ds_lgamp.partition.disk import Disk
-from ds_lgamp.runtime import stored_inputs
+from ds_lgamp.runtime import graph
+from ds_lgamp.runtime.graph import StoredInputs
 from ds_lgamp.runtime.measure import PeakMemory, live_tensors, storage_of
-from ds_lgamp.runtime.stored_inputs import StoredInputs
 from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.schedule.transfers import add_stored_inputs
 from testing.deepspeed_rank import prepare_rank
@@ -35,7 +35,7 @@ BLOCKS = {
 
 def keep_the_host_apart(patch):
     """Lets PeakMemory see no memory of the host that a step takes. Here both are main memory."""
-    for owner, name in ((StoredInputs, "_home"), (stored_inputs, "_values"), (Disk, "empty"), (bus, "aligned")):
+    for owner, name in ((StoredInputs, "_home"), (graph, "_values"), (Disk, "empty"), (bus, "aligned")):
         patch.setattr(owner, name, unseen(getattr(owner, name)))
 
 

@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 import torch.distributed as dist
 
-from ds_lgamp.cli.run_islands import laid_out_on
+from ds_lgamp.cli.cluster import laid_out_on
 from ds_lgamp.runtime.measure import CollectiveCounter
 from testing import ROOT, SCRIPTS
 from testing.forks import HANGS_AFTER, run_module

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from ds_lgamp.config import LgampConfig
-from ds_lgamp.cost.disk import DiskUse, LiveUse
 from ds_lgamp.cost.memory import rank_memory
+from ds_lgamp.cost.offload import DiskUse, LiveUse
 from ds_lgamp.cost.traffic import bus_bytes, predict_traffic
 from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize
 from ds_lgamp.integrations.deepspeed.explain.facts import Explanation, RankFacts

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 import ds_lgamp
-from ds_lgamp.checkpoint.errors import CheckpointError
+from ds_lgamp.checkpoint.files import CheckpointError
 from ds_lgamp.checkpoint.live_recovery import publish_alone
 from ds_lgamp.checkpoint.whole import read_whole
 from ds_lgamp.integrations.user_script import finish_engines

@@ -1,4 +1,5 @@
-"""``ds_lgamp run --cluster``: gives every process its rank and its networks before a script starts."""
+"""Cluster files: ``ds_lgamp plan --calibrate`` and ``ds_lgamp cluster detect`` measure machines and write them, and
+``ds_lgamp run --cluster`` gives every process its rank and its networks by one, before a script starts."""
 
 import json
 import os
@@ -8,20 +9,35 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
+import torch
+import torch.distributed as dist
+
+from ds_lgamp.cli.terminal import at_work, why_not_writable
 from ds_lgamp.config import ConfigError
 from ds_lgamp.cost.assignment import Assignment, Demand
 from ds_lgamp.integrations import cluster_file
 from ds_lgamp.integrations.cluster_file import install_transports
 from ds_lgamp.integrations.user_script import failures_end_the_process
+from ds_lgamp.partition.agreement import everyone, raise_everywhere
 from ds_lgamp.planner.assign import Presence, as_launched, assign, places_of, ranked
+from ds_lgamp.planner.cluster import Link, named_cluster
+from ds_lgamp.planner.fields import read_json, with_unit
 from ds_lgamp.planner.island_search import Exposed, exposed
-from ds_lgamp.planner.islands import IslandCluster, read_islands
+from ds_lgamp.planner.islands import IslandCluster, Node, cluster_text, read_islands
 from ds_lgamp.planner.load import demand_of_facts, megatron_demand
-from ds_lgamp.runtime.node import interfaces, node_name
+from ds_lgamp.runtime.node import (
+    Calibration,
+    calibrate,
+    interfaces,
+    measure_nodes,
+    network_kind,
+    node_name,
+    own_interface,
+)
 from ds_lgamp.schedule.spec import ProgramSpec
-from ds_lgamp.watch.launcher import Launch, launcher_hosts_store, node_number
+from ds_lgamp.watch.launcher import Launch, launcher_hosts_store, node_number, require_launcher
 from ds_lgamp.watch.this_rank import this_rank
 
 if TYPE_CHECKING:
@@ -55,7 +71,7 @@ def assigned(path: str, demand_of: Callable[[Launch], Demand]) -> Assignment:
         own = Presence(node_name(), node_number(), launch.gpu, tuple(interfaces()))
         places = places_of(cluster, [Presence(*json.loads(text)) for text in launch.everyone(json.dumps(own))])
         demand = demand_of(launch)
-        # The process that hosts the store stays rank 0, because the others look for the store there.
+        # The process that hosts the store stays rank 0, because all processes look for the store there.
         assignment = assign(cluster, demand, None if launcher_hosts_store() else places[0])
     except ValueError as error:
         raise ConfigError(f"--cluster is {path}: {error}") from None
@@ -169,3 +185,127 @@ def _explained(script: str, arguments: Sequence[str], ranks: int) -> str:
         last = (dry.stderr.strip().splitlines() or ["without a word"])[-1]
         raise ValueError(f"the dry run that counts what the script sends failed: {last}")
     return dry.stdout
+
+
+def calibrate_cluster(path: Path, as_json: bool, output: TextIO) -> int:
+    """Measures, and writes ``path``. Rank 0 writes and prints. Returns the exit status.
+
+    Under torchrun, all ranks measure links too. What cannot be measured stays as the file has it; a new file gets the
+    links of the ready cluster a100, and standard error says which ones to correct.
+
+    Raises ValueError, before it measures, if the file exists and is no cluster file, or cannot be written.
+    """
+    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    text = {}
+    if rank == 0:
+        text, complaint = _existing(path), why_not_writable(path)
+        if complaint is not None:
+            raise ValueError(f"--cluster is {complaint}")
+    device = _begin(ranks)
+    with at_work("measuring this machine"):
+        found = calibrate(device)
+    if rank == 0:
+        text = merged(text, found)
+        path.write_text(json.dumps(text, indent=2) + "\n")
+        output.write(json.dumps(text) + "\n" if as_json else f"{path}:\n{json.dumps(text, indent=2)}\n")
+    if ranks > 1:
+        dist.destroy_process_group()
+    return 0
+
+
+def _begin(ranks: int = 2) -> torch.device:
+    """Returns the device of this process. Initialises ``torch.distributed`` if there are several ``ranks``."""
+    # Imported late: it may be missing, and takes seconds.
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator, number = get_accelerator(), int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device(accelerator.device_name(number))
+    if device.type != "cpu":
+        accelerator.set_device(number)
+    if ranks > 1:
+        dist.init_process_group(accelerator.communication_backend_name() if device.type != "cpu" else "gloo")
+    return device
+
+
+def merged(text: dict[str, Any], found: Calibration) -> dict[str, Any]:
+    """Returns the cluster file ``text`` with what was ``found`` in place of what it said."""
+    text = {"name": "measured", **text}
+    text["nodes"] = max(found.nodes, text.get("nodes", 1))
+    text["gpus_per_node"] = max(found.ranks_per_node, text.get("gpus_per_node", 1))
+    text["peak"] = with_unit(found.flops, "FLOP/s")
+    text["memory"] = with_unit(found.memory, "B")
+    text["memory_bandwidth"] = with_unit(found.memory_bandwidth, "B/s")
+    assumed = named_cluster("a100")
+    for name, link in (("inside", found.inside), ("between", found.between)):
+        if link is not None:
+            text[name] = {**text.get(name, {}), **_link(link.bandwidth, link.latency)}
+        elif name not in text:
+            ready = getattr(assumed, name)
+            text[name] = _link(ready.bandwidth, ready.latency)
+            if name == "between":
+                text[name]["cards_per_node"] = assumed.cards_per_node
+            print(f"{name} was not measured: the file has that of {assumed.name}; correct it", file=sys.stderr)
+    # The rates above were reached, so nothing remains to be lost but what small products lose.
+    reached = {"matmul": 1.0, "memory": 1.0, "dimension": round(found.half_size, 1)}
+    if found.between is not None:
+        reached["between"] = 1.0
+    if found.gather_inside is not None:
+        reached["inside"] = round(min(1.0, found.gather_inside), 3)
+    text["efficiency"] = {**text.get("efficiency", {}), **reached}
+    return text
+
+
+def _link(bandwidth: float, latency: float) -> dict[str, Any]:
+    return {"bandwidth": with_unit(bandwidth, "B/s"), "latency": with_unit(latency, "s")}
+
+
+def _existing(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    text = read_json(path, "--cluster")
+    if "islands" in text:
+        raise ValueError(
+            f"--cluster is '{path}', which has islands, but --calibrate describes nodes that are alike; name another "
+            "file, and copy its peak, memory and memory_bandwidth"
+        )
+    for key in ("nodes", "gpus_per_node"):
+        if not isinstance(text.get(key, 1), int):
+            raise ValueError(f"--cluster is '{path}', whose {key} is {text[key]!r}; write a whole number")
+    return text
+
+
+def detect(path: Path, as_json: bool, output: TextIO) -> int:
+    """Measures, and writes ``path``. Collective over all ranks that a launcher started. Rank 0 writes and prints.
+    Returns the exit status.
+
+    Raises ValueError on every rank, before it measures, if the file exists or cannot be written, or if no launcher has
+    set the environment.
+    """
+    require_launcher()
+    device = _begin()
+    try:
+        raise_everywhere(_complaint_about(path) if dist.get_rank() == 0 else None, ValueError)
+        with at_work("measuring every pair of nodes"):
+            measured = measure_nodes(device)
+        interface = own_interface(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        facts = {node: rest for node, *rest in everyone((node_name(), network_kind(), interface))}
+        flops: Sequence[float | None] = measured.flops or [None] * len(measured.nodes)
+        nodes = [
+            Node(name, gpus, facts[name][0], speed, facts[name][1])
+            for name, gpus, speed in zip(measured.nodes, measured.ranks_per_node, flops)
+        ]
+        links = {frozenset(pair): Link(*rate) for pair, rate in measured.links.items()}
+        text = cluster_text(nodes, links, None if measured.inside is None else Link(*measured.inside))
+        if dist.get_rank() == 0:
+            path.write_text(json.dumps(text, indent=2) + "\n")
+            output.write(json.dumps(text) + "\n" if as_json else f"{path}:\n{json.dumps(text, indent=2)}\n")
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+def _complaint_about(path: Path) -> str | None:
+    if path.exists():
+        return f"{path} exists; name another file"
+    complaint = why_not_writable(path)
+    return None if complaint is None else f"FILE is {complaint}"

@@ -1,9 +1,9 @@
-"""``ds_lgamp schedule``: builds, checks, simulates and draws a training step's program."""
+"""``ds_lgamp schedule`` and ``ds_lgamp view``: show a simulated or a recorded step as text, JSON, picture or page."""
 
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,20 @@ from ds_lgamp.schedule.simulate import Timeline, peak_live_activations, simulate
 from ds_lgamp.schedule.spec import UPDATES, Hierarchy, Offload, ProgramSpec
 from ds_lgamp.schedule.validate import validate
 from ds_lgamp.version import __version__
-from ds_lgamp.view.figures import show
+from ds_lgamp.view.figures import Shown, show
 from ds_lgamp.view.html import html_page
-from ds_lgamp.view.recording import RecordingError, of_simulation, refuse_measured, write_recording
-from ds_lgamp.view.report import text_gantt
-from ds_lgamp.view.svg import Panel, beside_1f1b, svg_gantt
+from ds_lgamp.view.measured_costs import simulated, simulated_1f1b
+from ds_lgamp.view.perfetto import perfetto_trace
+from ds_lgamp.view.recording import RecordingError, of_simulation, read_recording, refuse_measured, write_recording
+from ds_lgamp.view.report import report, text_gantt
+from ds_lgamp.view.svg import Panel, beside_1f1b, svg_gantt, title_of
 
 MOST_COMPUTES = 500_000
 """Forwards and backwards of a step that are simulated, validated and drawn in half a minute."""
 LONGEST = 1e100
 """The longest duration whose sum over so many computes is still finite."""
+SIMULATED, PLAIN = "simulated", "1f1b"
+"""What ``--against`` may name besides a recording."""
 
 
 def add_schedule_command(commands: Any) -> None:
@@ -233,3 +237,64 @@ def _report(program: Program, timeline: Timeline) -> dict:
         "peak_live_activations": [peak_live_activations(actions) for actions in program],
         "program": {str(rank): [str(action) for action in actions] for rank, actions in enumerate(program)},
     }
+
+
+def add_view_command(commands: Any) -> None:
+    """Adds the command to the subparsers of ``ds_lgamp``."""
+    command = commands.add_parser("view", help="show where the time of a recorded step went", **with_examples("view"))
+    command.add_argument("recording", type=Path, metavar="RECORDING", help="the folder that a run recorded into")
+    command.add_argument(
+        "--step", type=count, metavar="N", help="which recorded step (default: the one of median length)"
+    )
+    command.add_argument(
+        "--against",
+        metavar="simulated|1f1b|OTHER",
+        help="also show the same program, or 1F1B, on the clock with the mean durations of the step; or another "
+        "recording",
+    )
+    command.add_argument(
+        "--html", type=Path, metavar="FILE", help="also draw a page to zoom into; a browser opens the file"
+    )
+    command.add_argument(
+        "--perfetto", type=Path, metavar="FILE", help="also write all recorded steps for ui.perfetto.dev"
+    )
+    command.add_argument("--json", action="store_true", help="print the figures as JSON")
+    command.set_defaults(run=_view, parser=command)
+
+
+def _view(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    try:
+        with at_work("reading the recording"):
+            shown = list(_shown(options))
+    except RecordingError as error:
+        parser.error(str(error))
+    if options.html is not None:
+        panels = [(f"{name}: {each.title}", each) for name, each in shown]
+        spec = shown[0][1].recording.program_spec()
+        with at_work("drawing the page"):
+            page = html_page(f"{title_of(spec)}, ZeRO-{spec.zero_stage}", panels)
+        write_file(parser, "--html", options.html, page.encode())
+    if options.perfetto is not None:
+        with at_work("writing the trace"):
+            trace = perfetto_trace(shown[0][1].recording)
+        write_file(parser, "--perfetto", options.perfetto, trace)
+    steps = [each for _, each in shown]
+    if options.json:
+        print(json.dumps([each.figures.as_json() for each in steps]))
+        return 0
+    print(report(steps))
+    for path in filter(None, (options.html, options.perfetto)):
+        print(f"written: {path}")
+    return 0
+
+
+def _shown(options: argparse.Namespace) -> Iterator[tuple[str, Shown]]:
+    """Yields the step and, if asked for, the one to compare it with, each after the name of its recording."""
+    first = show(read_recording(options.recording), options.step)
+    yield str(options.recording), first
+    if options.against == SIMULATED:
+        yield "the same program", show(simulated(first))
+    elif options.against == PLAIN:
+        yield "1F1B", show(simulated_1f1b(first))
+    elif options.against is not None:
+        yield options.against, show(read_recording(Path(options.against)))
