@@ -134,8 +134,8 @@ class ModelEngine(LgampDoor):
         if self._would_lose_gradients():
             self.lgamp.executor.refuse_after_failure()
             raise ConfigError(
-                f"zero_grad() is called after {len(self._unfinished.calls)} micro-batches of a batch; with a {BLOCK} block, "
-                "call it after engine.step(), where it is not needed"
+                f"zero_grad() is called after {len(self._unfinished.calls)} micro-batches of a batch; with a {BLOCK} "
+                "block, call it after engine.step(), where it is not needed"
             )
 
     def _would_lose_gradients(self) -> bool:
@@ -161,8 +161,8 @@ class ModelEngine(LgampDoor):
         micro-batches."""
         if self._unfinished.calls:
             raise ConfigError(
-                f"set_train_batch_size is called after {len(self._unfinished.calls)} micro-batches of a batch, whose losses "
-                f"were divided by {self.gradient_accumulation_steps()}; call it after the engine.step() that completes "
+                f"set_train_batch_size is called after {len(self._unfinished.calls)} micro-batches of a batch, whose "
+                f"losses were divided by {self.gradient_accumulation_steps()}; call it after the engine.step() that completes "
                 "a batch"
             )
         super().set_train_batch_size(train_batch_size)
