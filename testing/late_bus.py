@@ -6,12 +6,14 @@ With :func:`late_copies`, the host stands for the device's stream, as in :mod:`t
 - A load reads its source and fills its target when the program waits for it, no sooner. A store reads its source then.
 - What a store fills, the host may read once it has waited for the end of the copy (``done``). A load may read it as
   soon as the program has waited for the store, because the device keeps that order.
+- The host's thread is late, too: it begins a job some time after it was asked to.
 - Targets hold NaN until then. Memory of the device must exist and stay as it is until the program waits. The source of
   a load must be final when the copy begins. What was freed or written is a :class:`testing.simnccl.Fault`.
 
 It checks no copies from or to a disk, and not that the host leaves the source of a load alone until its end.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
@@ -20,10 +22,12 @@ from typing import Any
 import torch
 
 from ds_lgamp.integrations.hosts import replace_attribute
-from ds_lgamp.partition import bus
+from ds_lgamp.partition import bus, host
 from ds_lgamp.partition.bus import Bus, Transfer
 from testing.simnccl.execution import Fault, Memory
 
+_LATE = 0.02
+"""Seconds that the host's thread is late."""
 _direction: list[str] = []
 """Of the transfer that begins, in the program's thread."""
 _unread: dict[int, "LateTransfer"] = {}
@@ -91,9 +95,19 @@ def late_copies() -> Iterator[None]:
     """Inside the block, every bus that begins a copy keeps the rules."""
     with ExitStack() as undo:
         replace_attribute(bus, "Transfer", LateTransfer, undo)
+        replace_attribute(host.Job, "_run", _late(host.Job._run), undo)
         for direction in ("load", "store"):
             replace_attribute(Bus, direction, _noting(direction, getattr(Bus, direction)), undo)
         yield
+
+
+def _late(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(stock)
+    def run(*arguments: Any) -> Any:
+        time.sleep(_LATE)
+        return stock(*arguments)
+
+    return run
 
 
 def _noting(direction: str, stock: Callable[..., Transfer]) -> Callable[..., Transfer]:

@@ -234,7 +234,8 @@ def _announce(message: str, error: BaseException) -> None:
     """Tells the other ranks of ``error``, so that they blame no other rank. If a checkpoint is being written, this rank
     shows ``message`` and completes it. Other ranks write their part of it without a pause."""
     writes = bool(this_rank.savers)
-    this_rank.announce(cause(error), " and completes a checkpoint" if writes else "")
+    meanwhile = " and completes a checkpoint" if writes else ""
+    this_rank.announce(cause(error), meanwhile, isinstance(error, SystemExit))
     if writes:
         from ds_lgamp.checkpoint.files import CheckpointError
         from ds_lgamp.checkpoint.saver import wait_for_all

@@ -87,7 +87,8 @@ class Lifeline:
         """Whether a rank fails, but completes a checkpoint first."""
         self._verdict: str | None = None
         self._announces, self._announced = False, ""
-        """Whether this rank fails, but takes its time; and which other rank does, "" if none."""
+        """Whether this rank fails, but takes its time, unless it has caught the error; and which other rank fails so,
+        "" if none."""
         self._judged, self._leaving = threading.Event(), threading.Event()
         self._blamed, self._waited = threading.Event(), False
         """Whether another rank is known to be the reason if this one fails; whether this one has waited for that."""
@@ -146,13 +147,15 @@ class Lifeline:
             return ""
         return self._last_words()
 
-    def announce(self, cause: str, meanwhile: str = "") -> None:
+    def announce(self, cause: str, meanwhile: str = "", exits: bool = False) -> None:
         """Tells the other ranks that this one fails, because of ``cause``, but takes its time.
 
         Args:
             meanwhile: what it does first, in words that follow.
+            exits: whether the script leaves by ``sys.exit``. Then its goodbye takes nothing back, because nobody can
+                see at the end whether the script caught that.
         """
-        self._announces = True
+        self._announces = not exits
         self._hear_of_failure(f"{self._own.name} failed ({cause}){meanwhile}")
 
     def let_go(self) -> None:

@@ -145,10 +145,10 @@ class ThisRank:
         """See :meth:`Lifeline.fail`. Returns "" without a lifeline."""
         return "" if self.lifeline is None else self.lifeline.fail(cause, refused)
 
-    def announce(self, cause: str, meanwhile: str = "") -> None:
+    def announce(self, cause: str, meanwhile: str = "", exits: bool = False) -> None:
         """See :meth:`Lifeline.announce`. Does nothing without a lifeline."""
         if self.lifeline is not None:
-            self.lifeline.announce(cause, meanwhile)
+            self.lifeline.announce(cause, meanwhile, exits)
 
     @property
     def a_rank_fails(self) -> bool:

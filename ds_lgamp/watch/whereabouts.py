@@ -303,8 +303,9 @@ class Observer:
         return self._explained(standing, place, executor, row, doing)
 
     def error(self, standing: Standing) -> BaseException | None:
-        """Returns the error that the script handles where it has stood for 5 seconds, outside of a batch."""
-        if standing.inside or standing.seconds < _ASKED_AFTER:
+        """Returns the error that the script handles where it has stood for a while, outside of a batch. Ranks that wait
+        for it warn later, and then know the cause."""
+        if standing.inside or standing.seconds < asks_after(standing.limit):
             return None
         return in_flight_of(self._whereabouts.thread or 0)
 

@@ -162,8 +162,8 @@ class ModelEngine(LgampDoor):
         if self._unfinished.calls:
             raise ConfigError(
                 f"set_train_batch_size is called after {len(self._unfinished.calls)} micro-batches of a batch, whose "
-                f"losses were divided by {self.gradient_accumulation_steps()}; call it after the engine.step() that completes "
-                "a batch"
+                f"losses were divided by {self.gradient_accumulation_steps()}; call it after the engine.step() that "
+                "completes a batch"
             )
         super().set_train_batch_size(train_batch_size)
 

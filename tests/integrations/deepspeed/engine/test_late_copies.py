@@ -57,8 +57,9 @@ def waits():
     ]
 
 
-ELSEWHERE = ("self._last.done()", "self._storing.wait()")
-"""The first is for checkpoints. The second is not for values: whoever reads the gradient waits for its end."""
+ELSEWHERE = ("self._last.done()", "self._storing.wait()", "self.start(partial(_compute_with, self._threads)).wait()")
+"""The first is for checkpoints. The others are not for values: whoever reads the gradient waits for its end, and a
+number of threads changes none here."""
 
 
 @pytest.mark.slow

@@ -24,7 +24,8 @@ WAYS = ("finally", "with", "generator", "handler", "barrier")
 
 
 def ended(kind: str, way: str, entry: str) -> list[tuple[int, str]]:
-    """Returns the exit status and the output of every rank."""
+    """Returns the exit status and the output of every rank, without the name of the rank that torch puts before each
+    line of a traceback."""
     port = free_port()
     before, after = ENTRIES[entry]
     words = [sys.executable, *before, str(SCRIPT), kind, way, *after]
@@ -44,7 +45,10 @@ def ended(kind: str, way: str, entry: str) -> list[tuple[int, str]]:
         for rank in ranks:
             rank.kill()
             rank.wait()
-    return [(rank.returncode, output) for rank, output in zip(ranks, outputs)]
+    return [
+        (rank.returncode, re.sub(r"^\[rank\d\]: ?", "", output, flags=re.MULTILINE))
+        for rank, output in zip(ranks, outputs)
+    ]
 
 
 def first_complaint(output: str) -> str:
