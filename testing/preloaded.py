@@ -25,7 +25,7 @@ COMPATIBLE = deepspeed.ops.__compatible_ops__
 
 if not torch.accelerator.is_available():
     # These keep the stack of every torch.manual_seed for the time when such a device begins, which takes a millisecond.
-    torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = lambda seed: None
+    torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = torch.mtia.manual_seed_all = lambda seed: None
 
 # A fork that looks for garbage would otherwise look at all that was imported, and copy its memory to mark it.
 gc.freeze()

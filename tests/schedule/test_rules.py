@@ -7,7 +7,7 @@ from itertools import islice
 import pytest
 
 from ds_lgamp.schedule import receives
-from ds_lgamp.schedule.actions import Kind
+from ds_lgamp.schedule.actions import Kind, receive_of
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.spec import Hierarchy, Offload, ProgramSpec
 from ds_lgamp.schedule.validate import ProgramError, validate
@@ -80,6 +80,21 @@ def test_receives_that_are_posted_a_compute_before_or_after_their_message_arrive
 
     monkeypatch.setattr(receives, "bisect_left", wrong)
     with pytest.raises(ProgramError, match="is not posted when its message arrives|needs RECV_B2.0 before it"):
+        validate(spec, build_program(spec))
+
+
+def test_a_receive_that_is_posted_in_time_but_after_its_message_arrives_is_refused(monkeypatch):
+    spec, stock = ProgramSpec((0, 1, 0, 1), "layered", 8, 8, 0, receives_on_arrival=True), receives._on_arrival
+
+    def wrong(spec, rank, computes):
+        posts = stock(spec, rank, computes)
+        early = [place for place, post in enumerate(posts) if post and receive_of(computes[place]) not in post]
+        if early:
+            posts[early[0] + 1].insert(0, posts[early[0]].pop())
+        return posts
+
+    monkeypatch.setattr(receives, "_on_arrival", wrong)
+    with pytest.raises(ProgramError, match="is not posted when its message arrives"):
         validate(spec, build_program(spec))
 
 

@@ -160,8 +160,9 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_split_is_refused(name):
     make, settings, sentence = REFUSED[name]
-    with pytest.raises(ConfigError, match=sentence):
+    with pytest.raises(ConfigError, match=sentence) as refused:
         layers_of(make(), **settings)
+    assert "failed with ConfigError" not in str(refused.value), "a refusal is said as it is"
 
 
 class Scaled(PositionsGpt):
