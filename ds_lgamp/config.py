@@ -46,7 +46,8 @@ class LgampConfig(BaseModel):
     """Cuts the layers into this many chunks per pipeline rank by the module's ``partition_method``."""
     layers_per_chunk: PositiveInt | None = None
     """Cuts the layers into chunks of this many. With neither this key nor chunks_per_rank, every layer of the most
-    frequent class starts a chunk."""
+    frequent class starts a chunk; with modular placement, the first chunks hold more of them where the chunks would not
+    be equally many on every pipeline rank."""
     pipeline_rank_speeds: list[Speed] | None = None
     """The relative speed of every pipeline rank, such as [2, 1]. The chunks of a rank then have as many layers of the
     most frequent class as its speed asks for, and all ranks have equally many chunks. Without chunks_per_rank, the

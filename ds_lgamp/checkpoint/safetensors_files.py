@@ -1,7 +1,7 @@
 """Exports weights to safetensors files and imports them."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,9 +12,7 @@ from ds_lgamp.checkpoint import folder as folders
 from ds_lgamp.checkpoint.files import CheckpointError, sync, sync_folder, whole_folder, write_synced
 from ds_lgamp.checkpoint.names import BUFFERS, layer_of, parameter_name, parse
 from ds_lgamp.checkpoint.storage import VerifyingReader
-from ds_lgamp.checkpoint.values import name_of_dtype
-from ds_lgamp.checkpoint.whole import WholeCheckpoint, state_of
-from ds_lgamp.version import __version__
+from ds_lgamp.checkpoint.whole import WholeCheckpoint, weights_only
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _BUFFERS_KEY = "ds_lgamp.buffers"
@@ -88,7 +86,7 @@ def read_safetensors(source: Path) -> WholeCheckpoint:
     if not parameters:
         raise CheckpointError(f"{source} has no weights; name a file or folder with weights")
     in_order = {name: parameters[name] for name in sorted(parameters, key=lambda name: (layer_of(name), name))}
-    return _weights_only(in_order, buffers, of_model)
+    return weights_only(in_order, buffers, of_model)
 
 
 def _library() -> Any:
@@ -201,24 +199,3 @@ def _read(path: Path) -> tuple[dict[str, torch.Tensor], set[str], dict[str, str]
         first = str(error).partition("\n")[0] or type(error).__name__
         raise CheckpointError(f"{path} cannot be read as a safetensors file ({first}); restore it") from None
     return tensors, set(marked), own_names
-
-
-def _weights_only(
-    parameters: Mapping[str, torch.Tensor], buffers: dict[str, torch.Tensor], of_model: bool
-) -> WholeCheckpoint:
-    layers = max(map(layer_of, parameters)) + 1
-    state = state_of(
-        {"ds_lgamp": __version__, "torch": str(torch.__version__)},
-        {
-            "pipeline_ranks": 1,
-            "data_ranks": 1,
-            "zero_stage": 0,
-            "schedule": "layered",
-            "chunk_bounds": [0, max(layers, 1)],
-            "placement": [0],
-            "data_type": name_of_dtype(next(iter(parameters.values())).dtype),
-        },
-        {"tied": {}, "extra_states": [], "names_of_model": of_model},
-        {name: {"shape": list(tensor.shape), "group": None} for name, tensor in parameters.items()},
-    )
-    return WholeCheckpoint(dict(parameters), buffers, {}, state, {})

@@ -12,11 +12,21 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ds_lgamp.checkpoint import folder as folders
 from ds_lgamp.checkpoint.files import CheckpointError, read_verified, sentence_of
-from ds_lgamp.checkpoint.names import OPTIMIZER, RANKS, name_of_first, parameter_name, parse, rank_name, state_name
+from ds_lgamp.checkpoint.names import (
+    OPTIMIZER,
+    RANKS,
+    layer_of,
+    name_of_first,
+    parameter_name,
+    parse,
+    rank_name,
+    state_name,
+)
 from ds_lgamp.checkpoint.schema import COUNTERS, PULLED, decode_text, text_of
 from ds_lgamp.checkpoint.shard import FlatShard, Ranges
 from ds_lgamp.checkpoint.storage import METADATA, ChecksummedWriter, ShardSavePlanner, VerifyingReader
-from ds_lgamp.checkpoint.values import decode, encode
+from ds_lgamp.checkpoint.values import decode, encode, name_of_dtype
+from ds_lgamp.version import __version__
 
 
 class WholeCheckpoint(NamedTuple):
@@ -52,6 +62,32 @@ def state_of(
         "data": None,
         **others,
     }
+
+
+def weights_only(
+    parameters: Mapping[str, torch.Tensor], buffers: dict[str, torch.Tensor], of_model: bool
+) -> WholeCheckpoint:
+    """Returns a checkpoint of weights that no run has trained, for ``load_module_only=True``.
+
+    Args:
+        of_model: whether the names are a model's, and not those of a PipelineModule.
+    """
+    layers = max(map(layer_of, parameters)) + 1
+    state = state_of(
+        {"ds_lgamp": __version__, "torch": str(torch.__version__)},
+        {
+            "pipeline_ranks": 1,
+            "data_ranks": 1,
+            "zero_stage": 0,
+            "schedule": "layered",
+            "chunk_bounds": [0, max(layers, 1)],
+            "placement": [0],
+            "data_type": name_of_dtype(next(iter(parameters.values())).dtype),
+        },
+        {"tied": {}, "extra_states": [], "names_of_model": of_model},
+        {name: {"shape": list(tensor.shape), "group": None} for name, tensor in parameters.items()},
+    )
+    return WholeCheckpoint(dict(parameters), buffers, {}, state, {})
 
 
 def read_whole(folder: Path) -> WholeCheckpoint:

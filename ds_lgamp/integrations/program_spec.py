@@ -24,6 +24,7 @@ from ds_lgamp.schedule.placement import (
     split_balanced,
     split_by_count,
     split_by_speed,
+    split_evenly,
 )
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.spec import ProgramSpec
@@ -64,7 +65,7 @@ def chunk_bounds(
         most = layers if pipeline_ranks == 1 else (layers - 1) // (pipeline_ranks - 1)
         fix = f"use at most {most}"
     else:
-        bounds = split_automatic(layer_types)
+        bounds = _rounded(split_automatic(layer_types), settings, pipeline_ranks)
         cut = f"neither {BLOCK}.chunks_per_rank nor {BLOCK}.layers_per_chunk is given, which cuts {layers} layers"
         fix = f"set {BLOCK}.chunks_per_rank"
     chunks = len(bounds) - 1
@@ -76,6 +77,20 @@ def chunk_bounds(
             f"pipeline ranks; set {BLOCK}.chunks_per_rank instead"
         )
     return bounds
+
+
+def _rounded(blocks: Sequence[int], settings: LgampConfig, pipeline_ranks: int) -> list[int]:
+    """Bounds of as many chunks of whole blocks as make the same number on every rank. So the last rank has the last
+    chunk, and with it the loss, where scripts for stock DeepSpeed look for it.
+
+    Args:
+        blocks: the bounds of the model's blocks in its layer list.
+    """
+    count = len(blocks) - 1
+    chunks = count - count % pipeline_ranks
+    if _kind_of_placement(settings) != "modular" or chunks == 0:
+        return list(blocks)
+    return [blocks[bound] for bound in split_evenly(count, chunks)]
 
 
 def bounds_by_speed(settings: LgampConfig, pipeline_ranks: int, blocks: Sequence[int]) -> list[int]:
@@ -152,7 +167,11 @@ def bounds_by_weight(chunks_per_rank: int, pipeline_ranks: int, layer_weights: S
 
 def place(settings: LgampConfig, chunks: int, pipeline_ranks: int) -> Placement:
     """The pipeline rank of every chunk. There must be at least as many chunks as ranks."""
-    return place_chunks(settings.placement or default_placement(settings.schedule), chunks, pipeline_ranks)
+    return place_chunks(_kind_of_placement(settings), chunks, pipeline_ranks)
+
+
+def _kind_of_placement(settings: LgampConfig) -> str:
+    return settings.placement or default_placement(settings.schedule)
 
 
 def program_spec(

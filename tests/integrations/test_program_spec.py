@@ -24,6 +24,23 @@ def test_chunks_by_count_and_by_weight(block, bounds):
     assert chunk_bounds(read_block({"ds_lgamp": block}), 2, TYPES, WEIGHTS) == bounds
 
 
+@pytest.mark.parametrize("blocks", range(1, 12))
+@pytest.mark.parametrize("ranks", range(1, 6))
+def test_the_last_rank_has_the_loss_of_automatic_chunks(blocks, ranks):
+    """However many blocks there are. Scripts for stock DeepSpeed look for the loss there."""
+    types = ["embedding", *["block"] * blocks, "head"]
+    for block in ({}, {"placement": "contiguous"}, {"schedule": "interleaved_1f1b"}):
+        settings = read_block({"ds_lgamp": block})
+        if blocks < ranks:
+            continue
+        bounds = chunk_bounds(settings, ranks, types, [])
+        placement = place(settings, len(bounds) - 1, ranks)
+        assert placement[-1] == ranks - 1
+        assert len(placement) == (blocks if "placement" in block else blocks - blocks % ranks)
+        sizes = [end - start for start, end in zip(bounds[1:-1], bounds[2:-1])]
+        assert all(size in (1, 2) for size in sizes) and bounds[-1] == blocks + 2
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_schedules_of_one_chunk_per_rank_are_contiguous(schedule):
     settings = read_block({"ds_lgamp": {"schedule": schedule}})

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from ds_lgamp.checkpoint.files import CheckpointError
+from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, built_layers, prefix_of
 
 
 def _stage_named(kind: Any, name: Any) -> ZeroStageEnum:
@@ -122,6 +123,37 @@ def load_file(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, no dictionary; name a checkpoint of DeepSpeed")
     return content
+
+
+def read_client_state(folder: Path) -> dict[str, Any]:
+    """Returns what the script that saved ``folder`` gave as client state."""
+    return {key: value for key, value in load_file(folder / rank_file(0)).items() if key not in KEYS}
+
+
+def read_layers(folder: Path, module: PlacedModule) -> dict[str, Tensor]:
+    """Returns the tensors of the layers that are on this rank of ``module``, by global name. A tied module takes those
+    of the first layer that uses it, as when DeepSpeed loads.
+
+    Raises CheckpointError if the files were written with tensor parallelism, or the module has it.
+    """
+    refuse_tensor_ranks(folder)
+    if module._grid.get_slice_parallel_world_size() > 1:
+        raise CheckpointError(f"{folder} holds whole layers, which tensor-parallel ranks cannot load; load it without")
+    files, own = layer_files(folder), built_layers(module)
+    found: dict[str, Tensor] = {}
+    for layer, spec in enumerate(module._layer_specs):
+        prefix = prefix_of(layer, spec)
+        if prefix in own and layer in files:
+            for inner, tensor in load_file(files[layer]).items():
+                if isinstance(tensor, Tensor):
+                    found.setdefault(f"{prefix}.{inner}", tensor)
+    return found
+
+
+def refuse_tensor_ranks(folder: Path) -> None:
+    """Raises CheckpointError if the layer files in ``folder`` are of more than one tensor-parallel rank."""
+    if any(folder.glob("layer_*-model_01-*")):
+        raise CheckpointError(f"{folder} was written with tensor parallelism; save it without tensor parallelism")
 
 
 def _reason(error: Exception) -> str:

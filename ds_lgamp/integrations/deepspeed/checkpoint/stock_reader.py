@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ds_lgamp.checkpoint.files import CheckpointError
 from ds_lgamp.checkpoint.values import name_of_dtype
-from ds_lgamp.checkpoint.whole import WholeCheckpoint, state_of
+from ds_lgamp.checkpoint.whole import WholeCheckpoint, state_of, weights_only
 from ds_lgamp.integrations.deepspeed.checkpoint.stock_files import (
     KEYS,
     StockLayers,
@@ -20,6 +20,7 @@ from ds_lgamp.integrations.deepspeed.checkpoint.stock_files import (
     load_file,
     name_layers,
     rank_file,
+    refuse_tensor_ranks,
     refuse_whole_tensors,
     shard_file,
 )
@@ -29,6 +30,8 @@ from ds_lgamp.integrations.deepspeed.config.precision import scaler_state
 _OF_NO_PIPELINE = (
     "so no PipelineModule was saved; load it without a block, or start from its weights alone (zero_to_fp32.py there)"
 )
+_ALONE = {"tp_degree": 1}
+"""What files say of tensor parallelism that do not speak of it."""
 _OPTIONS_OF_FUSED_ADAM = {"lr", "bias_correction", "betas", "eps", "weight_decay"}
 
 
@@ -51,7 +54,8 @@ class OwnedState(NamedTuple):
 
 
 def read_stock(folder: Path) -> WholeCheckpoint:
-    """Returns the checkpoint of a pipeline run of stock DeepSpeed at ZeRO stage 0 or 1.
+    """Returns the checkpoint of a pipeline run of stock DeepSpeed at ZeRO stage 0 or 1. Returns weights alone where the
+    files hold nothing else, such as those of scripts that convert models.
 
     A tied parameter takes the values of the first pipeline rank, as when DeepSpeed loads.
 
@@ -76,6 +80,9 @@ def _read(folder: Path) -> WholeCheckpoint:
     ranks = _rank_files(folder)
     first = ranks[0]
     contents = {layer: load_file(path) for layer, path in layer_files(folder).items()}
+    if first["optimizer"] is None and not any(folder.glob("*_optim_states.pt")):
+        layers = name_layers(folder, contents, [], set(first.get("buffer_names", ())))
+        return weights_only(layers.parameters, layers.buffers, of_model=False)
     buffers = {name for rank in ranks for name in rank["buffer_names"]}
     if any(_is_sharded(folder, rank) for rank in range(len(ranks))):
         owned = [_read_shards(folder, rank, first["dp_world_size"]) for rank in range(len(ranks))]
@@ -115,7 +122,8 @@ def _rank_files(folder: Path) -> list[dict[str, Any]]:
     first = load_file(folder / rank_file(0))
     if first["module"] is not None:
         raise CheckpointError(f"{folder / rank_file(0)} holds a whole model, {_OF_NO_PIPELINE}")
-    if first["checkpoint_parallel_dimensions"]["tp_degree"] != 1:
+    refuse_tensor_ranks(folder)
+    if first.get("checkpoint_parallel_dimensions", _ALONE)["tp_degree"] != 1:
         raise CheckpointError(f"{folder} was written with tensor parallelism; save it without tensor parallelism")
     if first.get("ds_config", {}).get("zero_optimization", {}).get("round_robin_gradients"):
         raise CheckpointError(

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import deepspeed
+import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
@@ -11,8 +12,11 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from torch import nn
 
 import ds_lgamp
+from ds_lgamp.checkpoint.files import CheckpointError
+from ds_lgamp.integrations.deepspeed.model.module import persistent_buffers
 from testing.deepspeed_rank import prepare_rank, quiet
 from tests.integrations.deepspeed.models import decay_groups, seed, tied_logits
+from tests.integrations.deepspeed.running import gathered
 from tests.runtime.models import WIDTH, Block, Embedding, loss_function, micro_batch
 
 MICRO_BATCHES = 8
@@ -176,6 +180,24 @@ def train_and_save(kinds: dict[str, Kind], folder: Path) -> dict[str, Observed]:
         seen = observe(engine, losses, {})
         observed[name] = seen._replace(losses=losses + train(engine, BLOCK_STEPS + AFTER))
     return observed
+
+
+def load_weights(kind: Kind, folder: Path) -> tuple[dict[int, tuple[dict[str, torch.Tensor], dict]], str]:
+    """Loads what a stock run saved, without its optimizer, into blocks on two pipeline ranks. Returns the parameters
+    and buffers of this rank, and the client state, by stage; and what is said where the model is another one."""
+    prepare()
+    found = {}
+    for stage in (1, 3):
+        engine = initialize(kind, Place(folder, 2, 1, stage, {"layers_per_chunk": 2}))
+        _, client_state = engine.load_checkpoint(folder, load_module_only=True)
+        tensors = gathered(engine.optimizer.partition, lambda unit: unit.storage.shard)
+        tensors |= {name: tensor.clone() for name, tensor in persistent_buffers(engine.placed)}
+        assert engine.global_steps == 0 and not engine.optimizer.state
+        found[stage] = tensors, client_state
+    engine = initialize(kind._replace(tied=not kind.tied), Place(folder, 2, 1, 1, {"layers_per_chunk": 2}))
+    with pytest.raises(CheckpointError) as refused:
+        engine.load_checkpoint(folder, load_module_only=True)
+    return found, str(refused.value)
 
 
 def go_on(places: list[tuple[Kind, Place, int, Path | None]]) -> list[Observed]:

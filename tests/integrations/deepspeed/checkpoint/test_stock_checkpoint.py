@@ -15,6 +15,7 @@ from tests.integrations.deepspeed.checkpoint.stock_runs import (
     Kind,
     Place,
     go_on,
+    load_weights,
     train_and_save,
 )
 from tests.slow import chosen, slow_except
@@ -79,6 +80,26 @@ def test_frozen_parameters_and_buffers_are_read(stock, folder):
     names = "tied_modules.embedding.weight", "1.inner.weight", "6.norm.bias"
     assert [described[name]["group"] for name in names] == [0, 0, 1]
     assert set(whole.buffers) == {"3.seen"} and whole.buffers["3.seen"].tolist() == [4 * BEFORE] * 2
+
+
+@pytest.fixture(scope="module")
+def alone(stock, folder):
+    """Returns what every rank of a block has that loads only the weights of a stock run."""
+    return run_on_ranks(2, load_weights, KINDS["fp32"], folder / "fp32")
+
+
+def test_a_block_loads_the_weights_of_stock_files_as_they_are(alone, folder):
+    """At any stage, with tied layers, frozen parameters and buffers."""
+    whole = read_stock(folder / "fp32" / TAG)
+    saved = whole.parameters | whole.buffers
+    for stage in (1, 3):
+        held = {name: tensor for found, _ in alone for name, tensor in found[stage][0].items()}
+        assert held.keys() == saved.keys()
+        for name, tensor in held.items():
+            assert torch.equal(tensor, saved[name]), name
+        assert all(found[stage][1] == {"epoch": 4} for found, _ in alone)
+    sentences = {said for _, said in alone}
+    assert len(sentences) == 1 and "is of another model" in sentences.pop()
 
 
 @pytest.fixture(scope="module")

@@ -185,6 +185,44 @@ def test_fused_adam_finds_the_steps_where_it_counts_them(folder):
     assert [(group["step"], group["bias_correction"]) for group in state["param_groups"]] == [(7, True)] * 2
 
 
+CONVERTED = {
+    "dp_world_size": 1,
+    "mp_world_size": 2,
+    "module": None,
+    "optimizer": None,
+    "global_steps": 1,
+    "iteration": 1,
+}
+"""What scripts write of a rank that convert a model into layer files."""
+
+
+def converted(folder: Path) -> None:
+    """Writes the files of such a script."""
+    for rank in range(2):
+        torch.save(CONVERTED, folder / f"mp_rank_{rank:02d}_model_states.pt")
+    for layer in (0, 1, 3):
+        torch.save({"weight": torch.full((2, 3), float(layer))}, folder / f"layer_{layer:02d}-model_00-model_states.pt")
+
+
+def test_layer_files_without_optimizer_state_are_weights(tmp_path):
+    converted(tmp_path)
+    whole = read_stock(tmp_path)
+    assert {name: tensor[0, 0].item() for name, tensor in whole.parameters.items()} == {
+        "0.weight": 0.0,
+        "1.weight": 1.0,
+        "3.weight": 3.0,
+    }
+    assert whole.state["optimizer"] is None and not whole.moments and not whole.client_state
+    assert whole.state["layout"]["chunk_bounds"] == [0, 4] and whole.state["counters"]["global_steps"] == 0
+
+
+def test_layer_files_of_tensor_parallel_ranks_are_refused(tmp_path):
+    converted(tmp_path)
+    torch.save({"weight": torch.zeros(2, 3)}, tmp_path / "layer_00-model_01-model_states.pt")
+    with pytest.raises(CheckpointError, match="was written with tensor parallelism"):
+        read_stock(tmp_path)
+
+
 def change_rank(**entries):
     return lambda folder: edit(folder / RANK, lambda content: content.update(entries))
 
