@@ -183,18 +183,19 @@ def train_and_save(kinds: dict[str, Kind], folder: Path) -> dict[str, Observed]:
 
 
 def load_weights(kind: Kind, folder: Path) -> tuple[dict[int, tuple[dict[str, torch.Tensor], dict]], str]:
-    """Loads what a stock run saved, without its optimizer, into blocks on two pipeline ranks. Returns the parameters
-    and buffers of this rank, and the client state, by stage; and what is said where the model is another one."""
+    """Loads what a stock run saved, without its optimizer, into blocks on two pipeline and two data-parallel ranks.
+    Returns the parameters and buffers of this rank, and the client state, by stage; and what is said where the model is
+    another one."""
     prepare()
     found = {}
     for stage in (1, 3):
-        engine = initialize(kind, Place(folder, 2, 1, stage, {"layers_per_chunk": 2}))
+        engine = initialize(kind, Place(folder, 2, 2, stage, {"layers_per_chunk": 2}))
         _, client_state = engine.load_checkpoint(folder, load_module_only=True)
         tensors = gathered(engine.optimizer.partition, lambda unit: unit.storage.shard)
         tensors |= {name: tensor.clone() for name, tensor in persistent_buffers(engine.placed)}
         assert engine.global_steps == 0 and not engine.optimizer.state
         found[stage] = tensors, client_state
-    engine = initialize(kind._replace(tied=not kind.tied), Place(folder, 2, 1, 1, {"layers_per_chunk": 2}))
+    engine = initialize(kind._replace(tied=not kind.tied), Place(folder, 2, 2, 1, {"layers_per_chunk": 2}))
     with pytest.raises(CheckpointError) as refused:
         engine.load_checkpoint(folder, load_module_only=True)
     return found, str(refused.value)

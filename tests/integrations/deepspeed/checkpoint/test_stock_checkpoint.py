@@ -85,7 +85,7 @@ def test_frozen_parameters_and_buffers_are_read(stock, folder):
 @pytest.fixture(scope="module")
 def alone(stock, folder):
     """Returns what every rank of a block has that loads only the weights of a stock run."""
-    return run_on_ranks(2, load_weights, KINDS["fp32"], folder / "fp32")
+    return run_on_ranks(4, load_weights, KINDS["fp32"], folder / "fp32")
 
 
 def test_a_block_loads_the_weights_of_stock_files_as_they_are(alone, folder):

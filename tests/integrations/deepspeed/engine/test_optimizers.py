@@ -200,6 +200,23 @@ def configure_late(engine, groups, as_callable):
     engine.lr_scheduler = scheduled(engine.optimizer)
 
 
+def late_in_other_types():
+    """Layers have the type of the configuration and the values of the first data-parallel rank, as with an optimizer
+    in time."""
+    module = build(linears(LAYERS))
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter += dist.get_rank() % 2
+    engine = engine_with({"bf16": {"enabled": True}}, stage=1, model=module)
+    engine._configure_optimizer(lambda parameters: SGD(parameters, lr=0.1), list(module.parameters()))
+    own = [parameter.detach().float() for parameter in engine.module.parameters()]
+    assert own and {parameter.dtype for parameter in engine.module.parameters()} == {torch.bfloat16}
+    first = [tensor.clone() for tensor in own]
+    for tensor in first:
+        dist.broadcast(tensor, engine.grid.dp_group[0], engine.grid.get_data_parallel_group())
+    assert all(map(torch.equal, own, first))
+
+
 def rates_of_the_configuration():
     """DeepSpeed's schedulers take a list with one rate per group."""
     rates = {"warmup_min_lr": [0.0, 0.0, 0.0], "warmup_max_lr": [0.1, 0.2, 0.3], "warmup_num_steps": 2}
@@ -284,6 +301,7 @@ def run_all():
     groups_and_schedules()
     rates_of_the_configuration()
     named_and_single_parameters()
+    late_in_other_types()
     said, losses = refusals(), stock_with_torch_adam()
     cpu_adam_on_request()
     return said, losses
