@@ -141,16 +141,20 @@ def _rank_main(
 def _share_a_gloo_device() -> None:
     """Gives all gloo groups of this process one device.
 
-    By default each group has its own. A device has a thread that wakes up a hundred times a second, so that those of
-    many engines in one process take more time than the engines.
+    By default each group has its own, as here where the script or the environment chooses one. A device has a thread
+    that wakes up a hundred times a second, so that those of many engines in one process take more time than the
+    engines.
     """
     from torch.distributed import ProcessGroupGloo
 
     own, device = ProcessGroupGloo.__init__, ProcessGroupGloo.create_default_device()
 
-    def construct(self: Any, store: Any, rank: int, size: int, timeout: timedelta = timedelta(minutes=30)) -> None:
-        options = ProcessGroupGloo._Options()
-        options._timeout, options._devices = timeout, [device]
-        own(self, store, rank, size, options)
+    def construct(self: Any, store: Any, rank: int, size: int, *given: Any, **named: Any) -> None:
+        timeout = [*given, *named.values(), timedelta(minutes=30)][0]
+        if isinstance(timeout, timedelta) and "GLOO_SOCKET_IFNAME" not in os.environ:
+            options = ProcessGroupGloo._Options()
+            options._timeout, options._devices = timeout, [device]
+            given, named = (options,), {}
+        own(self, store, rank, size, *given, **named)
 
     ProcessGroupGloo.__init__ = construct  # type: ignore[method-assign]

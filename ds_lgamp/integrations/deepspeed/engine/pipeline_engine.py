@@ -99,11 +99,11 @@ class LgampEngine(LgampDoor, PipelineEngine):
                 "engine._configure_optimizer is called, but the engine has an optimizer already, which holds shards; "
                 "name no optimizer in deepspeed.initialize and in the JSON, or do not call it"
             )
-        self._lgamp_initialising = True
         # They watch a forward of the whole module, which nobody calls. A training takes no module with hooks.
         self.module_forward_pre_hook.remove()
         self.module_forward_post_hook.remove()
         self._plan_training(optimizer=client_optimizer, model_parameters=model_parameters)
+        self._lgamp_initialising = True
         arguments = self._built_of[-1]
         self._prepare_layers()
         self.param_names = {parameter: name for name, parameter in self.module.named_parameters()}

@@ -39,8 +39,9 @@ from ds_lgamp.integrations.deepspeed.model.recomputation import (
     switch_on,
 )
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import SharedBuffers
-from ds_lgamp.integrations.program_spec import program_of, trace_if_asked
+from ds_lgamp.integrations.program_spec import program_of
 from ds_lgamp.integrations.split.state import leave_out_hosts
+from ds_lgamp.integrations.tracing import trace_if_asked
 from ds_lgamp.optimizers.updates import HostUpdateError
 from ds_lgamp.partition.agreement import host_group
 from ds_lgamp.partition.bus import Bus

@@ -162,10 +162,6 @@ MODULES = {
 }
 
 OPTIMIZERS = {
-    "none": (
-        lambda module: None,
-        "there is no optimizer; pass one to deepspeed.initialize or name one in the JSON, or",
-    ),
     "one of whole tensors": (
         lambda module: torch.optim.Adafactor(module.parameters()),
         "optimizer is Adafactor, which keeps sums over rows and columns of whole matrices; shards take one of",

@@ -283,6 +283,7 @@ def refusals():
     late = engine_with({})
     for label, call in (
         ("early batch", lambda: late.train_batch(iter(data_of(0, 0)))),
+        ("none", lambda: late._configure_optimizer(None, None)),
         ("early save", lambda: late.save_checkpoint("nowhere")),
         ("second optimizer", lambda: engine._configure_optimizer(SGD, None)),
         ("data type", lambda: setattr(engine, "communication_data_type", torch.bfloat16)),
@@ -329,6 +330,7 @@ def test_training_equals_one_process_and_stock(ranks):
         ("SGD", "a parameter group was added after deepspeed.initialize, when the optimizer holds shards; pass all"),
         ("PartitionedOptimizer", "a parameter group was added after deepspeed.initialize"),
         ("early batch", "the engine has no optimizer yet; pass one to deepspeed.initialize, name one in the JSON, or"),
+        ("none", "there is no optimizer; pass one to deepspeed.initialize or name one in the JSON, or"),
         ("early save", "the engine has no optimizer yet; pass one"),
         ("second optimizer", "engine._configure_optimizer is called, but the engine has an optimizer already"),
         ("data type", "engine.communication_data_type is set to torch.bfloat16, but gradients travel as torch.float32"),
