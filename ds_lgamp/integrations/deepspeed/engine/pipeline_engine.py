@@ -16,6 +16,7 @@ from ds_lgamp.config import ConfigError, LgampConfig
 from ds_lgamp.integrations.deepspeed.engine.data import batch_terms, complete_own_data, take_own_data
 from ds_lgamp.integrations.deepspeed.engine.door import LgampDoor
 from ds_lgamp.integrations.deepspeed.engine.training import Training
+from ds_lgamp.integrations.deepspeed.model.construction import children_with_memory, showing
 from ds_lgamp.integrations.deepspeed.model.module import built_layers
 from ds_lgamp.integrations.hosts import replace_attribute
 from ds_lgamp.runtime.messages import laid_out
@@ -105,7 +106,8 @@ class LgampEngine(LgampDoor, PipelineEngine):
         self._plan_training(optimizer=client_optimizer, model_parameters=model_parameters)
         self._lgamp_initialising = True
         arguments = self._built_of[-1]
-        self._prepare_layers()
+        with showing(self.module, children_with_memory(self.module)):
+            self._prepare_layers()
         self.param_names = {parameter: name for name, parameter in self.module.named_parameters()}
         super()._configure_optimizer(arguments["optimizer"], arguments["model_parameters"])
         if self.training_data:

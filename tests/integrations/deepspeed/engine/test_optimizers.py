@@ -200,6 +200,15 @@ def configure_late(engine, groups, as_callable):
     engine.lr_scheduler = scheduled(engine.optimizer)
 
 
+def late_for_deferred_layers():
+    """Layers that have no memory yet get it with the optimizer."""
+    with ds_lgamp.deferred_init():
+        module = build(linears(LAYERS))
+    engine = engine_with({}, model=module)
+    engine._configure_optimizer(lambda parameters: SGD(parameters, lr=0.1), None)
+    compare(engine, lambda p: (SGD(p.values(), lr=0.1), None), "late and deferred")
+
+
 def late_in_other_types():
     """Layers have the type of the configuration and the values of the first data-parallel rank, as with an optimizer
     in time."""
@@ -303,6 +312,7 @@ def run_all():
     rates_of_the_configuration()
     named_and_single_parameters()
     late_in_other_types()
+    late_for_deferred_layers()
     said, losses = refusals(), stock_with_torch_adam()
     cpu_adam_on_request()
     return said, losses
