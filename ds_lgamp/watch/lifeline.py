@@ -87,8 +87,7 @@ class Lifeline:
         """Whether a rank fails, but completes a checkpoint first."""
         self._verdict: str | None = None
         self._announces, self._announced = False, ""
-        """Whether this rank fails, but takes its time, unless it has caught the error; and which other rank fails so,
-        "" if none."""
+        """Whether a goodbye of this rank takes its failure back; and which other rank fails, "" if none."""
         self._judged, self._leaving = threading.Event(), threading.Event()
         self._blamed, self._waited = threading.Event(), False
         """Whether another rank is known to be the reason if this one fails; whether this one has waited for that."""
@@ -152,8 +151,7 @@ class Lifeline:
 
         Args:
             meanwhile: what it does first, in words that follow.
-            exits: whether the script leaves by ``sys.exit``. Then its goodbye takes nothing back, because nobody can
-                see at the end whether the script caught that.
+            exits: whether the script leaves by ``sys.exit``, which it may catch unseen. A goodbye takes nothing back.
         """
         self._announces = not exits
         self._hear_of_failure(f"{self._own.name} failed ({cause}){meanwhile}")

@@ -7,13 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from deepspeed.utils.logging import logger
 
 from ds_lgamp.checkpoint import folder as folders
 from ds_lgamp.checkpoint.files import CheckpointError, DamageError, everywhere, on_first_rank
-from ds_lgamp.checkpoint.names import Share, add_share, merge, parameter_name
+from ds_lgamp.checkpoint.names import Share, add_share, merge, name_of_first, parameter_name
 from ds_lgamp.checkpoint.saver import wait_for_all
 from ds_lgamp.checkpoint.schema import COUNTERS, PULLED
 from ds_lgamp.checkpoint.shard import FlatShard
@@ -42,7 +41,7 @@ from ds_lgamp.integrations.deepspeed.checkpoint.rank_state import (
     write_extra_states,
     write_random_states,
 )
-from ds_lgamp.integrations.deepspeed.checkpoint.stock_files import read_client_state, read_layers
+from ds_lgamp.integrations.deepspeed.checkpoint.stock_files import has_layer_files, read_client_state, read_layers
 from ds_lgamp.integrations.deepspeed.config.precision import load_scaler_state
 from ds_lgamp.integrations.deepspeed.model.module import over_pipeline, persistent_buffers
 from ds_lgamp.partition.agreement import Term, everyone, refuse_differing_terms
@@ -201,8 +200,8 @@ def load_first_whole(run: Run, directory: Path, candidates: list[Path], parts: P
 def load(run: Run, folder: Path, parts: Parts) -> dict[str, Any]:
     """Loads ``parts`` of the checkpoint ``folder`` and returns its client state. Collective over all ranks; raises
     CheckpointError on all, and changes nothing, if the checkpoint does not fit or is damaged."""
-    if not parts.progress and on_first_rank(partial(folders.is_stock, folder)):
-        return load_layer_files(run, folder, parts.strict)
+    if not parts.progress and on_first_rank(partial(has_layer_files, folder)):
+        return load_layer_files(run, folder, parts)
     state, reader = everywhere(partial(folders.open_checkpoint, folder))
     loaded = Term(f"{folder.name} with checksum {state['index_checksum']}", "load the same one on every rank")
     refuse_differing_terms({"the checkpoint": loaded}, CheckpointError)
@@ -249,58 +248,39 @@ def load(run: Run, folder: Path, parts: Parts) -> dict[str, Any]:
     return mine["client_state"]
 
 
-def load_layer_files(run: Run, folder: Path, strict: bool) -> dict[str, Any]:
+def load_layer_files(run: Run, folder: Path, parts: Parts) -> dict[str, Any]:
     """Loads the weights and buffers of this rank's layers from stock DeepSpeed's layer files in ``folder``, as stock
     does with ``load_module_only=True``. Returns their client state. Collective over all ranks; raises CheckpointError
-    on all, and changes nothing, if a file is missing or of another model.
-
-    Args:
-        strict: whether the files must have all tensors of the layers, and no others.
-    """
+    on all, and changes nothing, if a file is missing or of another model."""
+    refuse_differing_terms({"the checkpoint": Term(folder.name, "load the same one on every rank")}, CheckpointError)
     module, partition = run.lgamp.placed, run.optimizer.partition
     partition.catch_up()
 
-    def read() -> tuple[dict[str, Any], Loading, dict[str, torch.Tensor]]:
-        client_state = read_client_state(folder)
-        contents = read_layers(folder, module)
-        loading = Loading(partition, {parameter_name(name): tensor.dtype for name, tensor in contents.items()})
+    def read() -> tuple[dict[str, Any], Loading, dict[str, FlatShard]]:
+        client_state, found = read_client_state(folder), read_layers(folder, module)
+        own = [name for name, _ in persistent_buffers(module) if name in found]
+        tensors = {name_of_first(name): found.pop(name) for name in own}
+        written = {"parameters": {name: {"shape": list(tensor.shape)} for name, tensor in found.items()}}
+        sizes = {name: tensor.shape for name, tensor in tensors.items()}
+        check_fit(run, folder, written, parts, describe_parameters(run), sizes)
+        loading = Loading(partition, {parameter_name(name): tensor.dtype for name, tensor in found.items()})
         loading.add_weights()
-        buffers = dict(persistent_buffers(module))
-        own = {name: torch.Size(entry["shape"]) for name, entry in describe_parameters(run).items()}
-        _check_layers(folder, own | {name: tensor.shape for name, tensor in buffers.items()}, contents, strict)
-        for name in own.keys() & contents.keys():
+        for name, tensor in found.items():
             shard = loading.targets.get(parameter_name(name))
             if shard is not None:
-                shard.values.copy_(contents[name].flatten()[shard.start : shard.start + shard.values.numel()])
-        return client_state, loading, {name: contents[name] for name in buffers.keys() & contents.keys()}
+                shard.values.copy_(tensor.flatten()[shard.start : shard.start + shard.values.numel()])
+        return client_state, loading, {name: FlatShard(each.shape, 0, each.flatten()) for name, each in tensors.items()}
 
     client_state, loading, buffers = everywhere(read)
 
     def commit() -> None:
         loading.commit_weights()
-        for name, tensor in persistent_buffers(module):
-            if name in buffers:
-                tensor.copy_(buffers[name])
+        commit_buffers(module, buffers)
+        run.optimizer.late_overflow = False
 
     everywhere(commit)
     partition.gather_stale()
     return client_state
-
-
-def _check_layers(folder: Path, own: Mapping[str, torch.Size], found: Mapping[str, torch.Tensor], strict: bool) -> None:
-    for name in own if strict else own.keys() & found.keys():
-        if name not in found or found[name].shape != own[name]:
-            there = "absent" if name not in found else list(found[name].shape)
-            raise CheckpointError(
-                f"{folder} is of another model ({name} is {there} there, {list(own[name])} here); build the model as "
-                "it was, or pass load_module_strict=False where tensors are absent"
-            )
-    other = next((name for name in found if name not in own), None)
-    if strict and other is not None:
-        raise CheckpointError(
-            f"{folder} is of another model (it has {other}, which is in no layer here); build the model as it was, or "
-            "pass load_module_strict=False"
-        )
 
 
 def _load_scheduler(folder: Path, scheduler: Any, state: dict[str, Any]) -> None:

@@ -105,6 +105,11 @@ def layer_files(folder: Path) -> dict[int, Path]:
     return dict(sorted((int(match[1]), path) for match, path in found if match is not None))
 
 
+def has_layer_files(folder: Path) -> bool:
+    """Whether stock DeepSpeed, or a script that writes as it does, saved layers in ``folder``."""
+    return any(folder.glob("layer_*-model_states.pt"))
+
+
 def load_file(path: Path) -> dict[str, Any]:
     """Returns the content of ``path`` on the CPU. Runs no code from the file.
 
@@ -134,7 +139,8 @@ def read_layers(folder: Path, module: PlacedModule) -> dict[str, Tensor]:
     """Returns the tensors of the layers that are on this rank of ``module``, by global name. A tied module takes those
     of the first layer that uses it, as when DeepSpeed loads.
 
-    Raises CheckpointError if the files were written with tensor parallelism, or the module has it.
+    Raises CheckpointError if the files were written with tensor parallelism, if the module has it, or if a layer has
+    extra state.
     """
     refuse_tensor_ranks(folder)
     if module._grid.get_slice_parallel_world_size() > 1:
@@ -145,9 +151,20 @@ def read_layers(folder: Path, module: PlacedModule) -> dict[str, Tensor]:
         prefix = prefix_of(layer, spec)
         if prefix in own and layer in files:
             for inner, tensor in load_file(files[layer]).items():
-                if isinstance(tensor, Tensor):
+                # An empty extra state.
+                if tensor is not None:
+                    refuse_extra_state(files[layer], inner, tensor)
                     found.setdefault(f"{prefix}.{inner}", tensor)
     return found
+
+
+def refuse_extra_state(path: Path, inner: str, value: Any) -> None:
+    """Raises CheckpointError if ``value`` in the layer file ``path`` is neither parameter nor buffer."""
+    if not isinstance(value, Tensor) or inner.endswith(_EXTRA_STATE_KEY_SUFFIX):
+        raise CheckpointError(
+            f"{path} has {inner}, which is neither parameter nor buffer and which a block does not keep; save it from "
+            "layers without extra state"
+        )
 
 
 def refuse_tensor_ranks(folder: Path) -> None:
@@ -209,11 +226,7 @@ def name_layers(
             if tensor is None:
                 extra_states[name] = None
                 continue
-            if not isinstance(tensor, Tensor) or inner.endswith(_EXTRA_STATE_KEY_SUFFIX):
-                raise CheckpointError(
-                    f"{folder / layer_file(layer)} has {inner}, which is neither parameter nor buffer and which a "
-                    "block does not keep; save it from layers without extra state"
-                )
+            refuse_extra_state(folder / layer_file(layer), inner, tensor)
             (of_buffers if name in buffers else parameters).setdefault(name, tensor)
     _check_complete(folder, parameters, masters)
     bounds = _bounds(contents, masters)

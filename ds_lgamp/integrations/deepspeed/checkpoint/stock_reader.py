@@ -80,7 +80,8 @@ def _read(folder: Path) -> WholeCheckpoint:
     ranks = _rank_files(folder)
     first = ranks[0]
     contents = {layer: load_file(path) for layer, path in layer_files(folder).items()}
-    if first["optimizer"] is None and not any(folder.glob("*_optim_states.pt")):
+    # Of a run with shards, the shapes of its parameters are beside them.
+    if first["optimizer"] is None and first.get("param_shapes") is None:
         layers = name_layers(folder, contents, [], set(first.get("buffer_names", ())))
         return weights_only(layers.parameters, layers.buffers, of_model=False)
     buffers = {name for rank in ranks for name in rank["buffer_names"]}

@@ -149,16 +149,15 @@ class LgampDoor(DeepSpeedEngine):
 
     @property
     def communication_data_type(self) -> torch.dtype:
-        """As DeepSpeed's. Raises ConfigError if it is set to another type than the configuration's."""
-        return super().communication_data_type
+        """The type in which gradients travel. Raises ConfigError if it is set to another one."""
+        return self._config.communication_data_type or accumulation_dtype(self._config)
 
     @communication_data_type.setter
     def communication_data_type(self, value: torch.dtype) -> None:
-        own = self._config.communication_data_type or accumulation_dtype(self._config)
-        if value != own:
+        if value != self.communication_data_type:
             raise ConfigError(
-                f"engine.communication_data_type is set to {value}, but gradients travel as {own}; write "
-                "communication_data_type into the configuration"
+                f"engine.communication_data_type is set to {value}, but gradients travel as "
+                f"{self.communication_data_type}; write communication_data_type into the configuration"
             )
 
     def offload_states(self, *positional: Any, **named: Any) -> None:

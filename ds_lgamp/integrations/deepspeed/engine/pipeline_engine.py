@@ -69,9 +69,9 @@ class LgampEngine(LgampDoor, PipelineEngine):
             self._plan_training()
         with _no_first_messages():
             super().__init__(**arguments)
+        self._lgamp_initialising = False
         if has_optimizer:
             self._complete_training()
-        self._lgamp_initialising = False
 
     def _plan_training(self, **optimizer: Any) -> None:
         settings, partition_method, arguments = self._built_of
@@ -81,7 +81,6 @@ class LgampEngine(LgampDoor, PipelineEngine):
         self.lgamp = Training(self, settings, partition_method, micro_batches, layers, arguments)
 
     def _complete_training(self) -> None:
-        self._lgamp_initialising = False
         del self._built_of
         self.complete()
         complete_own_data(self)
@@ -112,8 +111,8 @@ class LgampEngine(LgampDoor, PipelineEngine):
         super()._configure_optimizer(arguments["optimizer"], arguments["model_parameters"])
         if self.training_data:
             self._build_data_iter(self.training_data)
-        self._complete_training()
         self._lgamp_initialising = False
+        self._complete_training()
 
     # What DeepSpeed asks
 

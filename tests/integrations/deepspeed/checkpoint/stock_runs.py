@@ -198,6 +198,12 @@ def load_weights(kind: Kind, folder: Path) -> tuple[dict[int, tuple[dict[str, to
     engine = initialize(kind._replace(tied=not kind.tied), Place(folder, 2, 2, 1, {"layers_per_chunk": 2}))
     with pytest.raises(CheckpointError) as refused:
         engine.load_checkpoint(folder, load_module_only=True)
+    lost = folder / "without layers"
+    lost.mkdir(exist_ok=True)
+    (lost / "mp_rank_00_model_states.pt").touch()
+    with pytest.raises(CheckpointError, match="stock DeepSpeed wrote it"):
+        # Not even where tensors may be absent.
+        engine.load_checkpoint(folder, lost.name, load_module_only=True, load_module_strict=False)
     return found, str(refused.value)
 
 

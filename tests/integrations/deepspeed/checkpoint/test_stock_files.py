@@ -216,6 +216,13 @@ def test_layer_files_without_optimizer_state_are_weights(tmp_path):
     assert whole.state["layout"]["chunk_bounds"] == [0, 4] and whole.state["counters"]["global_steps"] == 0
 
 
+def test_a_run_that_lost_its_optimizer_state_is_no_weights_alone(folder):
+    for shard in folder.glob("*_optim_states.pt"):
+        shard.unlink()
+    with pytest.raises(CheckpointError):
+        read_stock(folder)
+
+
 def test_layer_files_of_tensor_parallel_ranks_are_refused(tmp_path):
     converted(tmp_path)
     torch.save({"weight": torch.zeros(2, 3)}, tmp_path / "layer_00-model_01-model_states.pt")
