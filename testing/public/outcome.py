@@ -32,7 +32,7 @@ class Outcome:
 
     material: str
     version: str
-    """The commit of the tree; "unknown" if it is no git checkout."""
+    """The commit of the tree, or the version of the package; "unknown" if it is no git checkout."""
     configuration: str
     result: str
     seconds: float
@@ -50,12 +50,12 @@ class Case:
     run: Callable[[], str]
 
 
-def outcomes(material: str, tree: Path | None, cases: Sequence[Case], lack: str) -> Iterable[Outcome]:
-    """Runs ``cases`` on ``tree`` in order. Without a tree yields one outcome with the reason ``lack``."""
-    if tree is None:
+def outcomes(material: str, version: str | None, cases: Sequence[Case], lack: str) -> Iterable[Outcome]:
+    """Runs ``cases`` of this ``version`` of ``material`` in order. Without one yields one outcome with the reason
+    ``lack``."""
+    if version is None:
         yield Outcome(material, "", "", f"skipped: {lack}", 0.0)
         return
-    version = commit_of(tree)
     for case in cases:
         start = time.monotonic()
         try:

@@ -1,0 +1,213 @@
+"""Runs programs of PyPI that train with the Trainer of transformers, unedited and by their own launch lines, each in an
+environment of its own: LLaMA-Factory, ms-swift and sentence-transformers.
+
+The environment has ds_lgamp, too, and the configuration of DeepSpeed has a block; nothing else differs from stock. The
+models and their vocabulary are small and made here; the text is this project's documentation.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, partial
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from testing.launching import ON_CPU, ROOT, recorded, run
+from testing.public.outcome import Case, compared, without_block
+from testing.public.transformers_scripts import (
+    CAUSAL,
+    MASKED,
+    RANKS,
+    STEPS,
+    STOCK_STAGE,
+    make_material,
+    write_config,
+)
+
+LLAMA = "llama"
+ROWS, WORDS, MIDDLE = 64, 6, STEPS // 2
+SPLIT = {"pipeline_ranks": 2, "chunks_per_rank": 2}
+SECONDS = 600.0
+"""The longest time of a training; machines of tests may be busy."""
+Arguments = Mapping[str, Any]
+TRAINED: Arguments = {
+    "max_steps": STEPS,
+    "save_steps": MIDDLE,
+    "logging_steps": 1,
+    "learning_rate": 0.001,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 4,
+    "report_to": "none",
+    "use_cpu": True,
+}
+"""The Trainer's arguments, which all programs take by these names."""
+
+
+class Stack(NamedTuple):
+    """A program."""
+
+    package: str
+    """Its name on PyPI."""
+    launcher: str
+    """The file in the environment's ``bin`` that starts it."""
+    trainings: Mapping[str, Arguments]
+    """Its arguments for each kind of training."""
+    command: Callable[[Path, Path, Arguments], list[str]]
+    """Returns its launch line, given the path of ``launcher``, the folder of the material, and arguments."""
+    block: Mapping[str, Any] = {}
+    """What its block has besides a layout."""
+
+
+def cases(stack: Stack, environment: Path, folder: Path) -> Iterable[Case]:
+    """Returns the cases of ``stack`` on two ranks. Stock trains at stage 2. The losses of all steps are compared."""
+    sizes = {name: "auto" for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")}
+    material = cache(partial(_material, folder))
+
+    def train(training: str, stage: int, block: Mapping[str, Any] | None, **resumed: str) -> Path:
+        material()
+        output = folder / "trained" / str(len(list(folder.glob("trained/*"))))
+        record = folder / "recorded" / output.name
+        traced = {"trace": str(record), "trace_steps": f"{MIDDLE if resumed else 1}:{STEPS}"}
+        ours = {} if block is None else {"ds_lgamp": {**stack.block, **block, **traced}}
+        config = write_config(folder, {**sizes, "zero_optimization": {"stage": stage}, **ours})
+        named = {"deepspeed": str(config), "output_dir": str(output), **resumed}
+        words = stack.command(
+            environment / "bin" / stack.launcher, folder, {**TRAINED, **stack.trainings[training], **named}
+        )
+        run(words, SECONDS, _variables(environment, folder), folder)
+        assert block is None or recorded(record), "the program trained, but not with the block"
+        return output
+
+    stock = cache(lambda training: without_block(lambda: _losses(train(training, STOCK_STAGE, None))))
+
+    def compare(training: str, stage: int, block: Mapping[str, Any]) -> str:
+        alone = stock(training)
+        return compared(_losses(train(training, stage, block)), alone)
+
+    def compare_resumed(training: str) -> str:
+        alone = stock(training)
+        saved = train(training, 3, SPLIT) / f"checkpoint-{MIDDLE}"
+        return compared(_losses(train(training, 3, {}, resume_from_checkpoint=str(saved))), alone)
+
+    for training in stack.trainings:
+        yield Case(f"{training}, P2, ZeRO-2", partial(compare, training, 2, SPLIT))
+        yield Case(f"{training}, W{RANKS}, ZeRO-3", partial(compare, training, 3, {}))
+        yield Case(f"{training}, P2, ZeRO-3, resumed as W{RANKS}", partial(compare_resumed, training))
+
+
+def version_of(package: str, environment: Path) -> str:
+    """Returns the version of ``package`` in ``environment``."""
+    folders = [str(path) for path in environment.glob("lib/python*/site-packages")]
+    return next((each.version for each in distributions(name=package, path=folders)), "unknown")
+
+
+def _variables(environment: Path, folder: Path) -> dict[str, str]:
+    """Returns the environment's variables: those of a shell in which it is active, and that of offline machines."""
+    path = f"{environment / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
+    offline = {"HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
+    return {**ON_CPU, **offline, "PATH": path, "PYTHONPATH": str(ROOT), "NPROC_PER_NODE": str(RANKS)}
+
+
+def _losses(output: Path) -> list[float]:
+    state = json.loads((output / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
+    return [entry["loss"] for entry in state["log_history"] if "loss" in entry]
+
+
+def _llama_factory(launcher: Path, folder: Path, arguments: Arguments) -> list[str]:
+    path = folder / "train.yaml"
+    path.write_text("\n".join(f"{name}: {_word(value)}" for name, value in arguments.items()))
+    # The first asks for several ranks, the second allows releases of transformers that are newer than the program.
+    return ["env", "FORCE_TORCHRUN=1", "DISABLE_VERSION_CHECK=1", str(launcher), "train", str(path)]
+
+
+def _swift(launcher: Path, folder: Path, arguments: Arguments) -> list[str]:
+    return [str(launcher), "sft", *_flags(arguments)]
+
+
+def _sentence_transformers(launcher: Path, folder: Path, arguments: Arguments) -> list[str]:
+    torchrun = [str(launcher), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS)]
+    return [*torchrun, str(ROOT / "testing" / "scripts" / "sentences.py"), *_flags(arguments)]
+
+
+def _flags(arguments: Arguments) -> list[str]:
+    return [word for name, value in arguments.items() for word in (f"--{name}", _word(value))]
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _material(folder: Path) -> None:
+    """Writes models and data into ``folder``, under the relative names that the arguments have."""
+    text, _ = make_material(folder)
+    _save_llama(folder)
+    words = text.read_text().split()
+    parts = [" ".join(words[start : start + WORDS]) for start in range(0, 3 * ROWS * WORDS, WORDS)]
+    rows = [
+        dict(zip(("instruction", "chosen", "rejected"), parts[start : start + 3])) for start in range(0, 3 * ROWS, 3)
+    ]
+    data = folder / "data"
+    data.mkdir()
+    (data / "pairs.json").write_text(json.dumps(rows))
+    talks = [[("user", row["instruction"]), ("assistant", row["chosen"])] for row in rows]
+    messages = [{"messages": [{"role": role, "content": said} for role, said in talk]} for talk in talks]
+    (data / "messages.jsonl").write_text("\n".join(map(json.dumps, messages)))
+    named = {"file_name": "pairs.json", "columns": {"prompt": "instruction", "response": "chosen"}}
+    ranked = {
+        **named,
+        "ranking": True,
+        "columns": {"prompt": "instruction", "chosen": "chosen", "rejected": "rejected"},
+    }
+    (data / "dataset_info.json").write_text(json.dumps({"answers": named, "preferences": ranked}))
+
+
+def _save_llama(folder: Path) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    vocabulary = PreTrainedTokenizerFast.from_pretrained(folder / CAUSAL)
+    vocabulary.save_pretrained(folder / LLAMA)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=len(vocabulary), **shape, bos_token_id=0, eos_token_id=0)
+    LlamaForCausalLM(config).save_pretrained(folder / LLAMA)
+
+
+_FACTORY: Arguments = {
+    **{"model_name_or_path": LLAMA, "dataset_dir": "data", "template": "default", "cutoff_len": 64},
+    **{"stage": "sft", "dataset": "answers", "finetuning_type": "full", "do_train": True, "plot_loss": False},
+    # With transformers from 5.7 on, LLaMA-Factory 0.9.5 fails when it checkpoints activations, also without a block.
+    "disable_gradient_checkpointing": True,
+}
+_SWIFT: Arguments = {
+    **{"model": LLAMA, "model_type": "llama", "template": "default", "dataset": "data/messages.jsonl"},
+    **{"torch_dtype": "float32", "fp16": False, "bf16": False, "max_length": 64, "tuner_type": "full"},
+    **{"check_model": False, "use_hf": True, "add_version": False},
+}
+STACKS = {
+    "llama-factory": Stack(
+        "llamafactory",
+        "llamafactory-cli",
+        {
+            "full SFT": _FACTORY,
+            "LoRA SFT": {**_FACTORY, "finetuning_type": "lora"},
+            "DPO": {**_FACTORY, "stage": "dpo", "dataset": "preferences", "finetuning_type": "lora"},
+        },
+        _llama_factory,
+    ),
+    "ms-swift": Stack(
+        "ms-swift",
+        "swift",
+        {"full SFT": _SWIFT, "LoRA SFT": {**_SWIFT, "tuner_type": "lora"}},
+        _swift,
+        # It reads logits for the accuracy of a training batch.
+        {"outputs": "all"},
+    ),
+    "sentence-transformers": Stack(
+        "sentence-transformers",
+        "python",
+        {"pairs": {"model_name_or_path": MASKED, "data": "data/pairs.json"}},
+        _sentence_transformers,
+    ),
+}
