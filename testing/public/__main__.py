@@ -79,15 +79,17 @@ PARTS = {
 def main(words: Sequence[str] | None = None) -> int:
     """Runs the selected parts. Returns 1 if anything differs or fails, else 0."""
     options = parse(words)
+    command = " ".join(["python -m testing.public", *_without_paths(options)])
+    versions = {package: version(package) for package in PACKAGES}
     found: list[Outcome] = []
     for name in options.only or PARTS:
         for outcome in run_part(name, getattr(options, name.replace("-", "_")), options.matching):
             print(f"{outcome.material}: {outcome.configuration}: {outcome.result}", file=sys.stderr, flush=True)
             found.append(outcome)
+            if options.json is not None:
+                # After each, because all take hours, and a run may be ended sooner.
+                options.json.write_text(to_json(found, command, versions))
     print(markdown(found))
-    if options.json is not None:
-        command = " ".join(["python -m testing.public", *_without_paths(options)])
-        options.json.write_text(to_json(found, command, {package: version(package) for package in PACKAGES}))
     return int(any(outcome.bad for outcome in found))
 
 

@@ -19,7 +19,11 @@ T = TypeVar("T")
 BAD = ("differs", "failed")
 """First words of results that make the whole run fail."""
 WITHOUT_BLOCK = "without a block: "
-_REFUSAL = re.compile(r"^(?:\[\w+\]: ?)?(?:ds_lgamp: |(?:\w+\.)*ConfigError: )(.+)", re.MULTILINE)
+_REFUSAL = re.compile(
+    # A trace only says where it is.
+    r"^(?:\[\w+\]: ?)?(?:ds_lgamp: |(?:\w+\.)*ConfigError: )(?!steps \d+ to \d+ are recorded)(.+)",
+    re.MULTILINE,
+)
 # Skips torchrun's own error, which only says that a rank has failed.
 _ERROR = re.compile(
     r"^(?:\[\w+\]: ?)?((?!torch\.distributed\.elastic)(?:\w+\.)*[A-Z]\w*(?:Error|Exception)\b.*)", re.MULTILINE

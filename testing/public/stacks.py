@@ -20,7 +20,6 @@ from testing.public.transformers_scripts import (
     MASKED,
     RANKS,
     STEPS,
-    STOCK_STAGE,
     make_material,
     write_config,
 )
@@ -44,6 +43,17 @@ TRAINED: Arguments = {
 """The Trainer's arguments, which all programs take by these names."""
 
 
+class Training(NamedTuple):
+    """A kind of training."""
+
+    arguments: Arguments
+    """What the program gets besides TRAINED."""
+    block: Mapping[str, Any] = {}
+    """What its block has besides a layout."""
+    stock: int = 2
+    """The stage at which stock trains."""
+
+
 class Stack(NamedTuple):
     """A program."""
 
@@ -51,12 +61,9 @@ class Stack(NamedTuple):
     """Its name on PyPI."""
     launcher: str
     """The file in the environment's ``bin`` that starts it."""
-    trainings: Mapping[str, Arguments]
-    """Its arguments for each kind of training."""
+    trainings: Mapping[str, Training]
     command: Callable[[Path, Path, Arguments], list[str]]
     """Returns its launch line, given the path of ``launcher``, the folder of the material, and arguments."""
-    block: Mapping[str, Any] = {}
-    """What its block has besides a layout."""
 
 
 def cases(stack: Stack, environment: Path, folder: Path) -> Iterable[Case]:
@@ -64,36 +71,36 @@ def cases(stack: Stack, environment: Path, folder: Path) -> Iterable[Case]:
     sizes = {name: "auto" for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")}
     material = cache(partial(_material, folder))
 
-    def train(training: str, stage: int, block: Mapping[str, Any] | None, **resumed: str) -> Path:
+    def train(name: str, stage: int, block: Mapping[str, Any] | None, **resumed: str) -> Path:
         material()
+        training = stack.trainings[name]
         output = folder / "trained" / str(len(list(folder.glob("trained/*"))))
         record = folder / "recorded" / output.name
         traced = {"trace": str(record), "trace_steps": f"{MIDDLE if resumed else 1}:{STEPS}"}
-        ours = {} if block is None else {"ds_lgamp": {**stack.block, **block, **traced}}
+        ours = {} if block is None else {"ds_lgamp": {**training.block, **block, **traced}}
         config = write_config(folder, {**sizes, "zero_optimization": {"stage": stage}, **ours})
         named = {"deepspeed": str(config), "output_dir": str(output), **resumed}
-        words = stack.command(
-            environment / "bin" / stack.launcher, folder, {**TRAINED, **stack.trainings[training], **named}
-        )
+        words = stack.command(environment / "bin" / stack.launcher, folder, {**TRAINED, **training.arguments, **named})
         run(words, SECONDS, _variables(environment, folder), folder)
         assert block is None or recorded(record), "the program trained, but not with the block"
         return output
 
-    stock = cache(lambda training: without_block(lambda: _losses(train(training, STOCK_STAGE, None))))
+    stages = {name: training.stock for name, training in stack.trainings.items()}
+    stock = cache(lambda name: without_block(lambda: _losses(train(name, stages[name], None))))
 
-    def compare(training: str, stage: int, block: Mapping[str, Any]) -> str:
-        alone = stock(training)
-        return compared(_losses(train(training, stage, block)), alone)
+    def compare(name: str, stage: int, block: Mapping[str, Any]) -> str:
+        alone = stock(name)
+        return compared(_losses(train(name, stage, block)), alone)
 
-    def compare_resumed(training: str) -> str:
-        alone = stock(training)
-        saved = train(training, 3, SPLIT) / f"checkpoint-{MIDDLE}"
-        return compared(_losses(train(training, 3, {}, resume_from_checkpoint=str(saved))), alone)
+    def compare_resumed(name: str) -> str:
+        alone = stock(name)
+        saved = train(name, 3, SPLIT) / f"checkpoint-{MIDDLE}"
+        return compared(_losses(train(name, 3, {}, resume_from_checkpoint=str(saved))), alone)
 
-    for training in stack.trainings:
-        yield Case(f"{training}, P2, ZeRO-2", partial(compare, training, 2, SPLIT))
-        yield Case(f"{training}, W{RANKS}, ZeRO-3", partial(compare, training, 3, {}))
-        yield Case(f"{training}, P2, ZeRO-3, resumed as W{RANKS}", partial(compare_resumed, training))
+    for name, stage in stages.items():
+        yield Case(f"{name}, P2, ZeRO-{stage}", partial(compare, name, stage, SPLIT))
+        yield Case(f"{name}, W{RANKS}, ZeRO-3", partial(compare, name, 3, {}))
+        yield Case(f"{name}, P2, ZeRO-3, resumed as W{RANKS}", partial(compare_resumed, name))
 
 
 def version_of(package: str, environment: Path) -> str:
@@ -116,7 +123,7 @@ def _losses(output: Path) -> list[float]:
 
 def _llama_factory(launcher: Path, folder: Path, arguments: Arguments) -> list[str]:
     path = folder / "train.yaml"
-    path.write_text("\n".join(f"{name}: {_word(value)}" for name, value in arguments.items()))
+    path.write_text(_yaml(arguments))
     # The first asks for several ranks, the second allows releases of transformers that are newer than the program.
     return ["env", "FORCE_TORCHRUN=1", "DISABLE_VERSION_CHECK=1", str(launcher), "train", str(path)]
 
@@ -126,8 +133,27 @@ def _swift(launcher: Path, folder: Path, arguments: Arguments) -> list[str]:
 
 
 def _sentence_transformers(launcher: Path, folder: Path, arguments: Arguments) -> list[str]:
-    torchrun = [str(launcher), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS)]
-    return [*torchrun, str(ROOT / "testing" / "scripts" / "sentences.py"), *_flags(arguments)]
+    return [*_torchrun(launcher), str(ROOT / "testing" / "scripts" / "sentences.py"), *_flags(arguments)]
+
+
+def _axolotl(launcher: Path, folder: Path, arguments: Arguments) -> list[str]:
+    others = {"per_device_train_batch_size": "micro_batch_size"}
+    theirs = {
+        others.get(name, name): value for name, value in arguments.items() if name not in ("report_to", "use_cpu")
+    }
+    path = folder / "train.yaml"
+    path.write_text(_yaml(theirs))
+    # What "axolotl train" starts. On a CPU, Accelerate would believe that every rank is alone.
+    program = ["-m", "testing.accelerate_cpu", "-m", "axolotl.cli.train", str(path)]
+    return [*_torchrun(launcher.with_name("python")), *program]
+
+
+def _torchrun(python: Path) -> list[str]:
+    return [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS)]
+
+
+def _yaml(arguments: Arguments) -> str:
+    return "\n".join(f"{name}: {_word(value)}" for name, value in arguments.items())
 
 
 def _flags(arguments: Arguments) -> list[str]:
@@ -185,29 +211,40 @@ _SWIFT: Arguments = {
     **{"torch_dtype": "float32", "fp16": False, "bf16": False, "max_length": 64, "tuner_type": "full"},
     **{"check_model": False, "use_hf": True, "add_version": False},
 }
+_AXOLOTL: Arguments = {
+    **{"base_model": LLAMA, "tokenizer_type": "AutoTokenizer", "special_tokens": "{pad_token: <|endoftext|>}"},
+    **{"datasets": "[{path: data/pairs.json, type: completion, field: instruction, ds_type: json}]"},
+    **{"sequence_len": 64, "val_set_size": 0, "lr_scheduler": "linear", "optimizer": "adamw_torch"},
+    **dict.fromkeys(("sample_packing", "flash_attention", "bf16", "fp16", "tf32"), False),
+}
+_ALL = {"outputs": "all"}
 STACKS = {
     "llama-factory": Stack(
         "llamafactory",
         "llamafactory-cli",
         {
-            "full SFT": _FACTORY,
-            "LoRA SFT": {**_FACTORY, "finetuning_type": "lora"},
-            "DPO": {**_FACTORY, "stage": "dpo", "dataset": "preferences", "finetuning_type": "lora"},
+            "full SFT": Training(_FACTORY),
+            "LoRA SFT": Training({**_FACTORY, "finetuning_type": "lora"}),
+            "DPO": Training({**_FACTORY, "stage": "dpo", "dataset": "preferences", "finetuning_type": "lora"}, _ALL),
         },
         _llama_factory,
     ),
+    # It reads logits for the accuracy of training batches.
     "ms-swift": Stack(
         "ms-swift",
         "swift",
-        {"full SFT": _SWIFT, "LoRA SFT": {**_SWIFT, "tuner_type": "lora"}},
+        {
+            "full SFT": Training(_SWIFT, _ALL),
+            "LoRA SFT": Training({**_SWIFT, "tuner_type": "lora", "lora_dropout": 0.0}, _ALL),
+        },
         _swift,
-        # It reads logits for the accuracy of a training batch.
-        {"outputs": "all"},
     ),
     "sentence-transformers": Stack(
         "sentence-transformers",
         "python",
-        {"pairs": {"model_name_or_path": MASKED, "data": "data/pairs.json"}},
+        {"pairs": Training({"model_name_or_path": MASKED, "data": "data/pairs.json"}, _ALL)},
         _sentence_transformers,
     ),
+    # Below stage 3 it places models on a device of CUDA if there are several ranks.
+    "axolotl": Stack("axolotl", "axolotl", {"full SFT": Training(_AXOLOTL, stock=3)}, _axolotl),
 }

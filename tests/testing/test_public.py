@@ -70,7 +70,7 @@ def test_without_trees_every_part_is_skipped_in_the_table(monkeypatch, capsys):
         monkeypatch.delenv(each.variable, raising=False)
     assert public.main([]) == 0
     rows = capsys.readouterr().out.splitlines()[2:]
-    assert len(rows) == len(public.PARTS) == 10
+    assert len(rows) == len(public.PARTS) == 11
     for row, (name, each) in zip(rows, public.PARTS.items(), strict=True):
         assert f"skipped: no tree; give --{name} or {each.variable}" in row
 
@@ -167,6 +167,8 @@ def test_a_run_without_a_block_that_fails_says_so():
     ("output", "result"),
     [
         ("words\nds_lgamp: schedule is 'x'; use another\nmore", "refused: schedule is 'x'; use another"),
+        ("ds_lgamp: steps 1 to 8 are recorded in x\nds_lgamp: no; use y", "refused: no; use y"),
+        ("ds_lgamp: steps 1 to 8 are recorded in x\nValueError: z", "failed: ValueError: z"),
         ("[rank1]:ds_lgamp.config.ConfigError: no; use y", "refused: no; use y"),
         ("Traceback\n  File\ntorch.x.SomeError: first\nValueError: second", "failed: torch.x.SomeError: first"),
         (
