@@ -19,11 +19,9 @@ T = TypeVar("T")
 BAD = ("differs", "failed")
 """First words of results that make the whole run fail."""
 WITHOUT_BLOCK = "without a block: "
-_REFUSAL = re.compile(
-    # A trace only says where it is.
-    r"^(?:\[\w+\]: ?)?(?:ds_lgamp: |(?:\w+\.)*ConfigError: )(?!steps \d+ to \d+ are recorded)(.+)",
-    re.MULTILINE,
-)
+# What a trace says of its folder, and a rank of another's end, is none.
+_NO_REFUSAL = r"steps \d+ to \d+ are recorded|rank \d+ on \S+ (?:failed|died)"
+_REFUSAL = re.compile(rf"^(?:\[\w+\]: ?)?(?:ds_lgamp: |(?:\w+\.)*ConfigError: )(?!{_NO_REFUSAL})(.+)", re.MULTILINE)
 # Skips torchrun's own error, which only says that a rank has failed.
 _ERROR = re.compile(
     r"^(?:\[\w+\]: ?)?((?!torch\.distributed\.elastic)(?:\w+\.)*[A-Z]\w*(?:Error|Exception)\b.*)", re.MULTILINE

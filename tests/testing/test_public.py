@@ -169,6 +169,7 @@ def test_a_run_without_a_block_that_fails_says_so():
         ("words\nds_lgamp: schedule is 'x'; use another\nmore", "refused: schedule is 'x'; use another"),
         ("ds_lgamp: steps 1 to 8 are recorded in x\nds_lgamp: no; use y", "refused: no; use y"),
         ("ds_lgamp: steps 1 to 8 are recorded in x\nValueError: z", "failed: ValueError: z"),
+        ("ds_lgamp: rank 0 on a failed (KeyError: x); this\n[rank0]: KeyError: x", "failed: KeyError: x"),
         ("[rank1]:ds_lgamp.config.ConfigError: no; use y", "refused: no; use y"),
         ("Traceback\n  File\ntorch.x.SomeError: first\nValueError: second", "failed: torch.x.SomeError: first"),
         (
