@@ -32,7 +32,7 @@ def without_cache(model: Any) -> dict[str, Any]:
 
 def planned_names(model: Any) -> set[str]:
     """Returns the names in the pipeline plan of the model's configuration."""
-    config = getattr(model, "config", None)
+    config = getattr(model_of(model), "config", None)
     return set(getattr(config, "base_model_pp_plan", None) or ())
 
 

@@ -25,6 +25,7 @@ from ds_lgamp.integrations.deepspeed.plain.layers import (
 from ds_lgamp.integrations.deepspeed.plain.loss_engine import LossEngine
 from ds_lgamp.integrations.deepspeed.plain.model_methods import release
 from ds_lgamp.integrations.deepspeed.plain.outputs_engine import OutputsEngine
+from ds_lgamp.integrations.deepspeed.plain.wrapper import WrapperEngine, wrapper_of
 from ds_lgamp.watch.this_rank import this_rank
 
 
@@ -37,19 +38,23 @@ def build_engine(settings: LgampConfig, arguments: dict[str, Any]) -> ModelEngin
             f"the {type(model).__name__} has an engine already, which a {BLOCK} block cannot replace; save its weights "
             "and give a new model to deepspeed.initialize or the Trainer, without auto_find_batch_size"
         )
-    needed = [*needed_to_split(model, settings)]
+    wrapper = wrapper_of(model, settings)
+    if wrapper is not None:
+        settings = settings.model_copy(update={"outputs": "all"})
+    split = model if wrapper is None else wrapper
+    needed = [*needed_to_split(split, settings)]
     check_tensors(model)
     make_whole(needed)
-    layers = layers_of(model, layer_sources(next(model.parameters()).device), settings)
+    layers = layers_of(split, layer_sources(next(model.parameters()).device), settings)
     module = pipeline_module(layers, topology_of(layers, settings))
     share_over_pipeline(model.buffers(), module)
     _keep_own_values(layers, module)
     _keep_own_parameters(module, arguments)
     check_layout(arguments.get("mpu"), module.mpu(), settings)
     rest = {name: value for name, value in arguments.items() if name != "model"}
-    build = LossEngine if settings.outputs == "loss" else OutputsEngine
+    build = LossEngine if settings.outputs == "loss" else WrapperEngine if wrapper is not None else OutputsEngine
     with _groups_of(arguments.get("mpu")):
-        engine = build(model, layers, settings, {"model": module, **rest})
+        engine = build(split, layers, settings, {"model": module, **rest})
     this_rank.models.add(model)
     return engine
 

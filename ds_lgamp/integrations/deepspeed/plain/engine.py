@@ -1,7 +1,7 @@
 """The engine of plain scripts, behind ``deepspeed.initialize`` for all models but a PipelineModule."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ from ds_lgamp.integrations.deepspeed.plain import model_methods
 from ds_lgamp.integrations.deepspeed.plain.agreement import Next, agree, agree_at_the_end
 from ds_lgamp.integrations.deepspeed.plain.exchange import Exchange
 from ds_lgamp.integrations.deepspeed.plain.layers import Compiled, Layers, tell_of_model
-from ds_lgamp.integrations.deepspeed.plain.model_methods import Elsewhere, guide_direct_calls, release
+from ds_lgamp.integrations.deepspeed.plain.model_methods import Elsewhere, evaluate_direct_calls, release
 from ds_lgamp.integrations.deepspeed.plain.unfinished_batch import OpenBatch, UnfinishedBatch
 from ds_lgamp.integrations.split.call import Arguments, Call
 from ds_lgamp.partition.agreement import Term, own_host_group
@@ -64,7 +64,7 @@ class ModelEngine(LgampDoor):
         self.elsewhere = Elsewhere(user_model, own)
         pipeline = self.grid.get_pipe_parallel_group()
         self._exchange = Exchange(pipeline, own_host_group(self.grid.pipe_groups, pipeline), self.device)
-        self._unfinished = UnfinishedBatch(user_model)
+        self._unfinished = UnfinishedBatch(self.computed_model)
         self._forward_settings = layers.settings
         """What the first batch sets in the model's configuration; None after it."""
         self.optimizer.zero_grad = self.zero_grad
@@ -81,7 +81,16 @@ class ModelEngine(LgampDoor):
         """What the script passes to the scheduler's next step."""
         agree_at_the_end()
         model_methods.give_state(self)
-        self._check_forward = guide_direct_calls(self, user_model, model_methods.is_spread(self))
+        self._check_forward = self._guide_calls()
+
+    @property
+    def computed_model(self) -> torch.nn.Module:
+        """The model whose forward the program computes."""
+        return self.module
+
+    def _guide_calls(self) -> Callable[[], None]:
+        """Lets calls of the model that pass by the engine evaluate. Returns a check of the model's forward."""
+        return evaluate_direct_calls(self, self.module, model_methods.is_spread(self))
 
     # What scripts call
 
@@ -90,12 +99,18 @@ class ModelEngine(LgampDoor):
 
         In evaluation, or without gradients, returns the model's output at once. All ranks call it together.
         """
+        return self._call(self._cast(positional), named)
+
+    def _cast(self, positional: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Returns arguments in the dtype that DeepSpeed gives them."""
+        cast = input_dtype(self._config)
+        return positional if cast is None else to_device(positional, self.device, cast)
+
+    def _call(self, positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Takes a micro-batch for the model that is split."""
         self._check_forward()
         self.lgamp.executor.refuse_after_failure()
         self._refuse_call()
-        cast = input_dtype(self._config)
-        if cast is not None:
-            positional = to_device(positional, self.device, cast)
         arguments = self._layers.arguments(positional, named)
         if not (torch.is_grad_enabled() and self.module.training):
             return self._evaluate(arguments)

@@ -280,16 +280,23 @@ def save_16bit_model(
 _ENGINE = "the engine that deepspeed.initialize or accelerator.prepare returned"
 
 
-def guide_direct_calls(engine: Callable[..., Any], model: Any, is_spread: bool) -> Callable[[], None]:
+def evaluate_direct_calls(engine: Callable[..., Any], model: Any, is_spread: bool) -> Callable[[], None]:
     """Lets the ``engine`` evaluate when ``model`` is called and its layers are ``is_spread`` over ranks.
 
-    Calls that train raise ConfigError: their backward pass would not be a part of the program. So does ``generate`` of
-    a model that is spread, because the engine keeps no keys and values. Returns a function that raises ConfigError if
-    the model has another ``forward`` by then.
+    Calls that train raise ConfigError: their backward pass would not be a part of the program. See :func:`guide_calls`.
     """
-    replace_method(
-        model, "forward", lambda stock: _forward(_without_hooks(engine, model) if is_spread else stock, model)
-    )
+    stock = model.forward
+    compute = _forward(_without_hooks(engine, model) if is_spread else stock, model)
+    return guide_calls(model, compute, is_spread)
+
+
+def guide_calls(model: Any, compute: Callable[..., Any], is_spread: bool) -> Callable[[], None]:
+    """Lets ``compute`` do what calls of ``model`` do.
+
+    ``generate`` of a model that is spread raises ConfigError, because the engine keeps no keys and values. Returns a
+    function that raises ConfigError if the model has another ``forward`` by then.
+    """
+    replace_method(model, "forward", lambda _: compute)
     if is_spread and hasattr(model, "generate"):
         replace_method(model, "generate", lambda _: _refuse_generate)
     guided = model.forward
