@@ -1,6 +1,6 @@
 """Builds the engine of a plain script."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,7 +25,7 @@ from ds_lgamp.integrations.deepspeed.plain.layers import (
 from ds_lgamp.integrations.deepspeed.plain.loss_engine import LossEngine
 from ds_lgamp.integrations.deepspeed.plain.model_methods import release
 from ds_lgamp.integrations.deepspeed.plain.outputs_engine import OutputsEngine
-from ds_lgamp.integrations.deepspeed.plain.wrapper import WrapperEngine, wrapper_of
+from ds_lgamp.integrations.deepspeed.plain.wrapper import Wrapper, WrapperEngine, split_of
 from ds_lgamp.watch.this_rank import this_rank
 
 
@@ -38,10 +38,7 @@ def build_engine(settings: LgampConfig, arguments: dict[str, Any]) -> ModelEngin
             f"the {type(model).__name__} has an engine already, which a {BLOCK} block cannot replace; save its weights "
             "and give a new model to deepspeed.initialize or the Trainer, without auto_find_batch_size"
         )
-    wrapper = wrapper_of(model, settings)
-    if wrapper is not None:
-        settings = settings.model_copy(update={"outputs": "all"})
-    split = model if wrapper is None else wrapper
+    split, settings = split_of(model, settings)
     needed = [*needed_to_split(split, settings)]
     check_tensors(model)
     make_whole(needed)
@@ -52,11 +49,16 @@ def build_engine(settings: LgampConfig, arguments: dict[str, Any]) -> ModelEngin
     _keep_own_parameters(module, arguments)
     check_layout(arguments.get("mpu"), module.mpu(), settings)
     rest = {name: value for name, value in arguments.items() if name != "model"}
-    build = LossEngine if settings.outputs == "loss" else WrapperEngine if wrapper is not None else OutputsEngine
     with _groups_of(arguments.get("mpu")):
-        engine = build(split, layers, settings, {"model": module, **rest})
+        engine = _engine_class(split, settings)(split, layers, settings, {"model": module, **rest})
     this_rank.models.add(model)
     return engine
+
+
+def _engine_class(split: torch.nn.Module, settings: LgampConfig) -> Callable[..., ModelEngine]:
+    if isinstance(split, Wrapper):
+        return WrapperEngine
+    return LossEngine if settings.outputs == "loss" else OutputsEngine
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from ds_lgamp.integrations.deepspeed.engine.data import batch_terms, integer_ele
 from ds_lgamp.integrations.deepspeed.engine.door import LgampDoor
 from ds_lgamp.integrations.deepspeed.engine.training import Training
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import share_values
-from ds_lgamp.integrations.deepspeed.plain import model_methods
+from ds_lgamp.integrations.deepspeed.plain import model_state
 from ds_lgamp.integrations.deepspeed.plain.agreement import Next, agree, agree_at_the_end
 from ds_lgamp.integrations.deepspeed.plain.exchange import Exchange
 from ds_lgamp.integrations.deepspeed.plain.layers import Compiled, Layers, tell_of_model
@@ -80,7 +80,8 @@ class ModelEngine(LgampDoor):
         self._lr_kwargs: Any = None
         """What the script passes to the scheduler's next step."""
         agree_at_the_end()
-        model_methods.give_state(self)
+        self.last_read: model_state.LastRead | None = None
+        model_state.give_state(self)
         self._check_forward = self._guide_calls()
 
     @property
@@ -90,7 +91,7 @@ class ModelEngine(LgampDoor):
 
     def _guide_calls(self) -> Callable[[], None]:
         """Lets calls of the model that pass by the engine evaluate. Returns a check of the model's forward."""
-        return evaluate_direct_calls(self, self.module, model_methods.is_spread(self))
+        return evaluate_direct_calls(self, self.module, model_state.is_spread(self))
 
     # What scripts call
 
@@ -165,6 +166,7 @@ class ModelEngine(LgampDoor):
                 "load_checkpoint is called inside a batch that is computed already; call it before the first "
                 "micro-batch of a step, or after its engine.step()"
             )
+        self.last_read = None
         loaded = super().load_checkpoint(*positional, **named)
         if loaded[0] is not None:
             self._unfinished.clear()
@@ -203,11 +205,11 @@ class ModelEngine(LgampDoor):
     def eval(self) -> None:
         self.train(False)
 
-    zero_gather_16bit_weights_on_model_save = model_methods.zero_gather_16bit_weights_on_model_save
-    _zero3_consolidated_16bit_state_dict = model_methods.zero3_consolidated_16bit_state_dict
-    save_16bit_model = model_methods.save_16bit_model
+    zero_gather_16bit_weights_on_model_save = model_state.zero_gather_16bit_weights_on_model_save
+    _zero3_consolidated_16bit_state_dict = model_state.zero3_consolidated_16bit_state_dict
+    save_16bit_model = model_state.save_16bit_model
     # Not those of pipelines.
-    module_state_dict, load_module_state_dict = DeepSpeedEngine.module_state_dict, model_methods.load_module_state_dict
+    module_state_dict, load_module_state_dict = DeepSpeedEngine.module_state_dict, model_state.load_module_state_dict
 
     # One batch
 

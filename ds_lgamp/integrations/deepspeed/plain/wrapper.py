@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.integrations.deepspeed.plain.layers import Layers
-from ds_lgamp.integrations.deepspeed.plain.model_methods import guide_calls, is_spread
+from ds_lgamp.integrations.deepspeed.plain.model_methods import guide_calls
+from ds_lgamp.integrations.deepspeed.plain.model_state import is_spread
 from ds_lgamp.integrations.deepspeed.plain.outputs_engine import OutputsEngine
 from ds_lgamp.integrations.split.parts import INSIDE, find_blocks, model_of
 from ds_lgamp.integrations.split.stand_ins import AbsentTensor
@@ -79,21 +80,21 @@ class Wrapper(nn.Module):
         return model_of(self.model)
 
 
-def wrapper_of(model: nn.Module, settings: LgampConfig) -> Wrapper | None:
-    """Returns ``model`` as a wrapper of the one inside that the block names, or that a LightningModule holds; None if
-    ``model`` itself is split. Raises ConfigError if there is no such model."""
+def split_of(model: nn.Module, settings: LgampConfig) -> tuple[nn.Module, LgampConfig]:
+    """Returns what of ``model`` is split, and the block for that: a :class:`Wrapper` of the model inside that the block
+    names, or that a LightningModule holds; else ``model`` itself. Raises ConfigError if there is no such model."""
     path = settings.model
     if path is None and _is_lightning(model):
         path = _inside(model, settings)
-    if path is None:
-        return None
+    if not path:
+        return model, settings
     if path not in dict(model.named_modules()):
         children = ", ".join(name for name, _ in model.named_children())
         raise ConfigError(
             f"{BLOCK}.model is '{path}', but {type(model).__name__} has no module of this name; name the model in it "
             f"that has the blocks: {children}, or a module of one of these"
         )
-    return Wrapper(model, path) if path else None
+    return Wrapper(model, path), settings.model_copy(update={"outputs": "all"})
 
 
 def _is_lightning(model: nn.Module) -> bool:
@@ -138,9 +139,15 @@ class WrapperEngine(OutputsEngine):
 
     def forward(self, *positional: Any, **named: Any) -> Any:
         """Returns what the wrapper's own code does."""
+        self._check_forward()
         self.lgamp.executor.refuse_after_failure()
         with self._around.in_code(self._frozen_values):
             return self.module(*self._cast(positional), **named)
+
+    def backward(self, *positional: Any, **named: Any) -> Tensor:
+        # Code that is checkpointed runs once more.
+        with self._around.as_in_last_call():
+            return super().backward(*positional, **named)
 
     def _guide_calls(self) -> Callable[[], None]:
         return guide_calls(self.computed_model, self._compute, is_spread(self))
@@ -180,8 +187,9 @@ class ParametersAround:
         self._registered: dict[str, Any] = {**wrapper.trained, **wrapper.frozen}
         self._absent = {name: AbsentTensor.of(partial(_refuse_early, name)) for name in wrapper.trained}
         self._frozen: dict[str, Tensor] | None = None
-        self._shown: dict[str, Any] | None = None
-        """What the code finds while it runs."""
+        self._shown: dict[str, Any] = self._registered
+        """What the code finds, also once more in the backward pass of its loss."""
+        self._runs = False
 
     @contextmanager
     def in_code(self, frozen_values: Callable[[], dict[str, Tensor]]) -> Iterator[None]:
@@ -195,12 +203,20 @@ class ParametersAround:
                 )
         if self._frozen is None:
             self._frozen = frozen_values()
-        self._shown = {**self._registered, **self._frozen, **self._absent}
+        self._shown, self._runs = {**self._registered, **self._frozen, **self._absent}, True
+        try:
+            with self.as_in_last_call():
+                yield
+        finally:
+            self._runs = False
+
+    @contextmanager
+    def as_in_last_call(self) -> Iterator[None]:
+        """Inside the block, the code finds what it found in its last call."""
         self._put(self._shown)
         try:
             yield
         finally:
-            self._shown = None
             self._put(self._registered)
 
     @contextmanager
@@ -210,11 +226,12 @@ class ParametersAround:
         try:
             yield
         finally:
-            self._put(self._shown or self._registered)
+            if self._runs:
+                self._put(self._shown)
 
     def give(self, trained: Sequence[Tensor]) -> None:
         """Lets the code that runs compute with these values of the trained parameters."""
-        if self._shown is not None:
+        if self._runs:
             self._shown |= zip(self.wrapper.trained, trained)
             self._put(self._shown)
 
