@@ -80,6 +80,7 @@ class ModelEngine(LgampDoor):
         self._lr_kwargs: Any = None
         """What the script passes to the scheduler's next step."""
         agree_at_the_end()
+        self.has_whole_model = False
         self.last_read: model_state.LastRead | None = None
         model_state.give_state(self)
         self._check_forward = self._guide_calls()

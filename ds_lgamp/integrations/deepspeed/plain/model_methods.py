@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import wraps
 from inspect import Parameter, ismethod, signature
 from types import MethodType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -60,25 +60,40 @@ class Elsewhere:
 _ENGINE = "the engine that deepspeed.initialize or accelerator.prepare returned"
 
 
-def evaluate_direct_calls(engine: Callable[..., Any], model: Any, is_spread: bool) -> Callable[[], None]:
+class Guide(Protocol):
+    """An engine, as far as calls of its model are concerned."""
+
+    has_whole_model: bool
+    """Whether modules of the model have all their values for now, on this rank alone."""
+
+    def __call__(self, *positional: Any, **named: Any) -> Any: ...
+
+
+def evaluate_direct_calls(engine: Guide, model: Any, is_spread: bool) -> Callable[[], None]:
     """Lets the ``engine`` evaluate when ``model`` is called and its layers are ``is_spread`` over ranks.
 
     Calls that train raise ConfigError: their backward pass would not be a part of the program. See :func:`guide_calls`.
     """
     stock = model.forward
     compute = _forward(_without_hooks(engine, model) if is_spread else stock, model)
-    return guide_calls(model, compute, is_spread)
+    return guide_calls(engine, model, compute, is_spread)
 
 
-def guide_calls(model: Any, compute: Callable[..., Any], is_spread: bool) -> Callable[[], None]:
-    """Lets ``compute`` do what calls of ``model`` do.
+def guide_calls(engine: Guide, model: Any, compute: Callable[..., Any], is_spread: bool) -> Callable[[], None]:
+    """Lets ``compute`` do what calls of ``model`` do, unless it has all its values for now.
 
     ``generate`` of a model that is spread raises ConfigError, because the engine keeps no keys and values. Returns a
     function that raises ConfigError if the model has another ``forward`` by then.
     """
-    replace_method(model, "forward", lambda _: compute)
+
+    def guided_to(other: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        return lambda stock: (
+            lambda *positional, **named: (stock if engine.has_whole_model else other)(*positional, **named)
+        )
+
+    replace_method(model, "forward", guided_to(compute))
     if is_spread and hasattr(model, "generate"):
-        replace_method(model, "generate", lambda _: _refuse_generate)
+        replace_method(model, "generate", guided_to(_refuse_generate))
     guided = model.forward
 
     def check() -> None:

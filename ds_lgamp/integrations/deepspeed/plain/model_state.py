@@ -34,6 +34,8 @@ class Engine(Run, Protocol):
     """The model of the script."""
     last_read: "LastRead | None"
     """The state that was read last."""
+    has_whole_model: bool
+    """Whether modules of the model have all their values for now, on this rank alone."""
     elsewhere: Elsewhere
 
     @property
@@ -92,15 +94,13 @@ class States:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._is_shown = False
-        """Whether the modules have all values for now."""
 
     def gathering(self, path: str, stock: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the ``state_dict`` of the model with this name in the engine's."""
 
         def state_dict(*positional: Any, **options: Any) -> Any:
             given = signature(stock).bind(*positional, **options).arguments
-            if given.get("keep_vars") or self._is_shown:
+            if given.get("keep_vars") or self._engine.has_whole_model:
                 return stock(*positional, **options)
             state = _within(path, whole_state(self._engine))
             if given.get("destination") is None and not given.get("prefix"):
@@ -121,7 +121,7 @@ class States:
         model = self._engine.module.get_submodule(path)
 
         def save_pretrained(*positional: Any, **options: Any) -> Any:
-            if self._is_shown:
+            if self._engine.has_whole_model:
                 return stock(*positional, **options)
             given = signature(stock).bind(*positional, **options)
             state = given.arguments.get("state_dict", given.arguments.get("kwargs", {}).get("state_dict"))
@@ -141,22 +141,24 @@ class States:
 
     @contextmanager
     def _shown(self, model: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
-        """Inside the block, ``model`` has the parameters that are in its ``state``: its own may have no elements on
-        this rank."""
+        """Inside the block, ``model`` has the tensors that are in its ``state``: its own may have no elements on this
+        rank. It can be called there, as by code that writes examples beside weights."""
         tensors = {id(value): value for value in state.values() if isinstance(value, Tensor)}
         shown = {place: nn.Parameter(value, requires_grad=False) for place, value in tensors.items()}
-        places = [
-            (module._parameters, key, shown[id(state[name])])
-            for path, module in model.named_modules()
-            for key, parameter in module._parameters.items()
-            if parameter is not None and (name := f"{path}.{key}".removeprefix(".")) in state
-        ]
-        self._is_shown = True
+        places: list[tuple[dict[str, Any], str, Any]] = []
+        for path, module in model.named_modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    places.append((module._buffers, key, buffer.cpu()))
+            for key, parameter in module._parameters.items():
+                if parameter is not None and (name := f"{path}.{key}".removeprefix(".")) in state:
+                    places.append((module._parameters, key, shown[id(state[name])]))
+        self._engine.has_whole_model = True
         try:
             with replacing(places):
                 yield
         finally:
-            self._is_shown = False
+            self._engine.has_whole_model = False
 
 
 def _within(path: str, state: dict[str, Any]) -> dict[str, Any]:

@@ -150,7 +150,7 @@ class WrapperEngine(OutputsEngine):
             return super().backward(*positional, **named)
 
     def _guide_calls(self) -> Callable[[], None]:
-        return guide_calls(self.computed_model, self._compute, is_spread(self))
+        return guide_calls(self, self.computed_model, self._compute, is_spread(self))
 
     def _compute(self, *positional: Any, **named: Any) -> Any:
         """Returns the output of the model inside."""

@@ -46,6 +46,13 @@ def test_losses_and_weights_are_those_of_one_process(pipeline, data, seed, train
         torch.testing.assert_close(whole[name], value, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_files_have_all_values_whoever_saves_them(stage, tmp_path):
+    first, _ = run_on_ranks(2, wrappers.saved, stage, str(tmp_path))
+    whole = {"head.bin": [], "encoder.bin": [], "example.bin": []}
+    assert first == {"all ranks": whole, "the first rank": whole, "the model inside": {"encoder.bin": []}}
+
+
 @pytest.mark.parametrize("pipeline", [1, 2])
 def test_mistakes_are_refused(pipeline):
     for errors in run_on_ranks(pipeline, wrappers.mistakes, pipeline):

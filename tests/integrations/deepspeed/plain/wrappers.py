@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -143,6 +144,76 @@ def _train(seed: int, stage: int, block: dict[str, Any]) -> tuple[list[float], d
     state = whole_state(engine)
     finish_engines()
     return losses, state
+
+
+class SavedEncoder(Encoder):
+    def save_pretrained(self, folder: str) -> None:
+        torch.save(self.state_dict(), Path(folder, "encoder.bin"))
+
+
+class Saved(Wrapper):
+    """Saves what is in it as sentence-transformers does: its method takes no state, and computes an example."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.parts["encoder"] = SavedEncoder()
+
+    def save_pretrained(self, folder: str) -> None:
+        torch.save(self.head.state_dict(), Path(folder, "head.bin"))
+        self.encoder.save_pretrained(folder)
+        torch.save({"loss": self.example(self)}, Path(folder, "example.bin"))
+
+    def example(self, compute: Callable[..., Any]) -> Tensor:
+        """Returns the loss of a batch in evaluation."""
+        self.eval()
+        with torch.no_grad():
+            loss = compute(*batch_of(0, 0, 0))["loss"]
+        self.train()
+        return loss
+
+
+PREFIXES = {"head.bin": "head.", "encoder.bin": "parts.encoder.", "example.bin": "example."}
+"""How the names of tensors in the files begin in the whole model."""
+WAYS = ["all ranks", "the first rank", "the model inside"]
+
+
+def saved(stage: int, folder: str) -> dict[str, dict[str, list[str]]]:
+    """Trains on two pipeline ranks, and saves in all ways. Returns by way what is wrong in which file."""
+    prepare_rank()
+    ds_lgamp.install()
+    torch.manual_seed(0)
+    engine = initialize(Saved(0), configuration(stage, {"model": "parts.encoder", "pipeline_ranks": 2}))
+    model, files = engine.module, {}
+    for way in WAYS:
+        for number in range(MICRO_BATCHES):
+            engine.backward(engine(*batch_of(0, dist.get_rank(), number))["loss"])
+            engine.step()
+        own = Path(folder, way)
+        own.mkdir(exist_ok=True)
+        if way == "all ranks":
+            model.save_pretrained(own)
+        elif way == "the model inside":
+            model.encoder.save_pretrained(own)
+        state = model.state_dict()
+        if way == "the first rank" and dist.get_rank() == 0:
+            model.save_pretrained(own)
+        state["example.loss"] = model.example(engine)
+        # Before the next step, which changes the weights.
+        files[way] = _differences(own, state)
+    finish_engines()
+    return files
+
+
+def _differences(folder: Path, state: dict[str, Tensor]) -> dict[str, list[str]]:
+    """Returns, on rank 0, which tensors of the whole model each file lacks, or has with another value."""
+    found: dict[str, list[str]] = {}
+    for file in folder.iterdir() if dist.get_rank() == 0 else ():
+        prefix, values = PREFIXES[file.name], torch.load(file)
+        wanted = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+        found[file.name] = [
+            name for name, value in wanted.items() if name not in values or not torch.allclose(values[name], value)
+        ]
+    return found
 
 
 class Early(Wrapper):
