@@ -99,8 +99,9 @@ def guide_calls(engine: Guide, model: Any, compute: Callable[..., Any], is_sprea
     def check() -> None:
         if model.forward is not guided:
             raise ConfigError(
-                f"the forward of the {type(model).__name__} was replaced after deepspeed.initialize, as Lightning's "
-                f"Trainer does, but with a {BLOCK} block the engine computes the one that it had; replace it earlier"
+                f"the forward of the {type(model).__name__} was replaced after deepspeed.initialize, but with a "
+                f"{BLOCK} block the engine computes the one that it had; replace it earlier, or set {BLOCK}.model to "
+                "the model inside that it calls"
             )
 
     return check
