@@ -80,6 +80,10 @@ class LgampConfig(BaseModel):
     """The name in the model of the list of modules at which to split it, such as "model.layers"; not for a
     PipelineModule or an nn.Sequential. The default is the one that the model's own pipeline plan names, or else the one
     with most parameters."""
+    model: str | None = None
+    """The name of the model with the blocks in the module that deepspeed.initialize gets, such as "model", where the
+    code around it is no part of what is split: every rank runs that code itself, with the model's outputs. The default
+    is the model in a LightningModule, and for any other module the module itself. Implies outputs "all"."""
     dummy_inputs: dict[str, Any] | None = None
     """Arguments, by name, for one small forward of a model that is no PipelineModule and no nn.Sequential. The forward
     shows which modules of the model run before its blocks. Tensors are nested lists of numbers, or objects such as
@@ -195,7 +199,7 @@ class LgampConfig(BaseModel):
 
     def refuse_split(self, whose: str) -> None:
         """Raises ConfigError for keys that say how to split a model, but here ``whose`` layers are given."""
-        for key in ("blocks", "dummy_inputs"):
+        for key in ("model", "blocks", "dummy_inputs"):
             if getattr(self, key) is not None:
                 raise ConfigError(f"{BLOCK}.{key} is set, but {whose} says what its layers are; remove it")
 

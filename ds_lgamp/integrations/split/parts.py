@@ -38,6 +38,10 @@ class Blocks(NamedTuple):
         return [".".join(parts[:depth]) for depth in range(len(parts))]
 
 
+INSIDE = "inside"
+"""The attribute of a module that names the model in it that is split."""
+
+
 def find_blocks(model: nn.Module, chosen: str | None, planned: Collection[str] = ()) -> Blocks:
     """Returns the blocks of ``model``: the list with the ``chosen`` name; by default one with a ``planned`` name, or
     else that with most parameters. A list is an nn.ModuleList that is in no other one, or an nn.ModuleDict or
@@ -83,7 +87,8 @@ def _modules_in(container: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _lists(model: nn.Module) -> Iterator[Blocks]:
     seen: list[str] = []
-    for path, module in model.named_modules():
+    inside = getattr(model, INSIDE, "")
+    for path, module in model.get_submodule(inside).named_modules(prefix=inside):
         if isinstance(module, nn.ModuleList) and not any(path.startswith(f"{outer}.") for outer in seen):
             seen.append(path)
             yield Blocks(path, module)

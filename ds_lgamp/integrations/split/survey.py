@@ -51,8 +51,8 @@ def survey(original: Original, dummy: Arguments) -> Survey:
             raise ConfigError(
                 f"{type(model).__name__} cannot be split at its blocks '{original.blocks.path}': its forward failed "
                 f"with {type(error).__name__} on the dummy inputs {in_words(dummy)}: {error}; set "
-                f"{BLOCK}.dummy_inputs to arguments that it takes, unless its blocks change the shape of hidden "
-                "states, which no split model may"
+                f"{BLOCK}.dummy_inputs to arguments that it takes, or {BLOCK}.model to the model inside that has the "
+                "blocks, unless these change the shape of hidden states, which no split model may"
             ) from error
     return walk.result((positional, named), output)
 

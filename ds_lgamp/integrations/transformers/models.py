@@ -32,7 +32,7 @@ def without_cache(model: Any) -> dict[str, Any]:
 
 def planned_names(model: Any) -> set[str]:
     """Returns the names in the pipeline plan of the model's configuration."""
-    config = getattr(model, "config", None)
+    config = getattr(model_of(model), "config", None)
     return set(getattr(config, "base_model_pp_plan", None) or ())
 
 
@@ -114,23 +114,6 @@ def _collecting(what: str, name: str) -> str:
 
 def _tuple(what: str) -> str:
     return f"{what} is False, but with a {BLOCK} block models return their output by name; leave it out"
-
-
-_ENCODER = "prompt_encoder"
-
-
-@contextmanager
-def prompts_from(state: Mapping[str, Any], model: nn.Module) -> Iterator[None]:
-    """Inside the block, the prompt encoder of ``model`` computes with its parameters in ``state``, which is that of the
-    whole model: its own may have no elements on this rank. Does nothing for a model without one."""
-    encoder = getattr(model, _ENCODER, None)
-    with ExitStack() as undo:
-        for path, part in encoder.named_modules(prefix=_ENCODER) if isinstance(encoder, nn.Module) else ():
-            own = dict(part._parameters)
-            undo.callback(part._parameters.update, own)
-            values = {name: state[f"{path}.{name}"] for name in own if f"{path}.{name}" in state}
-            part._parameters.update({name: nn.Parameter(value, False) for name, value in values.items()})
-        yield
 
 
 Setting = str | int | float | bool | None

@@ -42,6 +42,7 @@ from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources, o
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import check_tensors
 from ds_lgamp.integrations.deepspeed.plain.build import check_layout, sequence_ranks
 from ds_lgamp.integrations.deepspeed.plain.layers import layers_of, pipeline_module, topology_of
+from ds_lgamp.integrations.deepspeed.plain.wrapper import split_of
 from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.costs import UNIT_DURATIONS, Costs, sized_costs, uniform_costs
 from ds_lgamp.schedule.placement import split_automatic
@@ -124,7 +125,8 @@ def explain_plain(settings: LgampConfig, arguments: dict[str, Any]) -> Explanati
     """
     model = arguments["model"]
     check_tensors(model)
-    layers = layers_of(model, layer_sources(next(model.parameters()).device), settings)
+    split, settings = split_of(model, settings)
+    layers = layers_of(split, layer_sources(next(model.parameters()).device), settings)
     module = pipeline_module(layers, topology_of(layers, settings))
     check_layout(arguments.get("mpu"), module.mpu(), settings)
     config = _configuration_of_pipelines(arguments, module.num_stages)

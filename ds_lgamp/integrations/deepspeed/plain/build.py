@@ -1,6 +1,6 @@
 """Builds the engine of a plain script."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +25,7 @@ from ds_lgamp.integrations.deepspeed.plain.layers import (
 from ds_lgamp.integrations.deepspeed.plain.loss_engine import LossEngine
 from ds_lgamp.integrations.deepspeed.plain.model_methods import release
 from ds_lgamp.integrations.deepspeed.plain.outputs_engine import OutputsEngine
+from ds_lgamp.integrations.deepspeed.plain.wrapper import Wrapper, WrapperEngine, split_of
 from ds_lgamp.watch.this_rank import this_rank
 
 
@@ -37,21 +38,27 @@ def build_engine(settings: LgampConfig, arguments: dict[str, Any]) -> ModelEngin
             f"the {type(model).__name__} has an engine already, which a {BLOCK} block cannot replace; save its weights "
             "and give a new model to deepspeed.initialize or the Trainer, without auto_find_batch_size"
         )
-    needed = [*needed_to_split(model, settings)]
+    split, settings = split_of(model, settings)
+    needed = [*needed_to_split(split, settings)]
     check_tensors(model)
     make_whole(needed)
-    layers = layers_of(model, layer_sources(next(model.parameters()).device), settings)
+    layers = layers_of(split, layer_sources(next(model.parameters()).device), settings)
     module = pipeline_module(layers, topology_of(layers, settings))
     share_over_pipeline(model.buffers(), module)
     _keep_own_values(layers, module)
     _keep_own_parameters(module, arguments)
     check_layout(arguments.get("mpu"), module.mpu(), settings)
     rest = {name: value for name, value in arguments.items() if name != "model"}
-    build = LossEngine if settings.outputs == "loss" else OutputsEngine
     with _groups_of(arguments.get("mpu")):
-        engine = build(model, layers, settings, {"model": module, **rest})
+        engine = _engine_class(split, settings)(split, layers, settings, {"model": module, **rest})
     this_rank.models.add(model)
     return engine
+
+
+def _engine_class(split: torch.nn.Module, settings: LgampConfig) -> Callable[..., ModelEngine]:
+    if isinstance(split, Wrapper):
+        return WrapperEngine
+    return LossEngine if settings.outputs == "loss" else OutputsEngine
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The engine of plain scripts, behind ``deepspeed.initialize`` for all models but a PipelineModule."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,11 +16,11 @@ from ds_lgamp.integrations.deepspeed.engine.data import batch_terms, integer_ele
 from ds_lgamp.integrations.deepspeed.engine.door import LgampDoor
 from ds_lgamp.integrations.deepspeed.engine.training import Training
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import share_values
-from ds_lgamp.integrations.deepspeed.plain import model_methods
+from ds_lgamp.integrations.deepspeed.plain import model_state
 from ds_lgamp.integrations.deepspeed.plain.agreement import Next, agree, agree_at_the_end
 from ds_lgamp.integrations.deepspeed.plain.exchange import Exchange
 from ds_lgamp.integrations.deepspeed.plain.layers import Compiled, Layers, tell_of_model
-from ds_lgamp.integrations.deepspeed.plain.model_methods import Elsewhere, guide_direct_calls, release
+from ds_lgamp.integrations.deepspeed.plain.model_methods import Elsewhere, evaluate_direct_calls, release
 from ds_lgamp.integrations.deepspeed.plain.unfinished_batch import OpenBatch, UnfinishedBatch
 from ds_lgamp.integrations.split.call import Arguments, Call
 from ds_lgamp.partition.agreement import Term, own_host_group
@@ -64,7 +64,7 @@ class ModelEngine(LgampDoor):
         self.elsewhere = Elsewhere(user_model, own)
         pipeline = self.grid.get_pipe_parallel_group()
         self._exchange = Exchange(pipeline, own_host_group(self.grid.pipe_groups, pipeline), self.device)
-        self._unfinished = UnfinishedBatch(user_model)
+        self._unfinished = UnfinishedBatch(self.computed_model)
         self._forward_settings = layers.settings
         """What the first batch sets in the model's configuration; None after it."""
         self.optimizer.zero_grad = self.zero_grad
@@ -80,8 +80,19 @@ class ModelEngine(LgampDoor):
         self._lr_kwargs: Any = None
         """What the script passes to the scheduler's next step."""
         agree_at_the_end()
-        model_methods.give_state(self)
-        self._check_forward = guide_direct_calls(self, user_model, model_methods.is_spread(self))
+        self.has_whole_model = False
+        self.last_read: model_state.LastRead | None = None
+        model_state.give_state(self)
+        self._check_forward = self._guide_calls()
+
+    @property
+    def computed_model(self) -> torch.nn.Module:
+        """The model whose forward the program computes."""
+        return self.module
+
+    def _guide_calls(self) -> Callable[[], None]:
+        """Lets calls of the model that pass by the engine evaluate. Returns a check of the model's forward."""
+        return evaluate_direct_calls(self, self.module, model_state.is_spread(self))
 
     # What scripts call
 
@@ -90,12 +101,18 @@ class ModelEngine(LgampDoor):
 
         In evaluation, or without gradients, returns the model's output at once. All ranks call it together.
         """
+        return self._call(self._cast(positional), named)
+
+    def _cast(self, positional: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Returns arguments in the dtype that DeepSpeed gives them."""
+        cast = input_dtype(self._config)
+        return positional if cast is None else to_device(positional, self.device, cast)
+
+    def _call(self, positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Takes a micro-batch for the model that is split."""
         self._check_forward()
         self.lgamp.executor.refuse_after_failure()
         self._refuse_call()
-        cast = input_dtype(self._config)
-        if cast is not None:
-            positional = to_device(positional, self.device, cast)
         arguments = self._layers.arguments(positional, named)
         if not (torch.is_grad_enabled() and self.module.training):
             return self._evaluate(arguments)
@@ -150,6 +167,7 @@ class ModelEngine(LgampDoor):
                 "load_checkpoint is called inside a batch that is computed already; call it before the first "
                 "micro-batch of a step, or after its engine.step()"
             )
+        self.last_read = None
         loaded = super().load_checkpoint(*positional, **named)
         if loaded[0] is not None:
             self._unfinished.clear()
@@ -188,11 +206,11 @@ class ModelEngine(LgampDoor):
     def eval(self) -> None:
         self.train(False)
 
-    zero_gather_16bit_weights_on_model_save = model_methods.zero_gather_16bit_weights_on_model_save
-    _zero3_consolidated_16bit_state_dict = model_methods.zero3_consolidated_16bit_state_dict
-    save_16bit_model = model_methods.save_16bit_model
+    zero_gather_16bit_weights_on_model_save = model_state.zero_gather_16bit_weights_on_model_save
+    _zero3_consolidated_16bit_state_dict = model_state.zero3_consolidated_16bit_state_dict
+    save_16bit_model = model_state.save_16bit_model
     # Not those of pipelines.
-    module_state_dict, load_module_state_dict = DeepSpeedEngine.module_state_dict, model_methods.load_module_state_dict
+    module_state_dict, load_module_state_dict = DeepSpeedEngine.module_state_dict, model_state.load_module_state_dict
 
     # One batch
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import ds_lgamp
-from ds_lgamp.integrations.deepspeed.plain.model_methods import whole_state
+from ds_lgamp.integrations.deepspeed.plain.model_state import whole_state
 from ds_lgamp.integrations.user_script import finish_engines
 from testing.deepspeed_rank import prepare_rank, quiet
 from tests.integrations.deepspeed.plain.training import MICRO_BATCHES, RATE, configuration, initialize

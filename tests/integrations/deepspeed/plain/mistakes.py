@@ -13,7 +13,7 @@ from torch import nn
 
 import ds_lgamp
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.deepspeed.plain.model_methods import whole_state
+from ds_lgamp.integrations.deepspeed.plain.model_state import whole_state
 from ds_lgamp.integrations.user_script import finish_engines
 from ds_lgamp.runtime.batch import ActionError
 from testing.deepspeed_rank import prepare_rank

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ds_lgamp
-from ds_lgamp.integrations.deepspeed.plain.model_methods import whole_state
+from ds_lgamp.integrations.deepspeed.plain.model_state import whole_state
 from ds_lgamp.integrations.user_script import finish_engines
 from ds_lgamp.runtime.batch import ActionError
 from ds_lgamp.watch.this_rank import this_rank

@@ -12,7 +12,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 import ds_lgamp
-from ds_lgamp.integrations.deepspeed.plain.model_methods import whole_state
+from ds_lgamp.integrations.deepspeed.plain.model_state import whole_state
 from ds_lgamp.integrations.user_script import finish_engines
 from testing.deepspeed_rank import prepare_rank, quiet
 from tests.integrations.deepspeed.plain.training import MICRO_BATCHES, RATE, configuration, initialize

@@ -1,0 +1,303 @@
+"""The state of a plain script's own model while its layers are on many ranks: all of it, by the model's own names."""
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from inspect import signature
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ds_lgamp.checkpoint.files import everywhere
+from ds_lgamp.config import BLOCK, ConfigError
+from ds_lgamp.integrations.deepspeed.checkpoint.description import Run
+from ds_lgamp.integrations.deepspeed.model.layer_moves import transfer
+from ds_lgamp.integrations.deepspeed.model.module import built_layers, over_pipeline, prefix_of, tensors_of
+from ds_lgamp.integrations.deepspeed.plain.agreement import Next, agree
+from ds_lgamp.integrations.deepspeed.plain.model_methods import Elsewhere, replace_method
+from ds_lgamp.integrations.split.stand_ins import replacing
+from ds_lgamp.partition.agreement import raise_everywhere
+
+LastRead = tuple[int, Callable[[], dict[str, Any] | None]]
+"""The number of steps before the state of the whole model was read, and a weak reference to it."""
+
+
+class Engine(Run, Protocol):
+    """An engine, as far as its model's state is concerned."""
+
+    module: Any
+    """The model of the script."""
+    last_read: "LastRead | None"
+    """The state that was read last."""
+    has_whole_model: bool
+    """Whether modules of the model have all their values for now, on this rank alone."""
+    elsewhere: Elsewhere
+
+    @property
+    def num_stages(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+
+class _Tensor(NamedTuple):
+    """A tensor of the state, as its pipeline rank describes it to the first one."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def is_spread(engine: Engine) -> bool:
+    """Whether this rank lacks current values of the model between two batches, so that reading them needs others."""
+    return engine.num_stages > 1 or engine.optimizer.partition.frees_weights or engine.lgamp.program_spec.defers_gathers
+
+
+def give_state(engine: Engine) -> None:
+    """Makes ``state_dict``, ``load_state_dict`` and ``save_pretrained`` of the engine's model act on the whole model,
+    and ``state_dict`` and ``save_pretrained`` of models inside it on all that they have.
+
+    A model that every rank has whole keeps its own ``state_dict`` and ``save_pretrained``.
+    """
+    replace_method(engine.module, "load_state_dict", partial(_loads_whole, engine))
+    if not is_spread(engine):
+        return
+    states = States(engine)
+    for path, module in engine.module.named_modules():
+        saves = hasattr(module, "save_pretrained")
+        if saves or not path:
+            replace_method(module, "state_dict", partial(states.gathering, path))
+        if saves:
+            replace_method(module, "save_pretrained", partial(states.saving, path))
+
+
+def _loads_whole(engine: Engine, stock: Callable[..., Any]) -> Callable[..., Any]:
+    def load_state_dict(state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        if assign:
+            raise ConfigError(f"load_state_dict has assign=True, but a {BLOCK} block keeps its parameters; remove it")
+        return _load(engine, stock, state_dict, strict)
+
+    return load_state_dict
+
+
+class States:
+    """Gathers the state of a model and of models inside it, for methods of theirs.
+
+    Args:
+        engine: trains the model.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def gathering(self, path: str, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns the ``state_dict`` of the model with this name in the engine's."""
+
+        def state_dict(*positional: Any, **options: Any) -> Any:
+            given = signature(stock).bind(*positional, **options).arguments
+            if given.get("keep_vars") or self._engine.has_whole_model:
+                return stock(*positional, **options)
+            state = _within(path, whole_state(self._engine))
+            if given.get("destination") is None and not given.get("prefix"):
+                return state
+            destination = given.get("destination", {})
+            destination.update({f"{given.get('prefix', '')}{name}": value for name, value in state.items()})
+            return destination
+
+        return state_dict
+
+    def saving(self, path: str, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns the ``save_pretrained`` of the model with this name in the engine's. It gathers the state unless it
+        is given one, and writes it on the first rank.
+
+        One rank alone may call it while the script holds the state that all ranks have read since the last step, as
+        Trainers do whose models take no state.
+        """
+        model = self._engine.module.get_submodule(path)
+
+        def save_pretrained(*positional: Any, **options: Any) -> Any:
+            if self._engine.has_whole_model:
+                return stock(*positional, **options)
+            given = signature(stock).bind(*positional, **options)
+            state = given.arguments.get("state_dict", given.arguments.get("kwargs", {}).get("state_dict"))
+            if state is None:
+                state = _within(path, self._last() or whole_state(self._engine))
+            if dist.get_rank() != 0:
+                return None
+            with self._shown(model, state):
+                return stock(*positional, **options)
+
+        return save_pretrained
+
+    def _last(self) -> dict[str, Any] | None:
+        """Returns the whole state that was read last, if there was no step since, and the script still has it."""
+        step, state = self._engine.last_read or (-1, lambda: None)
+        return state() if step == self._engine.global_steps else None
+
+    @contextmanager
+    def _shown(self, model: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
+        """Inside the block, ``model`` has the tensors that are in its ``state``: its own may have no elements on this
+        rank. It can be called there, as by code that writes examples beside weights."""
+        tensors = {id(value): value for value in state.values() if isinstance(value, Tensor)}
+        shown = {place: nn.Parameter(value, requires_grad=False) for place, value in tensors.items()}
+        places: list[tuple[dict[str, Any], str, Any]] = []
+        for path, module in model.named_modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    places.append((module._buffers, key, buffer.cpu()))
+            for key, parameter in module._parameters.items():
+                if parameter is not None and (name := f"{path}.{key}".removeprefix(".")) in state:
+                    places.append((module._parameters, key, shown[id(state[name])]))
+        self._engine.has_whole_model = True
+        try:
+            with replacing(places):
+                yield
+        finally:
+            self._engine.has_whole_model = False
+
+
+def _within(path: str, state: dict[str, Any]) -> dict[str, Any]:
+    """Returns the part of the ``state`` of a whole model that belongs to the model with this name in it."""
+    if not path:
+        return state
+    prefix = f"{path}."
+    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+
+
+def whole_state(engine: Engine, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+    """Returns the state of the engine's model by the model's own names, in CPU memory of rank 0. Other ranks get an
+    empty dictionary. Collective over all ranks; raises ConfigError on all if one does something else.
+
+    One chunk after another is gathered, on its pipeline rank, and sent layer by layer. So a rank holds at most one
+    complete chunk beside what it holds anyway, and the first rank one layer more.
+    """
+    agree(Next.READ_STATE)
+    broken = engine.optimizer.is_half_updated
+    raise_everywhere("the last batch failed, and weights are of two steps" if broken else None, ConfigError)
+    placed, partition = engine.lgamp.placed, engine.optimizer.partition
+    state = _references(engine.module)
+    names = {id(tensor): name for name, tensor in reversed(state.items())}
+    own = {prefix: _described(layer, names) for prefix, layer in built_layers(placed).items()}
+    described = {prefix: tensors for rank in reversed(over_pipeline(placed, own)) for prefix, tensors in rank.items()}
+    sends = engine.grid.data_parallel_id == 0
+    values: dict[str, Tensor] = {}
+    seen: set[str] = set()
+    for chunk, owner in enumerate(placed.layout.placement):
+        prefixes = [prefix_of(layer, placed._layer_specs[layer]) for layer in placed.layout.layers(chunk)]
+        new = [prefix for prefix in dict.fromkeys(prefixes) if prefix in described and prefix not in seen]
+        seen.update(new)
+        if placed.stage_id == owner:
+            with partition.full_parameters(chunk):
+                for prefix in new if sends else []:
+                    tensors = [state[tensor.name].detach() for tensor in described[prefix]]
+                    if owner == 0:
+                        values |= {t.name: _copied(value) for t, value in zip(described[prefix], tensors)}
+                    else:
+                        transfer(dist.isend, placed, 0, [tensor.contiguous() for tensor in tensors])
+        elif placed.stage_id == 0 and sends:
+            for prefix in new:
+                tensors = [torch.empty(t.shape, dtype=t.dtype, device=engine.device) for t in described[prefix]]
+                transfer(dist.irecv, placed, owner, tensors)
+                values |= {t.name: _copied(value) for t, value in zip(described[prefix], tensors)}
+    whole = OrderedDict(_under_all_names(state, values, exclude_frozen_parameters) if dist.get_rank() == 0 else {})
+    engine.last_read = engine.global_steps, weakref.ref(whole)
+    return whole
+
+
+def _references(model: nn.Module) -> dict[str, Any]:
+    """Returns the state of ``model`` with its own parameters and buffers. Those of other ranks have no elements."""
+    return type(model).state_dict(model, keep_vars=True)
+
+
+def _described(layer: nn.Module, names: dict[int, str]) -> list[_Tensor]:
+    """Returns the tensors of a layer that belong to the state of the model.
+
+    Args:
+        names: their names in the model, by id.
+    """
+    return [
+        _Tensor(names[id(tensor)], torch.Size(getattr(tensor, "ds_shape", tensor.shape)), tensor.dtype)
+        for _, tensor in tensors_of(layer)
+        if id(tensor) in names
+    ]
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.to("cpu", copy=True)
+
+
+def _under_all_names(state: dict[str, Any], values: dict[str, Tensor], exclude_frozen: bool) -> dict[str, Any]:
+    """Returns ``state`` with ``values`` in place of its tensors. Tied tensors have several names and one value."""
+    by_tensor = {id(state[name]): value for name, value in values.items()}
+    for name, tensor in list(state.items()):
+        if exclude_frozen and isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+            del state[name]
+        elif id(tensor) in by_tensor:
+            state[name] = by_tensor[id(tensor)]
+        elif isinstance(tensor, Tensor):
+            # A buffer beside the layers, which every rank has.
+            state[name] = _copied(tensor.detach())
+    return state
+
+
+def _load(engine: Engine, stock: Callable[..., Any], state: dict[str, Any], strict: bool) -> Any:
+    """Loads the layers of this rank from the whole ``state``. Collective over all ranks, with the same state; raises
+    RuntimeError on all if it does not fit one of them."""
+    agree(Next.LOAD_STATE)
+    engine.last_read = None
+    own = {id(tensor) for layer in built_layers(engine.lgamp.placed).values() for _, tensor in tensors_of(layer)}
+    with engine.lgamp.placed.full_parameters(), engine.elsewhere.unguarded():
+        mine = dict(state)
+        for name, tensor in _references(engine.module).items():
+            if name in mine and isinstance(tensor, nn.Parameter) and id(tensor) not in own:
+                # The parameter of a layer on another rank takes its own value, which has no elements.
+                mine[name] = tensor.detach()
+        result, complaint = None, None
+        try:
+            result = stock(mine, strict=strict)
+        except RuntimeError as error:
+            complaint = str(error)
+        raise_everywhere(complaint, RuntimeError)
+        engine.lgamp.placed.adopt_parameters()
+    return result
+
+
+# Methods of the engine, with the names and signatures of DeepSpeedEngine's
+
+
+def load_module_state_dict(
+    engine: Engine, checkpoint: dict[str, Any], strict: bool = True, custom_load_fn: Any = None, **_: Any
+) -> None:
+    """As DeepSpeedEngine's: loads ``checkpoint["module"]`` as the model's ``load_state_dict`` does."""
+    if custom_load_fn is not None:
+        raise ConfigError(f"custom_load_fn is given, but a {BLOCK} block does not support it; remove it")
+    engine.module.load_state_dict(checkpoint["module"], strict=strict)
+
+
+def zero3_consolidated_16bit_state_dict(engine: Engine, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+    """As DeepSpeedEngine's, at every stage; ranks other than 0 get an empty dictionary. See :func:`whole_state`."""
+    return whole_state(engine, exclude_frozen_parameters)
+
+
+def zero_gather_16bit_weights_on_model_save(engine: Engine) -> bool:
+    """True: a save of the model always gathers."""
+    return True
+
+
+def save_16bit_model(
+    engine: Engine,
+    save_dir: str,
+    save_filename: str = "pytorch_model.bin",
+    exclude_frozen_parameters: bool = False,
+) -> bool:
+    """As DeepSpeedEngine's: writes the whole model, in the dtype of its weights, by the model's own names."""
+    state = whole_state(engine, exclude_frozen_parameters)
+    if dist.get_rank() == 0:
+        Path(save_dir).mkdir(parents=True, exist_ok=True)
+    everywhere(partial(torch.save, state, Path(save_dir, save_filename)) if dist.get_rank() == 0 else lambda: None)
+    return True

@@ -1,0 +1,251 @@
+"""Modules that hold the model with the blocks, and compute the loss around it in code of their own.
+
+Only the model inside is split. The code around it is the script's: every rank runs it for its own micro-batches. The
+parameters that only this code computes with are a part of the last layer. Trained ones come with the outputs of the
+model, and their gradients go back with the gradients of outputs. Every rank keeps a copy of frozen ones.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial, wraps
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
+from ds_lgamp.integrations.deepspeed.plain.layers import Layers
+from ds_lgamp.integrations.deepspeed.plain.model_methods import guide_calls
+from ds_lgamp.integrations.deepspeed.plain.model_state import is_spread
+from ds_lgamp.integrations.deepspeed.plain.outputs_engine import OutputsEngine
+from ds_lgamp.integrations.split.parts import INSIDE, find_blocks, model_of
+from ds_lgamp.integrations.split.stand_ins import AbsentTensor
+from ds_lgamp.integrations.transformers.models import is_model
+
+Place = tuple[dict[str, Any], str, str]
+"""Where a parameter is: the dictionary of a module, the parameter's key there, and its name in the model."""
+
+
+class Wrapper(nn.Module):
+    """A wrapper as the model that is split. It has the modules and parameters of the wrapper, under their names. Its
+    forward is that of the model inside, and returns the trained parameters of the code around it, too.
+
+    Args:
+        wrapper: what the script has made.
+        path: the name of the model inside.
+    """
+
+    wrapper: nn.Module
+    model: nn.Module
+    """The model inside."""
+    places: list[Place]
+    """The parameters around the model. Tied ones have several places."""
+
+    def __init__(self, wrapper: nn.Module, path: str) -> None:
+        super().__init__()
+        # Not registered: each module has one name only.
+        vars(self).update({INSIDE: path, "wrapper": wrapper, "model": wrapper.get_submodule(path)})
+        # What takes the place of a part takes it in the wrapper.
+        self._modules, self._parameters, self._buffers = wrapper._modules, wrapper._parameters, wrapper._buffers
+        inside = {id(module) for module in self.model.modules()}
+        self.places = [
+            (module._parameters, key, f"{path}.{key}".removeprefix("."))
+            for path, module in wrapper.named_modules()
+            for key, parameter in module._parameters.items()
+            if id(module) not in inside and parameter is not None
+        ]
+        around = {name: registry[key] for registry, key, name in self.places}
+        self.trained = {name: parameter for name, parameter in around.items() if parameter.requires_grad}
+        """The parameters around the model that train, by name. Some may be the model's, too."""
+        self.frozen = {name: parameter for name, parameter in around.items() if not parameter.requires_grad}
+        stock = self.model.forward
+
+        @wraps(stock)
+        def forward(*positional: Any, **named: Any) -> Any:
+            # Copies, because the chunk's are released or updated while the script still computes with them.
+            return stock(*positional, **named), [parameter.clone() for parameter in self.trained.values()]
+
+        vars(self)["forward"] = forward
+
+    @property
+    def training(self) -> bool:  # type: ignore[override]
+        """Whether the model inside trains."""
+        return self.model.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        """Does nothing: the model inside is one of the modules."""
+
+    def get_base_model(self) -> nn.Module:
+        """Returns the model inside, as wrappers of peft do."""
+        return model_of(self.model)
+
+
+def split_of(model: nn.Module, settings: LgampConfig) -> tuple[nn.Module, LgampConfig]:
+    """Returns what of ``model`` is split, and the block for that: a :class:`Wrapper` of the model inside that the block
+    names, or that a LightningModule holds; else ``model`` itself. Raises ConfigError if there is no such model."""
+    path = settings.model
+    if path is None and _is_lightning(model):
+        path = _inside(model, settings)
+    if not path:
+        return model, settings
+    if path not in dict(model.named_modules()):
+        children = ", ".join(name for name, _ in model.named_children())
+        raise ConfigError(
+            f"{BLOCK}.model is '{path}', but {type(model).__name__} has no module of this name; name the model in it "
+            f"that has the blocks: {children}, or a module of one of these"
+        )
+    return Wrapper(model, path), settings.model_copy(update={"outputs": "all"})
+
+
+def _is_lightning(model: nn.Module) -> bool:
+    """Whether ``model`` is a LightningModule. Its strategy for DeepSpeed lets ``forward`` be the step of training."""
+    names = {(each.__module__.partition(".")[0], each.__name__) for each in type(model).__mro__}
+    return not names.isdisjoint({("lightning", "LightningModule"), ("pytorch_lightning", "LightningModule")})
+
+
+def _inside(model: nn.Module, settings: LgampConfig) -> str:
+    """Returns the name of the only model of transformers in ``model``, or else of the module in it that has the
+    blocks."""
+    found = [path for path, module in model.named_modules() if is_model(module)]
+    outermost = [path for path in found if not any(path.startswith(f"{other}.") for other in found)]
+    trained = [path for path in outermost if any(each.requires_grad for each in model.get_submodule(path).parameters())]
+    if len(trained) > 1 and settings.blocks is None:
+        raise ConfigError(
+            f"{type(model).__name__} trains several models, {', '.join(trained)}; set {BLOCK}.model to the one to split"
+        )
+    blocks = find_blocks(model, settings.blocks)
+    chosen = [path for path in trained if settings.blocks is None or blocks.path.startswith(f"{path}.")]
+    if chosen:
+        return chosen[0]
+    if len(blocks.chain) == 1:
+        raise ConfigError(
+            f"{type(model).__name__} holds the list '{blocks.path}' itself, and Lightning replaces its forward; move "
+            "the model that calls these blocks into a module of its own"
+        )
+    return blocks.chain[1]
+
+
+class WrapperEngine(OutputsEngine):
+    """The engine of a wrapper. A call runs the wrapper's own code. Each of its calls of the model inside is a
+    micro-batch, whose outputs it gets at once."""
+
+    def __init__(self, wrapper: Wrapper, layers: Layers, settings: LgampConfig, arguments: dict[str, Any]) -> None:
+        self._around = ParametersAround(wrapper)
+        super().__init__(wrapper.wrapper, layers, settings, arguments)
+
+    @property
+    def computed_model(self) -> nn.Module:
+        return self._around.wrapper.model
+
+    def forward(self, *positional: Any, **named: Any) -> Any:
+        """Returns what the wrapper's own code does."""
+        self._check_forward()
+        self.lgamp.executor.refuse_after_failure()
+        with self._around.in_code(self._frozen_values):
+            return self.module(*self._cast(positional), **named)
+
+    def backward(self, *positional: Any, **named: Any) -> Tensor:
+        # Code that is checkpointed runs once more.
+        with self._around.as_in_last_call():
+            return super().backward(*positional, **named)
+
+    def _guide_calls(self) -> Callable[[], None]:
+        return guide_calls(self, self.computed_model, self._compute, is_spread(self))
+
+    def _compute(self, *positional: Any, **named: Any) -> Any:
+        """Returns the output of the model inside."""
+        with self._around.out_of_code():
+            output, trained = self._call(positional, named)
+        self._around.give(trained)
+        return output
+
+    def _frozen_values(self) -> dict[str, Tensor]:
+        """Returns copies of the frozen parameters around the model, by name; none if every rank has the parameters
+        themselves. Collective over the pipeline."""
+        placed, frozen, values = self.lgamp.placed, self._around.wrapper.frozen, dict[str, Tensor]()
+        if not is_spread(self):
+            return {}
+        for chunk, functions in placed.chunk_functions.items():
+            layers = [function for function in functions if isinstance(function, nn.Module)]
+            inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
+            names = [name for name, parameter in frozen.items() if id(parameter) in inside]
+            if names:
+                with self.optimizer.partition.full_parameters(chunk):
+                    values |= {name: frozen[name].detach().clone() for name in names}
+        return {name: value for rank in self._exchange.gather(values) for name, value in rank.items()}
+
+    def load_checkpoint(self, *positional: Any, **named: Any) -> Any:
+        self._around.forget()
+        return super().load_checkpoint(*positional, **named)
+
+
+class ParametersAround:
+    """Shows the code around a model the values of its own parameters, wherever these are."""
+
+    def __init__(self, wrapper: Wrapper) -> None:
+        self.wrapper = wrapper
+        self._registered: dict[str, Any] = {**wrapper.trained, **wrapper.frozen}
+        self._absent = {name: AbsentTensor.of(partial(_refuse_early, name)) for name in wrapper.trained}
+        self._frozen: dict[str, Tensor] | None = None
+        self._shown: dict[str, Any] = self._registered
+        """What the code finds, also once more in the backward pass of its loss."""
+        self._runs = False
+
+    @contextmanager
+    def in_code(self, frozen_values: Callable[[], dict[str, Tensor]]) -> Iterator[None]:
+        """Inside the block, the code runs. It gets the values of frozen parameters, and those of trained ones from its
+        first call of the model on."""
+        for name, parameter in self.wrapper.frozen.items():
+            if parameter.requires_grad:
+                raise ConfigError(
+                    f"{name} was frozen when deepspeed.initialize got it, and trains now; with {BLOCK}.model, freeze "
+                    "parameters around the model after deepspeed.initialize"
+                )
+        if self._frozen is None:
+            self._frozen = frozen_values()
+        self._shown, self._runs = {**self._registered, **self._frozen, **self._absent}, True
+        try:
+            with self.as_in_last_call():
+                yield
+        finally:
+            self._runs = False
+
+    @contextmanager
+    def as_in_last_call(self) -> Iterator[None]:
+        """Inside the block, the code finds what it found in its last call."""
+        self._put(self._shown)
+        try:
+            yield
+        finally:
+            self._put(self._registered)
+
+    @contextmanager
+    def out_of_code(self) -> Iterator[None]:
+        """Inside the block, which may be in the code, parameters are in their places."""
+        self._put(self._registered)
+        try:
+            yield
+        finally:
+            if self._runs:
+                self._put(self._shown)
+
+    def give(self, trained: Sequence[Tensor]) -> None:
+        """Lets the code that runs compute with these values of the trained parameters."""
+        if self._runs:
+            self._shown |= zip(self.wrapper.trained, trained)
+            self._put(self._shown)
+
+    def forget(self) -> None:
+        """Forgets values that may be old."""
+        self._frozen = None
+
+    def _put(self, values: Mapping[str, Any]) -> None:
+        for registry, key, name in self.wrapper.places:
+            registry[key] = values[name]
+
+
+def _refuse_early(name: str) -> NoReturn:
+    raise ConfigError(
+        f"{name} is used before the model inside is called; with a {BLOCK} block its values come with the outputs of "
+        "that model, so call it first, or let the block split a model that contains what precedes it"
+    )

@@ -1,0 +1,65 @@
+"""Where the block names the model inside, the code around it runs as the script wrote it, and its parameters train."""
+
+from functools import cache
+
+import pytest
+import torch
+
+from testing.ranks import run_on_ranks
+from tests.integrations.deepspeed.plain import wrappers
+
+TOGETHER = 4
+"""How many seeds the same ranks train."""
+SEEDS = [*range(TOGETHER), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(TOGETHER, 16))]
+LAYOUTS = {(1, 1): 3, (1, 2): 2, (2, 1): 0, (2, 2): 3}
+"""Stages by pipeline and data-parallel ranks."""
+alone = cache(wrappers.train_alone)
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """Returns a function that returns what all ranks of a layout return, by seed."""
+
+    @cache
+    def of_layout(pipeline, data, first):
+        block = {"pipeline_ranks": pipeline}
+        cases = [(seed, LAYOUTS[pipeline, data], block) for seed in range(first, first + TOGETHER)]
+        return [*zip(*run_on_ranks(pipeline * data, wrappers.train_on_rank, cases))]
+
+    return lambda pipeline, data, seed: of_layout(pipeline, data, seed - seed % TOGETHER)[seed % TOGETHER]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("pipeline", "data"), LAYOUTS)
+def test_losses_and_weights_are_those_of_one_process(pipeline, data, seed, trained):
+    losses, state = alone(seed, pipeline * data)
+    ranks = trained(pipeline, data, seed)
+    per_step = len(losses) // wrappers.STEPS // len(ranks)
+    for rank, (own, _) in enumerate(ranks):
+        steps = range(wrappers.STEPS)
+        starts = [(step * len(ranks) + rank) * per_step for step in steps]
+        wanted = [value for start in starts for value in losses[start : start + per_step]]
+        assert own == pytest.approx([*wanted, losses[-1]], rel=1e-5)
+    whole = ranks[0][1]
+    assert whole.keys() == state.keys()
+    for name, value in state.items():
+        torch.testing.assert_close(whole[name], value, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_files_have_all_values_whoever_saves_them(stage, tmp_path):
+    first, _ = run_on_ranks(2, wrappers.saved, stage, str(tmp_path))
+    whole = {"head.bin": [], "encoder.bin": [], "example.bin": []}
+    assert first == {"all ranks": whole, "the first rank": whole, "the model inside": {"encoder.bin": []}}
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_mistakes_are_refused(pipeline):
+    for errors in run_on_ranks(pipeline, wrappers.mistakes, pipeline):
+        for what, words in {
+            "no such model": "ds_lgamp.model is 'encoder', but Wrapper has no module of this name; name the model in",
+            "early": "head.0.weight is used before the model inside is called; with a ds_lgamp block",
+            "unfrozen": "fixed was frozen when deepspeed.initialize got it, and trains now",
+            "replaced": "the forward of the Encoder was replaced after deepspeed.initialize",
+        }.items():
+            assert words in errors[what]
