@@ -129,11 +129,11 @@ def _llama_factory(launcher: Path, folder: Path, arguments: Arguments) -> list[s
 
 
 def _swift(launcher: Path, folder: Path, arguments: Arguments) -> list[str]:
-    return [str(launcher), "sft", *_flags(arguments)]
+    return [str(launcher), "sft", *flags(arguments)]
 
 
 def _sentence_transformers(launcher: Path, folder: Path, arguments: Arguments) -> list[str]:
-    return [*_torchrun(launcher), str(ROOT / "testing" / "scripts" / "sentences.py"), *_flags(arguments)]
+    return [*_torchrun(launcher), str(ROOT / "testing" / "scripts" / "sentences.py"), *flags(arguments)]
 
 
 def _axolotl(launcher: Path, folder: Path, arguments: Arguments) -> list[str]:
@@ -156,7 +156,8 @@ def _yaml(arguments: Arguments) -> str:
     return "\n".join(f"{name}: {_word(value)}" for name, value in arguments.items())
 
 
-def _flags(arguments: Arguments) -> list[str]:
+def flags(arguments: Arguments) -> list[str]:
+    """Returns ``arguments`` as words of a command line."""
     return [word for name, value in arguments.items() for word in (f"--{name}", _word(value))]
 
 
