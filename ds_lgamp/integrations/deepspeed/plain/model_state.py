@@ -126,7 +126,9 @@ class States:
             given = signature(stock).bind(*positional, **options)
             state = given.arguments.get("state_dict", given.arguments.get("kwargs", {}).get("state_dict"))
             if state is None:
-                state = _within(path, self._last() or whole_state(self._engine))
+                # Empty on all ranks but one.
+                last = self._last()
+                state = _within(path, whole_state(self._engine) if last is None else last)
             if dist.get_rank() != 0:
                 return None
             with self._shown(model, state):

@@ -174,7 +174,7 @@ class Saved(Wrapper):
 
 PREFIXES = {"head.bin": "head.", "encoder.bin": "parts.encoder.", "example.bin": "example."}
 """How the names of tensors in the files begin in the whole model."""
-WAYS = ["all ranks", "the first rank", "the model inside"]
+WAYS = ["all ranks", "the first rank", "all ranks, which hold the state", "the model inside"]
 
 
 def saved(stage: int, folder: str) -> dict[str, dict[str, list[str]]]:
@@ -195,7 +195,7 @@ def saved(stage: int, folder: str) -> dict[str, dict[str, list[str]]]:
         elif way == "the model inside":
             model.encoder.save_pretrained(own)
         state = model.state_dict()
-        if way == "the first rank" and dist.get_rank() == 0:
+        if way == "all ranks, which hold the state" or (way == "the first rank" and dist.get_rank() == 0):
             model.save_pretrained(own)
         state["example.loss"] = model.example(engine)
         # Before the next step, which changes the weights.
