@@ -59,6 +59,7 @@ def test_mistakes_are_refused(pipeline):
         for what, words in {
             "no such model": "ds_lgamp.model is 'encoder', but Wrapper has no module of this name; name the model in",
             "early": "head.0.weight is used before the model inside is called; with a ds_lgamp block",
+            "autocast": "the code around Encoder calls it under torch.autocast, but with a ds_lgamp block",
             "unfrozen": "fixed was frozen when deepspeed.initialize got it, and trains now",
             "replaced": "the forward of the Encoder was replaced after deepspeed.initialize",
         }.items():

@@ -222,6 +222,12 @@ class Early(Wrapper):
         return super().forward(tokens, targets)
 
 
+class Cast(Wrapper):
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> dict[str, Tensor]:
+        with torch.autocast(tokens.device.type, torch.bfloat16):
+            return super().forward(tokens, targets)
+
+
 def mistakes(pipeline_ranks: int) -> dict[str, str]:
     """Makes mistakes, each with an engine of its own. Returns the errors."""
     prepare_rank()
@@ -231,6 +237,7 @@ def mistakes(pipeline_ranks: int) -> dict[str, str]:
     config = configuration(0, {"pipeline_ranks": pipeline_ranks, "model": "parts.encoder"})
     fails("no such model", initialize, make(0), configuration(0, {"model": "encoder"}))
     fails("early", partial(initialize(Early(0), config), *batch_of(0, 0, 0)))
+    fails("autocast", partial(initialize(Cast(0), config), *batch_of(0, 0, 0)))
     _after(fails, config, "unfrozen", lambda model: model.fixed.requires_grad_())
     _after(fails, config, "replaced", lambda model: setattr(model.encoder, "forward", model.encoder.norm))
     return errors
