@@ -159,11 +159,10 @@ class WrapperEngine(OutputsEngine):
         if torch.is_autocast_enabled(self.device.type):
             raise ConfigError(
                 f"the code around {type(self.computed_model).__name__} calls it under torch.autocast, but with a "
-                f"{BLOCK} block it computes later, in other places; enable bf16 in the configuration, or enter autocast "
-                "in the forward of the model inside"
+                f"{BLOCK} block it computes later, in other places; enable bf16 in the configuration, or "
+                "enter autocast in the forward of the model inside"
             )
-        with self._around.out_of_code():
-            output, trained = self._call(positional, named)
+        output, trained = self._call(positional, named)
         self._around.give(trained)
         return output
 
@@ -182,9 +181,9 @@ class WrapperEngine(OutputsEngine):
                     values |= {name: frozen[name].detach().clone() for name in names}
         return {name: value for rank in self._exchange.gather(values) for name, value in rank.items()}
 
-    def load_checkpoint(self, *positional: Any, **named: Any) -> Any:
+    def forget_values(self) -> None:
+        super().forget_values()
         self._around.forget()
-        return super().load_checkpoint(*positional, **named)
 
 
 class ParametersAround:
@@ -226,16 +225,6 @@ class ParametersAround:
             yield
         finally:
             self._put(self._registered)
-
-    @contextmanager
-    def out_of_code(self) -> Iterator[None]:
-        """Inside the block, which may be in the code, parameters are in their places."""
-        self._put(self._registered)
-        try:
-            yield
-        finally:
-            if self._runs:
-                self._put(self._shown)
 
     def give(self, trained: Sequence[Tensor]) -> None:
         """Lets the code that runs compute with these values of the trained parameters."""

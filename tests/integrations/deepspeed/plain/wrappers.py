@@ -97,14 +97,14 @@ def batch_of(step: int, rank: int, number: int) -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
-def make(seed: int) -> Wrapper:
-    torch.manual_seed(seed)
+def make(seed: int, values: int = 0) -> Wrapper:
+    torch.manual_seed(seed + values)
     return Wrapper(seed)
 
 
 def train_alone(seed: int, ranks: int) -> tuple[list[float], dict[str, Tensor]]:
     """Trains in this process with the micro-batches of all ranks. Returns the losses of all, the numbers beside them,
-    and the state after it."""
+    the losses of evaluation with the weights after it and with others, and the state after it."""
     model, losses = make(seed), []
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     for step in range(STEPS):
@@ -116,7 +116,8 @@ def train_alone(seed: int, ranks: int) -> tuple[list[float], dict[str, Tensor]]:
         optimizer.step()
         optimizer.zero_grad()
     with torch.no_grad():
-        losses.append(model.eval()(*batch_of(STEPS, 0, 0))["loss"].item())
+        for each in (model, make(seed, values=1)):
+            losses.append(each.eval()(*batch_of(STEPS, 0, 0))["loss"].item())
     return losses, model.state_dict()
 
 
@@ -141,7 +142,9 @@ def _train(seed: int, stage: int, block: dict[str, Any]) -> tuple[list[float], d
     engine.eval()
     with torch.no_grad():
         losses.append(engine(*batch_of(STEPS, 0, 0))["loss"].item())
-    state = whole_state(engine)
+        state = whole_state(engine)
+        engine.module.load_state_dict(make(seed, values=1).state_dict())
+        losses.append(engine(*batch_of(STEPS, 0, 0))["loss"].item())
     finish_engines()
     return losses, state
 
