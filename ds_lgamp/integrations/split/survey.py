@@ -46,7 +46,9 @@ def survey(original: Original, dummy: Arguments) -> Survey:
         except ConfigError:
             raise
         except PlaceholderUsed:
-            raise walk.refusal("its forward computes with what a block returned besides hidden states") from None
+            raise walk.refusal(
+                "its forward computes with what a block returned besides hidden states, or checkpoints it"
+            ) from None
         except Exception as error:
             raise ConfigError(
                 f"{type(model).__name__} cannot be split at its blocks '{original.blocks.path}': its forward failed "

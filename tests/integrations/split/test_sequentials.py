@@ -185,3 +185,22 @@ def test_a_sequential_without_a_run_is_no_list():
         layers_of(Wrapper(members, "a loop"))
     with pytest.raises(ConfigError, match="no list of blocks|the lists of Wrapper are"):
         layers_of(Wrapper(members, "a loop"), blocks="sequential")
+
+
+class TwoLists(nn.Module):
+    """Its embedding is larger than all blocks, and in a sequence with two norms."""
+
+    def __init__(self):
+        super().__init__()
+        norms = [nn.LayerNorm(WIDTH) for _ in range(2)]
+        self.features = nn.Sequential(nn.Embedding(100 * VOCABULARY, WIDTH), *norms)
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(2)), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens, labels):
+        return cross_entropy(self.head(by_loop(self.blocks, self.features(tokens))), labels)
+
+
+def test_what_lies_beside_a_run_does_not_count_for_it():
+    assert len(layers_of(TwoLists()).modules) == 4
+    assert all("blocks" in each._modules for each in layers_of(TwoLists()).modules[1:-1])
+    assert_same(TwoLists(), *BATCH, blocks="features")
