@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -67,6 +68,19 @@ def test_models_that_are_split_already_are_refused_on_every_rank(tmp_path: Path)
         assert "by DistributedConfig with tp_size 2, but a ds_lgamp block splits the whole model" in errors["plan"]
         assert "by DistributedConfig with fsdp_size 2, but" in errors["fsdp"]
         assert "is a DTensor, but a ds_lgamp block splits plain tensors; leave out" in errors["fully_shard"]
+
+
+def give_a_mesh(config: dict[str, Any]) -> str:
+    ds_lgamp.install()
+    prepare_rank()
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    return refused(lambda: deepspeed.initialize(model=model, optimizer=optimizer, config=config, mesh_param=(1, 2)))
+
+
+def test_a_mesh_of_ranks_that_share_sequences_is_refused():
+    for error in run_on_ranks(2, give_a_mesh, configuration(2, {"outputs": "all"})):
+        assert error.startswith("deepspeed.initialize got mesh_param, but a ds_lgamp block makes the groups of ranks ")
 
 
 def train_accelerated(sizes: dict[str, int], pipeline_ranks: int) -> Any:
