@@ -16,6 +16,8 @@ from types import ModuleType
 VARIABLE = "DS_LGAMP_BLOCK"
 """The variable of the environment that holds a block as JSON, or names a file with one, for scripts that make their
 configuration themselves."""
+CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
+"""The variable in which ``accelerate launch`` names the file of DeepSpeed's configuration."""
 _HOSTS = {
     "deepspeed.runtime.engine": "ds_lgamp.integrations.deepspeed.hook.notice",
     "deepspeed.runtime.pipe.module": "ds_lgamp.integrations.deepspeed.hook.notice",
@@ -28,7 +30,7 @@ def wait_for_hosts() -> None:
     """From now on ``deepspeed.initialize`` and Megatron-LM's training loop look for a block."""
     if not waits():
         sys.meta_path.insert(0, _Finder())
-    if os.environ.get(VARIABLE):
+    if os.environ.get(VARIABLE) or os.environ.get(CONFIG_FILE):
         import_module("ds_lgamp.integrations.deepspeed.hook.notice").expect_an_engine()
     for name in _HOSTS:
         if name in sys.modules:

@@ -49,6 +49,13 @@ class BlockArguments(NamedTuple):
     """In which it calls the block; None until a dry run finds it."""
     attributes: Mapping[Attribute, Any] = MappingProxyType({})
     """The attributes of the block that it has set."""
+    in_tuple: bool = False
+    """Whether the block gets hidden states and positional arguments in one tuple, as layers of a pipeline do."""
+
+    def after(self, hidden: Any) -> tuple[Any, ...]:
+        """Returns all positional arguments of a call of the block."""
+        given = (hidden, *self.positional)
+        return (given,) if self.in_tuple else given
 
     @property
     def values(self) -> Iterator[Any]:
@@ -56,8 +63,10 @@ class BlockArguments(NamedTuple):
 
 
 def apart(positional: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, BlockArguments]:
-    """Returns the hidden states among the arguments of a block, and the others. They are the first one, or have the
-    name that they have in transformers."""
+    """Returns the hidden states among the arguments of a block, and the others. They are the first one, or the first
+    in a tuple that is the only one, or have the name that they have in transformers."""
+    if len(positional) == 1 and type(positional[0]) is tuple and positional[0] and not named:
+        return positional[0][0], BlockArguments(positional[0][1:], named, in_tuple=True)
     if positional:
         return positional[0], BlockArguments(positional[1:], named)
     name = "hidden_states" if "hidden_states" in named else next(iter(named), None)

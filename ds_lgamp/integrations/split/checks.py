@@ -153,7 +153,7 @@ def check_foreign(split: SplitForward, shown: Survey) -> None:
             with suppress(UnknownShape, PlaceholderUsed):
                 # The block's own tensors are copies, so that none of them counts as made outside.
                 positional, named, attributes = tree_map_only(
-                    Tensor, torch.clone, ((hidden, *others.positional), dict(others.named), dict(others.attributes))
+                    Tensor, torch.clone, (others.after(hidden), dict(others.named), dict(others.attributes))
                 )
                 split.attributes.set(index, attributes)
                 with others.autocast.entered(), Uses(use):

@@ -117,7 +117,7 @@ class Comparison:
                 self._comparable = min(self._comparable, index - 1)
             self._original.seed(index)
 
-        def leaves(result: Any) -> None:
+        def leaves(result: Any, _: Arguments) -> None:
             hidden.append(_first(result).detach().clone())
             states.append(read_states(self._random_sources))
 

@@ -124,7 +124,7 @@ class SplitForward:
         given = [(each, copy(each)) for each in arguments.values if isinstance(each, MutableSequence | MutableMapping)]
         self.attributes.set(index, arguments.attributes)
         with arguments.autocast.entered():
-            result = self.blocks[index](hidden, *arguments.positional, **arguments.named)
+            result = self.blocks[index](*arguments.after(hidden), **arguments.named)
         if not all(starmap(holds_the_same, given)):
             raise ConfigError(
                 f"block {index} of the model changes a list or dictionary that it gets, which blocks on other ranks "

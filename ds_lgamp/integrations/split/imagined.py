@@ -35,11 +35,15 @@ _LOOKS = {"_local_scalar_dense": ".item()", "nonzero": "a mask as an index or no
 
 
 class Shape:
-    """Shape, dtype and device of a tensor."""
+    """Shape, dtype and device of a tensor.
 
-    def __init__(self, tensor: Tensor, shape: torch.Size | None = None) -> None:
+    Args:
+        given: if a call returns what it got, such as a mask, the place among the tensors and other values that it got.
+    """
+
+    def __init__(self, tensor: Tensor, shape: torch.Size | None = None, given: int | None = None) -> None:
         self.shape = tensor.shape if shape is None else shape
-        self.dtype, self.device = tensor.dtype, tensor.device
+        self.dtype, self.device, self.given = tensor.dtype, tensor.device, given
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Shape) and vars(self) == vars(other)
@@ -48,6 +52,17 @@ class Shape:
 def full_shape(parameter: nn.Parameter) -> torch.Size:
     """Returns the shape of a parameter, also of one that deepspeed.zero.Init has left without elements."""
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def shapes_in(returned: Any, arguments: Any) -> Any:
+    """Returns what a call with these ``arguments`` has ``returned``, with a :class:`Shape` for every tensor."""
+    # One of floating point has its numbers from ranks that have the module, or leads to its gradient there.
+    given = {
+        id(leaf): place
+        for place, leaf in enumerate(tree_leaves(arguments))
+        if isinstance(leaf, Tensor) and not leaf.is_floating_point()
+    }
+    return tree_map_only(Tensor, lambda tensor: Shape(tensor, given=given.get(id(tensor))), returned)
 
 
 class UnknownShape(Exception):
@@ -146,7 +161,7 @@ class Imagined:
             positional, named = tree_map_only(Tensor, imagined, (positional, named))
             with _Answers(answers), _Values() if with_values else nullcontext():
                 result = functional_call(self._module, {**parameters, **buffers}, positional, dict(named))
-            return tree_map_only(Tensor, Shape, result)
+            return shapes_in(result, (positional, named))
 
 
 @contextmanager

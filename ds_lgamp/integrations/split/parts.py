@@ -3,7 +3,7 @@ no block."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -20,8 +20,15 @@ class Blocks(NamedTuple):
 
     @property
     def named(self) -> dict[str, nn.Module]:
-        """The blocks by their names in the list, such as ``0``, or ``0.1`` if it is one of lists."""
-        return dict(_modules_in(self.container))
+        """The blocks by their names in the list, such as ``0``, or ``0.1`` if it is one of lists. Those in an
+        nn.Sequential are the longest run of one class there, such as the layers between an embedding and a head."""
+        return dict(_modules_in(_run_in(self.container)))
+
+    @property
+    def beside(self) -> dict[str, nn.Module]:
+        """The modules in the list that are no blocks, by their names there."""
+        run = _run_in(self.container)
+        return {name: each for name, each in self.container.named_children() if name not in run}
 
     @property
     def kinds(self) -> list[nn.Module]:
@@ -44,8 +51,8 @@ INSIDE = "inside"
 
 def find_blocks(model: nn.Module, chosen: str | None, planned: Collection[str] = ()) -> Blocks:
     """Returns the blocks of ``model``: the list with the ``chosen`` name; by default one with a ``planned`` name, or
-    else that with most parameters. A list is an nn.ModuleList that is in no other one, or an nn.ModuleDict or
-    nn.Sequential of modules of one class.
+    else that with most parameters. A list is an nn.ModuleList that is in no other one, an nn.ModuleDict of modules of
+    one class, or an nn.Sequential with a run of such modules.
 
     Raises ConfigError if there is no list, or not the chosen one.
     """
@@ -71,16 +78,25 @@ def find_blocks(model: nn.Module, chosen: str | None, planned: Collection[str] =
     for each in lists:
         if each.path.rpartition(".")[2] in planned:
             return each
-    return max(lists, key=lambda each: _elements(each.container))
+    return max(lists, key=lambda each: _elements(*each.named.values()))
 
 
-def _modules_in(container: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the modules in ``container`` by their names there, also out of lists in it, which nobody can call."""
-    for name, module in container._modules.items():
-        if module is None:
-            continue
+def _run_in(container: nn.Module) -> Mapping[str, nn.Module]:
+    """Returns the modules in ``container`` by their names there: all, but in an nn.Sequential the consecutive ones of
+    one class, of which there are several, with most parameters."""
+    modules = {name: module for name, module in container._modules.items() if module is not None}
+    if not isinstance(container, nn.Sequential):
+        return modules
+    runs = (dict(run) for _, run in groupby(modules.items(), lambda named: named[1].__class__))
+    several = (run for run in runs if len({*run.values()}) > 1)
+    return max(several, key=lambda run: _elements(*run.values()), default={})
+
+
+def _modules_in(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Yields ``modules`` by their names, also out of lists among them, which nobody can call."""
+    for name, module in modules.items():
         if type(module) in (nn.ModuleList, nn.ModuleDict):
-            yield from ((f"{name}.{inner}", each) for inner, each in _modules_in(module))
+            yield from ((f"{name}.{inner}", each) for inner, each in _modules_in(_run_in(module)))
         else:
             yield name, module
 
@@ -97,14 +113,15 @@ def _lists(model: nn.Module) -> Iterator[Blocks]:
 
 
 def _is_alike(module: nn.Module) -> bool:
-    """Whether a module contains several others, all of one class."""
-    children = list(module.children())
+    """Whether a module contains several others of one class, and, unless it calls them in turn, nothing else."""
+    children = {*_run_in(module).values()}
     return len(children) > 1 and len({type(child) for child in children}) == 1
 
 
-def _elements(module: nn.Module) -> int:
+def _elements(*modules: nn.Module) -> int:
+    parameters = {parameter for module in modules for parameter in module.parameters()}
     # zero.Init leaves parameters without elements, and their number in ds_numel.
-    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in module.parameters())
+    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
 
 
 class Original(NamedTuple):
@@ -223,7 +240,7 @@ def parts_of(model: nn.Module, blocks: Blocks) -> Iterator[tuple[str, Part]]:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 yield f"{prefix}{name}", parameter
-        for name, child in [] if parent == blocks.path else list(module.named_children()):
+        for name, child in (blocks.beside if parent == blocks.path else dict(module.named_children())).items():
             if f"{prefix}{name}" not in parents:
                 yield from _called(f"{prefix}{name}", child)
 

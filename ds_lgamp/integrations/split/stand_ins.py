@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.attributes import SetAttributes
-from ds_lgamp.integrations.split.call import BlockArguments, apart
-from ds_lgamp.integrations.split.imagined import Imagined, Shape, UnknownShape, full_shape
+from ds_lgamp.integrations.split.call import Arguments, BlockArguments, apart
+from ds_lgamp.integrations.split.imagined import Imagined, Shape, UnknownShape, full_shape, shapes_in
 from ds_lgamp.integrations.split.parts import Part, Result, ShapesOfCalls, place_of
 from ds_lgamp.integrations.split.state import version_of
 
@@ -166,11 +166,16 @@ def replacing(stand_ins: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[
                 registry[name] = part
 
 
-def watch_calls(module: nn.Module, starts: Callable[[], None], ends: Callable[[Any], Any], undo: ExitStack) -> None:
-    """Until ``undo`` is closed, every call of a module first calls ``starts``, and then ``ends`` with its result. What
-    that returns takes the place of the result, unless it is None."""
+def watch_calls(
+    module: nn.Module, starts: Callable[[], None], ends: Callable[[Any, Arguments], Any], undo: ExitStack
+) -> None:
+    """Until ``undo`` is closed, every call of a module first calls ``starts``, and then ``ends`` with its result and
+    arguments. What that returns takes the place of the result, unless it is None."""
     undo.callback(module.register_forward_pre_hook(lambda *_: starts()).remove)
-    undo.callback(module.register_forward_hook(lambda *call: ends(call[-1])).remove)
+    ended = module.register_forward_hook(
+        lambda _, positional, named, result: ends(result, (positional, named)), with_kwargs=True
+    )
+    undo.callback(ended.remove)
 
 
 _UNKNOWN = (
@@ -230,11 +235,13 @@ class PartsBefore:
         results: Results = {}
         calls: Counter[str] = Counter()
 
-        def returned(path: str, shapes: Any) -> Any:
+        def returned(path: str, shapes: Any, arguments: Any = ()) -> Any:
             numbers, call = count(), calls[path]
             calls[path] += 1
 
             def tensor(shape: Shape) -> Tensor:
+                if shape.given is not None:
+                    return tree_leaves(arguments)[shape.given]
                 if not shape.dtype.is_floating_point:
                     return zeros_like(shape, None)
                 result = Result(path, call, next(numbers))
@@ -246,11 +253,11 @@ class PartsBefore:
 
             return tree_map_only(Shape, tensor, shapes)
 
-        def called(path: str, imagine: Callable[[], Any]) -> Any:
+        def called(path: str, arguments: Arguments, imagine: Callable[[], Any]) -> Any:
             self._starts(path)
             call = path, calls[path]
             try:
-                return returned(path, known[call] if call in known else imagine())
+                return returned(path, known[call] if call in known else imagine(), arguments)
             except UnknownShape as error:
                 raise ConfigError(_UNKNOWN.format(path, error)) from error
 
@@ -282,12 +289,12 @@ class PartResults:
     def starts(self, path: str) -> None:
         self._running = self._running or path
 
-    def add(self, path: str, returned: Any) -> None:
+    def add(self, path: str, returned: Any, arguments: Any = ()) -> None:
         if self._running not in (None, path):
             # Another part has called it, which is absent elsewhere.
             return
         self._running = None
-        self.shapes[path, self._calls[path]] = tree_map_only(Tensor, Shape, returned)
+        self.shapes[path, self._calls[path]] = shapes_in(returned, arguments)
         tensors = (leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor) and leaf.is_floating_point())
         for number, tensor in enumerate(tensors):
             result = Result(path, self._calls[path], number)
@@ -308,16 +315,16 @@ class PartResults:
 class _Imitation(StandIn):
     """The stand-in for a module of which the results are known, at least in shape."""
 
-    returned: Callable[[Callable[[], Any]], Any]
-    """Returns the results. It may call its argument, which returns what the module would return, or raises
-    UnknownShape."""
+    returned: Callable[[Arguments, Callable[[], Any]], Any]
+    """Returns the results for arguments. It may call what it gets besides them, which returns what the module would
+    return, or raises UnknownShape."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self._imagined = Imagined(module)
 
     def forward(self, *positional: Any, **named: Any) -> Any:
-        return self.returned(partial(self._imagined, positional, named))
+        return self.returned((positional, named), partial(self._imagined, positional, named))
 
 
 def zeros_like(like: Tensor | Shape, leaves: list[Tensor] | None) -> Tensor:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.attributes import SetAttributes, tensors_set_in_training
 from ds_lgamp.integrations.split.call import Arguments, BlockArguments, Survey, run_uncompiled
-from ds_lgamp.integrations.split.imagined import Shape
+from ds_lgamp.integrations.split.imagined import shapes_in
 from ds_lgamp.integrations.split.outputs import register_dataclasses
 from ds_lgamp.integrations.split.parts import (
     Attribute,
@@ -46,7 +46,9 @@ def survey(original: Original, dummy: Arguments) -> Survey:
         except ConfigError:
             raise
         except PlaceholderUsed:
-            raise walk.refusal("its forward computes with what a block returned besides hidden states") from None
+            raise walk.refusal(
+                "its forward computes with what a block returned besides hidden states, or checkpoints it"
+            ) from None
         except Exception as error:
             raise ConfigError(
                 f"{type(model).__name__} cannot be split at its blocks '{original.blocks.path}': its forward failed "
@@ -108,6 +110,10 @@ class _Walk:
         """On these leaves depends what the blocks compute that ran: the first of every kind."""
         self._hidden: Any = None
         """The hidden states that the last block has returned."""
+        self._has_returned = False
+        """Whether the forward has."""
+        self._between: list[tuple[Tensor, Tensor]] = []
+        """The hidden states that enter a block, and what the block before it returned, where that is something else."""
         self._version = 0
         """How often they had been changed in place by then."""
         self._attributes = SetAttributes(self._blocks)
@@ -169,8 +175,9 @@ class _Walk:
 
     def _precedes_blocks(self, path: str) -> bool:
         """Whether the model has a part before its blocks, such as the encoder of images that text does not need."""
-        names = list(dict(self._model.named_modules()))
-        return path not in names or names.index(path) < names.index(self._original.blocks.path)
+        blocks = self._original.blocks
+        names = [name for name, _ in self._model.named_modules(remove_duplicate=False)]
+        return path not in names or names.index(path) < names.index(f"{blocks.path}.{next(iter(blocks.named))}")
 
     def check_output(self, output: Any) -> None:
         """Finds on which results before the blocks the output depends in another way than through hidden states.
@@ -183,6 +190,7 @@ class _Walk:
         # What follows reads parameters for itself.
         self._owners.clear()
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        self._check_backward([output for output in outputs if output.is_floating_point()])
         results, leaves = reached(outputs, self._results)
         self._travels_to_output |= results
         # Frozen blocks may run without gradients.
@@ -193,6 +201,13 @@ class _Walk:
         if any(leaf is earlier for leaf in leaves for earlier in self._returned[:-1]):
             raise self.refusal("after the blocks its forward computes with what an earlier one than the last returned")
         self._travels_to_loss |= results
+
+    def _check_backward(self, outputs: list[Tensor]) -> None:
+        """Raises ConfigError if the backward of what the forward computes around blocks calls these again, as with
+        checkpoints of a block together with what precedes or follows it."""
+        self._has_returned = True
+        for tensor, leaf in [*self._between, *((output, self._returned[-1]) for output in outputs)]:
+            _depends(tensor, leaf)
 
     def _starts(self, path: str) -> None:
         self._running = self._running or path
@@ -218,8 +233,9 @@ class _Walk:
             self._before.append(path)
             self._results.append((Result(path), tensor))
 
-    def _ends(self, path: str, result: Any) -> Any:
-        """Called with what a part has returned. Returns what takes its place, None if it stays."""
+    def _ends(self, path: str, result: Any, arguments: Arguments) -> Any:
+        """Called with what a part has returned for its ``arguments``. Returns what takes its place, None if it
+        stays."""
         is_within = self._running not in (None, path)
         if is_within and not self._visits:
             # Another part called it, whose results count.
@@ -242,7 +258,7 @@ class _Walk:
             return None
         if path not in self._before:
             self._before.append(path)
-        self._shapes_before[path, call] = tree_map_only(Tensor, Shape, result)
+        self._shapes_before[path, call] = shapes_in(result, arguments)
         return tree_map_only(Tensor, partial(self._tracked, path, call, count()), result)
 
     def _tracked(self, path: str, call: int, numbers: Iterator[int], tensor: Tensor) -> Tensor:
@@ -262,6 +278,12 @@ class _Walk:
     def _visit(self, index: int, hidden: Any, others: BlockArguments) -> Any:
         """Returns what the forward gets in place of the result of the block with this place among the blocks."""
         block = self._blocks[index]
+        if self._has_returned:
+            raise ConfigError(
+                f"{type(self._model).__name__} checkpoints its blocks '{self._original.blocks.path}' together with "
+                "other code, so that its backward would call them again; take the checkpoints out of the forward, "
+                f"because {BLOCK}.recompute decides what is computed again"
+            )
         others = others._replace(attributes=self._attributes.of(index))
         self._in_turn &= index == self._visits
         self._check_trains(block)
@@ -288,7 +310,7 @@ class _Walk:
         """Runs a block, which shows what it returns, and which attributes it sets."""
         self._inside += block.parameters()
         named = {name: self._entering(value) for name, value in others.named.items()}
-        run = partial(block, *map(self._entering, (hidden, *others.positional)), **named)
+        run = partial(block, *map(self._entering, others.after(hidden)), **named)
         self._tensor_attributes += tensors_set_in_training(block, run)
         if self._visits == 0:
             result = run()
@@ -332,6 +354,7 @@ class _Walk:
         if self._hidden._version != self._version:
             raise self.refusal("its forward changes hidden states in place between blocks")
         if hidden is not self._hidden and isinstance(hidden, Tensor) and hidden.requires_grad:
+            self._between.append((hidden, self._returned[-1]))
             results, others = reached([hidden], self._results)
             if self._are_foreign(others):
                 raise self.refusal(

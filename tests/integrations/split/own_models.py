@@ -186,12 +186,68 @@ class SharedTableGpt(nn.Module):
         return cross_entropy(self.head(hidden), labels)
 
 
+class Function(nn.Module):
+    """Calls a function."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, given: Any) -> Any:
+        return self.function(given)
+
+
+class InOneTuple(Attention):
+    """Takes hidden states and a mask in one tuple, and returns such a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__(causal=True)
+
+    def forward(self, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        hidden, mask = given
+        return super().forward(hidden.masked_fill(mask, 0.0)), mask
+
+
+class MaskedEmbedding(nn.Module):
+    """Takes tokens and a mask in one tuple, and passes the mask on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+
+    def forward(self, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return self.tokens(given[0]), given[1]
+
+
+class SequentialGpt(nn.Module):
+    """Its layers are those of a pipeline, in one nn.Sequential. The last one reads the embedding's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        embedding = MaskedEmbedding()
+        self.layers = nn.Sequential(
+            embedding,
+            Function(lambda given: (given[0].transpose(0, 1).contiguous(), given[1].transpose(0, 1))),
+            *(InOneTuple() for _ in range(3)),
+            Function(lambda given: given[0].transpose(0, 1).contiguous()),
+            nn.LayerNorm(WIDTH),
+            Function(lambda hidden: functional.linear(hidden, embedding.tokens.weight)),
+        )
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        given: Any = tokens, (tokens % 5 == 0)[..., None]
+        for layer in self.layers[:]:
+            given = layer(given)
+        return cross_entropy(given, labels)
+
+
 MODELS = {
     "a tied GPT": TiedGpt,
     "a GPT with positions": PositionsGpt,
     "a GPT with rotations": RotaryGpt,
     "a GPT that mixes": MixingGpt,
     "a GPT with a shared table": SharedTableGpt,
+    "a GPT in a sequence": SequentialGpt,
     "a classifier": Classifier,
 }
 

@@ -81,6 +81,11 @@ def checked_config(stock: type, config: Any, mpu: Any = None, **options: Any) ->
             f"and would ignore the {BLOCK} block; replace it before ds_lgamp.install(), or remove the block"
         )
     meaningless = check_keys(config)
+    if options.get("mesh_device") is not None:
+        raise ConfigError(
+            f"deepspeed.initialize got mesh_param, but a {BLOCK} block makes the groups of ranks itself; remove it, "
+            "and pass the mpu of UlyssesSPAttentionHF.register_with_transformers if ranks share a sequence"
+        )
     check_sequence_key(config, mpu)
     check_batch_sizes(config, feeding_ranks(mpu))
     try:
@@ -191,7 +196,8 @@ def registered(pipeline: Callable[..., Any], plain: Callable[..., Any] = plain_e
     def engine_of(*, model: Any, config: dict[str, Any], mpu: Any, mesh_device: Any, **arguments: Any) -> Any:
         config = with_environment(config)
         build = plain if not isinstance(model, PipelineModule) or isinstance(model, DualPipeVModule) else pipeline
-        made = None if read_block(config) is None else checked_config(DeepSpeedConfig, config, mpu)
+        has_block = read_block(config) is not None
+        made = checked_config(DeepSpeedConfig, config, mpu, mesh_device=mesh_device) if has_block else None
         return build(_no_engine, model=model, config=config, mpu=mpu, config_class=made, **arguments)
 
     return engine_of

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ds_lgamp.autoload import VARIABLE
+from ds_lgamp.autoload import CONFIG_FILE, VARIABLE
 from ds_lgamp.integrations.hosts import replace_attribute
 
 METHOD = "_ds_lgamp_partition_method"
@@ -228,7 +228,8 @@ def environment_block() -> dict[str, Any] | None:
 
 
 def expect_an_engine() -> None:
-    """From now on, a process that trains and ends without an engine for the block of the environment says so and fails.
+    """From now on, a process that trains and ends without an engine for the block that the environment holds or names
+    says so and fails.
 
     The script may use DeepSpeed without ``deepspeed.initialize``, or a library such as Accelerate without DeepSpeed.
     """
@@ -243,22 +244,33 @@ def expect_an_engine() -> None:
 
     def end() -> None:
         # An error of the script is the cause to show.
-        if trained and not _seen and not hasattr(sys, "last_value"):
-            _fail()
+        if trained and not _seen and not hasattr(sys, "last_value") and (variable := _variable_with_block()):
+            _fail(variable)
 
     hook = register_optimizer_step_post_hook(stepped)
     # Exit handlers that come later run earlier.
     atexit.register(end)
 
 
-def _fail() -> None:
+def _variable_with_block() -> str | None:
+    """The variable of the environment that holds or names an enabled block; None if none does."""
+    if os.environ.get(VARIABLE):
+        return VARIABLE
+    try:
+        config = json.loads(Path(os.environ[CONFIG_FILE]).read_text())
+    except (OSError, ValueError):
+        return None
+    return CONFIG_FILE if asks_for_engine(config) else None
+
+
+def _fail(variable: str) -> None:
     from ds_lgamp.watch.last_words import flush_files
 
     sys.stdout.flush()
     print(
         f"ds_lgamp: an optimizer made steps, but nobody called deepspeed.initialize, which would take the block of "
-        f"{VARIABLE}; call it, or start the script so that its library uses DeepSpeed (accelerate launch "
-        f"--use_deepspeed), or unset {VARIABLE}",
+        f"{variable}; call it, or start the script so that its library uses DeepSpeed (accelerate launch "
+        f"--use_deepspeed, and no cpu=True for the Accelerator), or unset {variable}",
         file=sys.stderr,
         flush=True,
     )

@@ -167,12 +167,16 @@ class ModelEngine(LgampDoor):
                 "load_checkpoint is called inside a batch that is computed already; call it before the first "
                 "micro-batch of a step, or after its engine.step()"
             )
-        self.last_read = None
+        self.forget_values()
         loaded = super().load_checkpoint(*positional, **named)
         if loaded[0] is not None:
             self._unfinished.clear()
             self.micro_steps = 0
         return loaded
+
+    def forget_values(self) -> None:
+        """Forgets values of the model that were read, because others are loaded."""
+        self.last_read = None
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """As DeepSpeedEngine's. Raises ConfigError also inside a batch, whose losses were divided by the old number of

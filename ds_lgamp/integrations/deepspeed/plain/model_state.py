@@ -38,6 +38,9 @@ class Engine(Run, Protocol):
     """Whether modules of the model have all their values for now, on this rank alone."""
     elsewhere: Elsewhere
 
+    def forget_values(self) -> None:
+        """Forgets values of the model that were read, because others are loaded."""
+
     @property
     def num_stages(self) -> int: ...
 
@@ -126,8 +129,8 @@ class States:
             given = signature(stock).bind(*positional, **options)
             state = given.arguments.get("state_dict", given.arguments.get("kwargs", {}).get("state_dict"))
             if state is None:
+                # Empty on all ranks but one.
                 last = self._last()
-                # The last state is an empty one on other ranks, which may call this, too.
                 state = _within(path, whole_state(self._engine) if last is None else last)
             if dist.get_rank() != 0:
                 return None
@@ -251,7 +254,7 @@ def _load(engine: Engine, stock: Callable[..., Any], state: dict[str, Any], stri
     """Loads the layers of this rank from the whole ``state``. Collective over all ranks, with the same state; raises
     RuntimeError on all if it does not fit one of them."""
     agree(Next.LOAD_STATE)
-    engine.last_read = None
+    engine.forget_values()
     own = {id(tensor) for layer in built_layers(engine.lgamp.placed).values() for _, tensor in tensors_of(layer)}
     with engine.lgamp.placed.full_parameters(), engine.elsewhere.unguarded():
         mine = dict(state)

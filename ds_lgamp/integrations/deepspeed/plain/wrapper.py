@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
@@ -141,7 +142,8 @@ class WrapperEngine(OutputsEngine):
         """Returns what the wrapper's own code does."""
         self._check_forward()
         self.lgamp.executor.refuse_after_failure()
-        with self._around.in_code(self._frozen_values):
+        # As stock DeepSpeed, which lets no autocast into the forward.
+        with self._around.in_code(self._frozen_values), torch.autocast(self.device.type, enabled=False):
             return self.module(*self._cast(positional), **named)
 
     def backward(self, *positional: Any, **named: Any) -> Tensor:
@@ -153,9 +155,14 @@ class WrapperEngine(OutputsEngine):
         return guide_calls(self, self.computed_model, self._compute, is_spread(self))
 
     def _compute(self, *positional: Any, **named: Any) -> Any:
-        """Returns the output of the model inside."""
-        with self._around.out_of_code():
-            output, trained = self._call(positional, named)
+        """Returns the output of the model inside. Raises ConfigError if it is called under the code's own autocast."""
+        if torch.is_autocast_enabled(self.device.type):
+            raise ConfigError(
+                f"the code around {type(self.computed_model).__name__} calls it under torch.autocast, but with a "
+                f"{BLOCK} block it computes later, in other places; enable bf16 in the configuration, or "
+                "enter autocast in the forward of the model inside"
+            )
+        output, trained = self._call(positional, named)
         self._around.give(trained)
         return output
 
@@ -174,9 +181,9 @@ class WrapperEngine(OutputsEngine):
                     values |= {name: frozen[name].detach().clone() for name in names}
         return {name: value for rank in self._exchange.gather(values) for name, value in rank.items()}
 
-    def load_checkpoint(self, *positional: Any, **named: Any) -> Any:
+    def forget_values(self) -> None:
+        super().forget_values()
         self._around.forget()
-        return super().load_checkpoint(*positional, **named)
 
 
 class ParametersAround:
@@ -218,16 +225,6 @@ class ParametersAround:
             yield
         finally:
             self._put(self._registered)
-
-    @contextmanager
-    def out_of_code(self) -> Iterator[None]:
-        """Inside the block, which may be in the code, parameters are in their places."""
-        self._put(self._registered)
-        try:
-            yield
-        finally:
-            if self._runs:
-                self._put(self._shown)
 
     def give(self, trained: Sequence[Tensor]) -> None:
         """Lets the code that runs compute with these values of the trained parameters."""

@@ -211,3 +211,16 @@ def test_a_process_that_trains_without_an_engine_for_the_block_of_the_environmen
     assert ("nobody called deepspeed.initialize, which would take the block of DS_LGAMP_BLOCK" in done.stderr) == (
         status == 2
     )
+
+
+@pytest.mark.parametrize(
+    ("config", "status"), [('{"ds_lgamp": {}}', 2), ('{"ds_lgamp": {"enabled": false}}', 0), ("{}", 0)]
+)
+def test_a_process_that_trains_without_an_engine_for_the_block_of_accelerates_configuration_fails(
+    config, status, environment, tmp_path
+):
+    file = tmp_path / "ds_config.json"
+    file.write_text(config)
+    done = run_python(TRAINS.format(steps=True, end=""), {**environment, autoload.CONFIG_FILE: str(file)})
+    assert done.returncode == status, done.stderr
+    assert ("would take the block of ACCELERATE_DEEPSPEED_CONFIG_FILE" in done.stderr) == (status == 2)

@@ -50,6 +50,7 @@ DEFAULT = [
     ("a GPT with rotations", 2, 1, 3),
     ("a GPT that mixes", 2, 1, 3),
     ("a GPT with a shared table", 2, 1, 3),
+    ("a GPT in a sequence", 2, 1, 3),
     ("a classifier", 2, 1, 3),
 ]
 CHOOSING = [("BERT with choices", 1, 1, 1), ("BERT with choices", 2, 1, 2)]

@@ -97,14 +97,14 @@ def batch_of(step: int, rank: int, number: int) -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
-def make(seed: int) -> Wrapper:
-    torch.manual_seed(seed)
+def make(seed: int, values: int = 0) -> Wrapper:
+    torch.manual_seed(seed + values)
     return Wrapper(seed)
 
 
 def train_alone(seed: int, ranks: int) -> tuple[list[float], dict[str, Tensor]]:
     """Trains in this process with the micro-batches of all ranks. Returns the losses of all, the numbers beside them,
-    and the state after it."""
+    the losses of evaluation with the weights after it and with others, and the state after it."""
     model, losses = make(seed), []
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     for step in range(STEPS):
@@ -116,7 +116,8 @@ def train_alone(seed: int, ranks: int) -> tuple[list[float], dict[str, Tensor]]:
         optimizer.step()
         optimizer.zero_grad()
     with torch.no_grad():
-        losses.append(model.eval()(*batch_of(STEPS, 0, 0))["loss"].item())
+        for each in (model, make(seed, values=1)):
+            losses.append(each.eval()(*batch_of(STEPS, 0, 0))["loss"].item())
     return losses, model.state_dict()
 
 
@@ -141,7 +142,9 @@ def _train(seed: int, stage: int, block: dict[str, Any]) -> tuple[list[float], d
     engine.eval()
     with torch.no_grad():
         losses.append(engine(*batch_of(STEPS, 0, 0))["loss"].item())
-    state = whole_state(engine)
+        state = whole_state(engine)
+        engine.module.load_state_dict(make(seed, values=1).state_dict())
+        losses.append(engine(*batch_of(STEPS, 0, 0))["loss"].item())
     finish_engines()
     return losses, state
 
@@ -174,7 +177,7 @@ class Saved(Wrapper):
 
 PREFIXES = {"head.bin": "head.", "encoder.bin": "parts.encoder.", "example.bin": "example."}
 """How the names of tensors in the files begin in the whole model."""
-WAYS = ["all ranks", "all ranks with the state", "the first rank with it", "the model inside"]
+WAYS = ["all ranks", "the first rank", "all ranks, which hold the state", "the model inside"]
 
 
 def saved(stage: int, folder: str) -> dict[str, dict[str, list[str]]]:
@@ -195,7 +198,7 @@ def saved(stage: int, folder: str) -> dict[str, dict[str, list[str]]]:
         elif way == "the model inside":
             model.encoder.save_pretrained(own)
         state = model.state_dict()
-        if way == "all ranks with the state" or way == "the first rank with it" and dist.get_rank() == 0:
+        if way == "all ranks, which hold the state" or (way == "the first rank" and dist.get_rank() == 0):
             model.save_pretrained(own)
         state["example.loss"] = model.example(engine)
         # Before the next step, which changes the weights.
@@ -222,6 +225,12 @@ class Early(Wrapper):
         return super().forward(tokens, targets)
 
 
+class Cast(Wrapper):
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> dict[str, Tensor]:
+        with torch.autocast(tokens.device.type, torch.bfloat16):
+            return super().forward(tokens, targets)
+
+
 def mistakes(pipeline_ranks: int) -> dict[str, str]:
     """Makes mistakes, each with an engine of its own. Returns the errors."""
     prepare_rank()
@@ -231,6 +240,7 @@ def mistakes(pipeline_ranks: int) -> dict[str, str]:
     config = configuration(0, {"pipeline_ranks": pipeline_ranks, "model": "parts.encoder"})
     fails("no such model", initialize, make(0), configuration(0, {"model": "encoder"}))
     fails("early", partial(initialize(Early(0), config), *batch_of(0, 0, 0)))
+    fails("autocast", partial(initialize(Cast(0), config), *batch_of(0, 0, 0)))
     _after(fails, config, "unfrozen", lambda model: model.fixed.requires_grad_())
     _after(fails, config, "replaced", lambda model: setattr(model.encoder, "forward", model.encoder.norm))
     return errors
