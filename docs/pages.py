@@ -23,7 +23,7 @@ from docs.blocks import with_block
 from docs.versions import versions_table
 from testing import ROOT
 from testing.chaos.record import page_block as chaos_block
-from testing.public.outcome import page_block
+from testing.public.outcome import RECORDED, page_block
 from testing.versions.record import page_block as versions_block
 
 BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
@@ -113,6 +113,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "gpu-offload": gpu_tables.offloading,
     },
     "docs/python.md": {"functions": reference.functions},
+    "docs/stacks.md": {"stacks": partial(page_block, RECORDED.with_name("stacks.json"))},
     "docs/optimizers.md": {"machine": partial(tables.machine, "optimizers"), "optimizers": tables.optimizers},
     "docs/tracing.md": {"machine": partial(tables.machine, "tracing"), "tracing": tables.tracing},
     "docs/troubleshooting.md": {section: partial(messages.messages, section) for section in messages.SECTIONS},

@@ -6,6 +6,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
@@ -15,16 +16,17 @@ from testing.public import (
     deepspeed_tests,
     megatron_deepspeed,
     megatron_lm,
+    stacks,
     transformers_scripts,
     trl_scripts,
 )
-from testing.public.outcome import Case, Outcome, markdown, outcomes, to_json
+from testing.public.outcome import Case, Outcome, commit_of, markdown, outcomes, to_json
 
 PACKAGES = ("torch", "deepspeed", "megatron-core", "transformers", "accelerate")
 
 
 class Part(NamedTuple):
-    """A tree and its cases."""
+    """A tree, or an environment that has a package, and its cases."""
 
     material: str
     variable: str
@@ -33,6 +35,7 @@ class Part(NamedTuple):
     """A file that identifies the tree."""
     cases: Callable[[Path, Path], Iterable[Case]]
     """Makes the cases, given the tree and a folder to write into."""
+    version: Callable[[Path], str] = commit_of
 
 
 PARTS = {
@@ -60,21 +63,33 @@ PARTS = {
         transformers_scripts.loop_cases,
     ),
     "trl": Part("trl's sft.py, dpo.py, kto.py and reward.py", "TRL_PATH", "trl/scripts/dpo.py", trl_scripts.cases),
+    **{
+        name: Part(
+            stack.package,
+            f"{name.replace('-', '_').upper()}_ENVIRONMENT",
+            f"bin/{stack.launcher}",
+            partial(stacks.cases, stack),
+            partial(stacks.version_of, stack.package),
+        )
+        for name, stack in stacks.STACKS.items()
+    },
 }
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Runs the selected parts. Returns 1 if anything differs or fails, else 0."""
     options = parse(words)
+    command = " ".join(["python -m testing.public", *_without_paths(options)])
+    versions = {package: version(package) for package in PACKAGES}
     found: list[Outcome] = []
     for name in options.only or PARTS:
         for outcome in run_part(name, getattr(options, name.replace("-", "_")), options.matching):
             print(f"{outcome.material}: {outcome.configuration}: {outcome.result}", file=sys.stderr, flush=True)
             found.append(outcome)
+            if options.json is not None:
+                # After each, because all take hours, and a run may be ended sooner.
+                options.json.write_text(to_json(found, command, versions))
     print(markdown(found))
-    if options.json is not None:
-        command = " ".join(["python -m testing.public", *_without_paths(options)])
-        options.json.write_text(to_json(found, command, {package: version(package) for package in PACKAGES}))
     return int(any(outcome.bad for outcome in found))
 
 
@@ -87,7 +102,7 @@ def run_part(name: str, tree: Path | None, matching: str = "") -> Iterable[Outco
     with tempfile.TemporaryDirectory() as folder:
         cases = [] if tree is None else part.cases(tree, Path(folder))
         chosen = [case for case in cases if matching in case.configuration]
-        yield from outcomes(part.material, tree, chosen, lack)
+        yield from outcomes(part.material, None if tree is None else part.version(tree), chosen, lack)
 
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:

@@ -19,7 +19,9 @@ T = TypeVar("T")
 BAD = ("differs", "failed")
 """First words of results that make the whole run fail."""
 WITHOUT_BLOCK = "without a block: "
-_REFUSAL = re.compile(r"^(?:\[\w+\]: ?)?(?:ds_lgamp: |(?:\w+\.)*ConfigError: )(.+)", re.MULTILINE)
+# What a trace says of its folder, and a rank of another's end, is none.
+_NO_REFUSAL = r"steps \d+ to \d+ are recorded|rank \d+ on \S+ (?:failed|died)"
+_REFUSAL = re.compile(rf"^(?:\[\w+\]: ?)?(?:ds_lgamp: |(?:\w+\.)*ConfigError: )(?!{_NO_REFUSAL})(.+)", re.MULTILINE)
 # Skips torchrun's own error, which only says that a rank has failed.
 _ERROR = re.compile(
     r"^(?:\[\w+\]: ?)?((?!torch\.distributed\.elastic)(?:\w+\.)*[A-Z]\w*(?:Error|Exception)\b.*)", re.MULTILINE
@@ -32,7 +34,7 @@ class Outcome:
 
     material: str
     version: str
-    """The commit of the tree; "unknown" if it is no git checkout."""
+    """The commit of the tree, or the version of the package; "unknown" if it is no git checkout."""
     configuration: str
     result: str
     seconds: float
@@ -50,12 +52,12 @@ class Case:
     run: Callable[[], str]
 
 
-def outcomes(material: str, tree: Path | None, cases: Sequence[Case], lack: str) -> Iterable[Outcome]:
-    """Runs ``cases`` on ``tree`` in order. Without a tree yields one outcome with the reason ``lack``."""
-    if tree is None:
+def outcomes(material: str, version: str | None, cases: Sequence[Case], lack: str) -> Iterable[Outcome]:
+    """Runs ``cases`` of this ``version`` of ``material`` in order. Without one yields one outcome with the reason
+    ``lack``."""
+    if version is None:
         yield Outcome(material, "", "", f"skipped: {lack}", 0.0)
         return
-    version = commit_of(tree)
     for case in cases:
         start = time.monotonic()
         try:

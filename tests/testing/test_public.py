@@ -13,9 +13,10 @@ import pytest
 from testing import SCRIPTS, in_host
 from testing.launching import ON_CPU, ROOT, run, torchrun
 from testing.public import __main__ as public
+from testing.public import stacks
 from testing.public.deepspeed_tests import Results, compare, results_in
 from testing.public.megatron_deepspeed import DOCUMENTS, TOKENS, VOCABULARY, write_text
-from testing.public.outcome import Case, Outcome, compared, markdown, page_block, told_by, without_block
+from testing.public.outcome import Case, Outcome, compared, markdown, outcomes, page_block, told_by, without_block
 
 
 @pytest.mark.slow
@@ -70,7 +71,7 @@ def test_without_trees_every_part_is_skipped_in_the_table(monkeypatch, capsys):
         monkeypatch.delenv(each.variable, raising=False)
     assert public.main([]) == 0
     rows = capsys.readouterr().out.splitlines()[2:]
-    assert len(rows) == len(public.PARTS) == 7
+    assert len(rows) == len(public.PARTS) == 11
     for row, (name, each) in zip(rows, public.PARTS.items(), strict=True):
         assert f"skipped: no tree; give --{name} or {each.variable}" in row
 
@@ -167,6 +168,9 @@ def test_a_run_without_a_block_that_fails_says_so():
     ("output", "result"),
     [
         ("words\nds_lgamp: schedule is 'x'; use another\nmore", "refused: schedule is 'x'; use another"),
+        ("ds_lgamp: steps 1 to 8 are recorded in x\nds_lgamp: no; use y", "refused: no; use y"),
+        ("ds_lgamp: steps 1 to 8 are recorded in x\nValueError: z", "failed: ValueError: z"),
+        ("ds_lgamp: rank 0 on a failed (KeyError: x); this\n[rank0]: KeyError: x", "failed: KeyError: x"),
         ("[rank1]:ds_lgamp.config.ConfigError: no; use y", "refused: no; use y"),
         ("Traceback\n  File\ntorch.x.SomeError: first\nValueError: second", "failed: torch.x.SomeError: first"),
         (
@@ -180,6 +184,61 @@ def test_a_run_without_a_block_that_fails_says_so():
 )
 def test_the_output_of_an_ended_run_tells_why(output, result):
     assert told_by(output) == result
+
+
+PROGRAM = """#!{python}
+import json, sys
+from pathlib import Path
+config, output = sys.argv[sys.argv.index("--deepspeed") + 1], Path(sys.argv[sys.argv.index("--output_dir") + 1])
+losses = [1.0, 0.5 if "ds_lgamp" in Path(config).read_text() and {differs} else 0.25]
+output = output / "checkpoint-8"
+output.mkdir(parents=True)
+(output / "trainer_state.json").write_text(json.dumps({{"log_history": [{{"loss": loss}} for loss in losses]}}))
+"""
+
+
+@pytest.fixture
+def program(monkeypatch, tmp_path):
+    """Writes an environment with a program, which trains other losses with a block or the same, and returns how the
+    first case of its stack ends."""
+    monkeypatch.setattr(stacks, "_material", lambda folder: None)
+
+    def end(differs, is_recorded):
+        monkeypatch.setattr(stacks, "recorded", lambda folder: is_recorded)
+        path = tmp_path / "bin" / "program"
+        path.parent.mkdir()
+        path.write_text(PROGRAM.format(python=sys.executable, differs=differs))
+        path.chmod(0o755)
+        stack = stacks.Stack(
+            "program",
+            "program",
+            {"full": stacks.Training({})},
+            lambda launcher, _, given: [launcher, *stacks.flags(given)],
+        )
+        case = next(iter(stacks.cases(stack, tmp_path, tmp_path)))
+        return next(iter(outcomes("program", "1", [case], ""))).result
+
+    return end
+
+
+@pytest.mark.parametrize(
+    ("differs", "is_recorded", "result"),
+    [
+        (False, True, "equal"),
+        (True, True, "differs: by 1.0e+00"),
+        (False, False, "failed: the program trained, but not with the block"),
+    ],
+)
+def test_a_program_counts_as_equal_only_if_it_trained_with_the_block(differs, is_recorded, result, program):
+    assert program(differs, is_recorded) == result
+
+
+def test_the_version_of_a_program_is_that_in_its_environment(tmp_path):
+    info = tmp_path / "lib" / "python3.11" / "site-packages" / "pytest-0.1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: pytest\nVersion: 0.1\n")
+    assert stacks.version_of("pytest", tmp_path) == "0.1"
+    assert stacks.version_of("numpy", tmp_path) == "unknown"
 
 
 REPORT = """<testsuites><testsuite tests="4">

@@ -24,7 +24,8 @@ class NotInTraining(MissingOutput):
     def __init__(self, what: str) -> None:
         super().__init__(
             f"with {BLOCK}.outputs 'loss' the output of a training step has only {what}, which "
-            "label_smoothing_factor, compute_loss_func, trl's trainers and similar losses need; set it to 'all'"
+            "label_smoothing_factor, compute_loss_func, trl's trainers, similar losses and metrics of training batches "
+            "need; set it to 'all', or leave the metric out"
         )
 
 

@@ -34,7 +34,7 @@ def test_mistakes_with_models_are_named_on_every_rank():
         for what, words in {
             "compiled": "pass the model itself, and call engine.compile(), or set torch_compile=True",
             "logits": "the output of a training step has only 'loss', not 'logits'",
-            "get": "the output of a training step has only 'loss', not 'logits'",
+            "get": "similar losses and metrics of training batches need; set it to 'all', or leave the metric out",
         }.items():
             assert words in errors[what]
 
