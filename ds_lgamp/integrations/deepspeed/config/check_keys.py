@@ -15,6 +15,8 @@ _ALIASES = {"bfloat16": "bf16"}
 """Sections by the old name under which DeepSpeed still reads them."""
 _AUTO_IS_A_VALUE = {"data_types.keep_in_fp32_modules", "pipeline.stages"}
 """Keys whose value "auto" DeepSpeed itself understands. Elsewhere Hugging Face's Trainer replaces "auto" by a value."""
+_DROPS_AUTO = ("zero_optimization", "fp16", "bf16", "bfloat16")
+"""Sections from which DeepSpeed itself drops keys that are "auto", as its DeepSpeedConfigModel does."""
 _SWITCHES = {"enabled", "device", "autotp_size", "deepcompile"}
 """Last parts of keys that switch their section on. If such a key is refused, the rest of its section does nothing."""
 _TYPO = 0.8
@@ -51,6 +53,7 @@ def check_keys(config: dict[str, Any]) -> list[str]:
     "auto".
     """
     meaningless: dict[str, Key] = {}
+    config = as_deepspeed_reads(config)
     for setting in _settings(config):
         takes = setting.key.takes
         if takes and not VALUES[takes](setting.value):
@@ -83,6 +86,12 @@ def without_auto(config: dict[str, Any], path: str = "") -> dict[str, Any]:
         if value != "auto" or name in _AUTO_IS_A_VALUE:
             values[key] = value
     return values
+
+
+def as_deepspeed_reads(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns ``config`` without the keys that DeepSpeed drops, so that their defaults hold: OpenRLHF writes "auto"."""
+    sections = {name: config[name] for name in _DROPS_AUTO if isinstance(config.get(name), dict)}
+    return {**config, **{name: without_auto(section, name) for name, section in sections.items()}}
 
 
 def for_deepspeed(config: dict[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,12 @@ from torch.utils.file_baton import FileBaton
 from ds_lgamp.config import BLOCK, ConfigError, read_block
 from ds_lgamp.integrations.cluster_file import with_speeds
 from ds_lgamp.integrations.deepspeed.checkpoint.fp32_weights import serve_zero_to_fp32
-from ds_lgamp.integrations.deepspeed.config.check_keys import check_batch_sizes, check_keys, for_deepspeed
+from ds_lgamp.integrations.deepspeed.config.check_keys import (
+    as_deepspeed_reads,
+    check_batch_sizes,
+    check_keys,
+    for_deepspeed,
+)
 from ds_lgamp.integrations.deepspeed.config.run_checks import refuse_differing_ranks, sentence_of
 from ds_lgamp.integrations.deepspeed.engine.pipeline_engine import LgampEngine
 from ds_lgamp.integrations.deepspeed.hook.notice import (
@@ -104,7 +109,7 @@ def pipeline_engine(stock: Callable[..., Any], *positional: Any, **arguments: An
         return stock(*positional, **arguments)
     # The engine sets the device a little later. Until it is set, all ranks would use the same one to communicate.
     get_accelerator().set_device(module.local_rank)
-    config = arguments["config"] = _with_cluster(config)
+    config = arguments["config"] = _completed(config)
     refuse_differing_ranks(config)
     settings = read_block(config)
     if settings is None and is_deferred(module):
@@ -164,7 +169,7 @@ def plain_engine(stock: Callable[..., Any], *positional: Any, **arguments: Any) 
             engine = stock(*positional, **arguments)
         engine._configure_optimizer = _refuse_optimizer
         return engine
-    arguments["config"] = _with_cluster(arguments["config"], replicas=False)
+    arguments["config"] = _completed(arguments["config"], replicas=False)
     settings = read_block(arguments["config"]) or settings
     get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", 0)))
     refuse_differing_ranks(arguments["config"])
@@ -179,9 +184,10 @@ def _refuse_optimizer(*_: Any, **__: Any) -> None:
     )
 
 
-def _with_cluster(config: dict[str, Any], replicas: bool = True) -> dict[str, Any]:
-    """Adds the speeds that the cluster file of ``ds_lgamp run --cluster`` knows, and says so."""
-    filled = with_speeds(config, this_rank.assignment, replicas)
+def _completed(config: dict[str, Any], replicas: bool = True) -> dict[str, Any]:
+    """Returns the configuration as DeepSpeed reads it, with the speeds that the cluster file of ``ds_lgamp run
+    --cluster`` knows, and says so."""
+    filled = with_speeds(as_deepspeed_reads(config), this_rank.assignment, replicas)
     for key, value in (filled.get(BLOCK) or {}).items():
         # As what --cluster itself says: DeepSpeed's log shows no more than warnings by default.
         if key not in config[BLOCK] and dist.get_rank() == 0:

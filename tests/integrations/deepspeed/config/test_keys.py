@@ -5,9 +5,10 @@ import subprocess
 import sys
 
 import pytest
+from deepspeed.runtime.config import DeepSpeedConfig
 
 from ds_lgamp.config import BLOCK, ConfigError
-from ds_lgamp.integrations.deepspeed.config.check_keys import check_keys, without_auto
+from ds_lgamp.integrations.deepspeed.config.check_keys import as_deepspeed_reads, check_keys, without_auto
 from ds_lgamp.integrations.deepspeed.config.keys import (
     AMOUNT,
     COUNT,
@@ -233,11 +234,25 @@ def test_the_users_own_keys_pass():
 
 @pytest.mark.parametrize(
     "name",
-    ["train_batch_size", "zero_optimization.reduce_bucket_size", "optimizer.params.lr", "scheduler.params.warmup"],
+    ["train_batch_size", "gradient_clipping", "optimizer.params.lr", "scheduler.params.warmup"],
 )
 def test_auto_is_refused_where_deepspeed_cannot_fill_it_in(name):
     message = refusal(nested(name, "auto"))
     assert message.startswith(f'{name} is "auto", ') and "write a value" in message
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["zero_optimization.sub_group_size", "zero_optimization.offload_param.device", "bf16.enabled", "fp16.enabled"],
+)
+def test_auto_leaves_the_default_where_deepspeed_drops_it(name):
+    section = name.partition(".")[0]
+    read = DeepSpeedConfig({"train_batch_size": 1, **nested(name, "auto")})
+    without = DeepSpeedConfig({"train_batch_size": 1, **as_deepspeed_reads(nested(name, "auto"))})
+    assert check_keys(nested(name, "auto")) == []
+    for config in ("zero_config", "bfloat16_config", "float16_config"):
+        assert getattr(read, config) == getattr(without, config)
+    assert "auto" not in str(as_deepspeed_reads(nested(name, "auto"))[section])
 
 
 @pytest.mark.parametrize("name", ["data_types.keep_in_fp32_modules", "pipeline.stages", "expert_parallel.top_k"])
