@@ -1,5 +1,5 @@
-"""Runs programs of PyPI that train with the Trainer of transformers, unedited and by their own launch lines, each in an
-environment of its own: LLaMA-Factory, ms-swift and sentence-transformers.
+"""Runs programs of PyPI that bring their own trainer, unedited and by their own launch lines, each in an environment of
+its own: LLaMA-Factory, ms-swift, sentence-transformers, Lightning and axolotl.
 
 The environment has ds_lgamp, too, and the configuration of DeepSpeed has a block; nothing else differs from stock. The
 models and their vocabulary are small and made here; the text is this project's documentation.
@@ -52,6 +52,8 @@ class Training(NamedTuple):
     """What its block has besides a layout."""
     stock: int = 2
     """The stage at which stock trains."""
+    goes_on: bool = True
+    """Whether the program itself goes on from a checkpoint with the batches that would have followed."""
 
 
 class Stack(NamedTuple):
@@ -100,7 +102,8 @@ def cases(stack: Stack, environment: Path, folder: Path) -> Iterable[Case]:
     for name, stage in stages.items():
         yield Case(f"{name}, P2, ZeRO-{stage}", partial(compare, name, stage, SPLIT))
         yield Case(f"{name}, W{RANKS}, ZeRO-3", partial(compare, name, 3, {}))
-        yield Case(f"{name}, P2, ZeRO-3, resumed as W{RANKS}", partial(compare_resumed, name))
+        if stack.trainings[name].goes_on:
+            yield Case(f"{name}, P2, ZeRO-3, resumed as W{RANKS}", partial(compare_resumed, name))
 
 
 def version_of(package: str, environment: Path) -> str:
@@ -134,6 +137,10 @@ def _swift(launcher: Path, folder: Path, arguments: Arguments) -> list[str]:
 
 def _sentence_transformers(launcher: Path, folder: Path, arguments: Arguments) -> list[str]:
     return [*_torchrun(launcher), str(ROOT / "testing" / "scripts" / "sentences.py"), *flags(arguments)]
+
+
+def _lightning(launcher: Path, folder: Path, arguments: Arguments) -> list[str]:
+    return [*_torchrun(launcher), str(ROOT / "testing" / "scripts" / "lightning_module.py"), *flags(arguments)]
 
 
 def _axolotl(launcher: Path, folder: Path, arguments: Arguments) -> list[str]:
@@ -245,6 +252,13 @@ STACKS = {
         "python",
         {"pairs": Training({"model_name_or_path": MASKED, "data": "data/pairs.json"}, _ALL)},
         _sentence_transformers,
+    ),
+    # The model inside is found, and split; the head is code around it.
+    "lightning": Stack(
+        "lightning",
+        "python",
+        {"own head": Training({"model_name_or_path": LLAMA, "data": "data/pairs.json"}, goes_on=False)},
+        _lightning,
     ),
     # Below stage 3 it places models on a device of CUDA if there are several ranks.
     "axolotl": Stack("axolotl", "axolotl", {"full SFT": Training(_AXOLOTL, stock=3)}, _axolotl),
