@@ -41,6 +41,8 @@ def _flags(names: str, note: str, harmless: tuple[Any, ...] = (None, False)) -> 
 
 
 LAYOUT = "pipeline_model_parallel_layout"
+PATTERN, OLD_PATTERN = "hybrid_layer_pattern", "hybrid_override_pattern"
+"""The argument that lists the layers of a HybridModel, and what it was called before release 0.17."""
 CHUNK_FLAGS = ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage")
 """Arguments that cut the layers of a pipeline rank into chunks."""
 RANK_FLAGS = (
