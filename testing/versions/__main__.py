@@ -25,14 +25,17 @@ from testing.versions.record import DEFAULT_SET, PYTHONS, RECORDED, TORCHES, Tes
 _INSTALLED = """
 import json, platform
 from importlib.metadata import version
-print(json.dumps([platform.python_version(), *map(version, ("torch", "deepspeed", "megatron-core"))]))
+print(json.dumps([platform.python_version(), *map(version, ("torch", "deepspeed", "megatron-core", "transformers"))]))
 """
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Runs the tests with the versions that ``words`` name. Returns 1 if a test fails, else 0."""
     options, tests = parse(sys.argv[1:] if words is None else words)
-    chosen = [Versions(python, torch, options.deepspeed) for torch in options.torch for python in options.pythons]
+    others = tuple(options.packages)
+    chosen = [
+        Versions(python, torch, options.deepspeed, others) for torch in options.torch for python in options.pythons
+    ]
     runs: list[TestRun] = []
     try:
         for versions in chosen:
@@ -57,6 +60,13 @@ def parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--torch", nargs="+", default=TORCHES, metavar="VERSION", help="default: %(default)s")
     pinned = pinned_versions()["deepspeed"]
     parser.add_argument("--deepspeed", default=pinned, metavar="VERSION", help="default: the pinned %(default)s")
+    parser.add_argument(
+        "--packages",
+        nargs="+",
+        default=[],
+        metavar="NAME==VERSION",
+        help="versions of other packages that are not the pinned ones, such as transformers==5.24.0",
+    )
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "versions", help="holds the environments")
     parser.add_argument("--json", type=Path, default=RECORDED, help="the record (default: %(default)s)")
     parser.add_argument("--prepare", action="store_true", help="make the environments, run no tests")

@@ -11,7 +11,7 @@ from testing.markdown import table
 RECORDED = ROOT / "benchmarks" / "results" / "versions.json"
 """The recorded runs that docs/compatibility.md shows."""
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
-TORCHES = ("2.8", "2.9", "2.10", "2.11", "2.12", "2.13")
+TORCHES = ("2.8", "2.9", "2.10", "2.11", "2.12", "2.13", "2.14", "2.15")
 DEFAULT_SET = "default set"
 
 
@@ -25,6 +25,7 @@ class TestRun:
     torch: str
     deepspeed: str
     megatron_core: str
+    transformers: str
     tests: str
     """The arguments of pytest; :data:`DEFAULT_SET` if there were none."""
     passed: int
@@ -39,7 +40,7 @@ class TestRun:
 
     @property
     def key(self) -> tuple[str, ...]:
-        return self.python, self.torch, self.deepspeed, self.tests
+        return self.python, self.torch, self.deepspeed, self.megatron_core, self.transformers, self.tests
 
 
 def read(path: Path = RECORDED) -> list[TestRun]:
@@ -49,9 +50,7 @@ def read(path: Path = RECORDED) -> list[TestRun]:
 def add(run: TestRun, path: Path = RECORDED) -> None:
     """Writes ``run`` into the record, in place of an earlier run of the same tests with the same versions."""
     runs = {**{other.key: other for other in read(path)}, run.key: run}
-    ordered = sorted(
-        runs.values(), key=lambda run: [_numbers(run.python), _numbers(run.torch), run.deepspeed, run.tests]
-    )
+    ordered = sorted(runs.values(), key=lambda run: [*map(_numbers, run.key[:-1]), run.tests])
     lines = ",\n".join(f"  {json.dumps(asdict(run))}" for run in ordered)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f'{{"runs": [\n{lines}\n]}}\n')
@@ -67,8 +66,8 @@ def page_block(path: Path = RECORDED) -> str:
 
 
 def markdown(runs: Iterable[TestRun]) -> str:
-    header = ["Python", "torch", "DeepSpeed", "Megatron-core", "tests", "result", "date"]
-    return table(header, [[*run.key[:3], run.megatron_core, run.tests, _result(run), run.date] for run in runs])
+    header = ["Python", "torch", "DeepSpeed", "Megatron-core", "transformers", "tests", "result", "date"]
+    return table(header, [[*run.key, _result(run), run.date] for run in runs])
 
 
 def _result(run: TestRun) -> str:

@@ -8,10 +8,12 @@ import pytest
 
 from testing.versions import __main__ as versions
 from testing.versions.__main__ import outcomes, parse
-from testing.versions.environments import interpreter, requirements_of_tests
+from testing.versions.environments import Versions, interpreter, pins_beside, requirements_of_tests
 from testing.versions.record import TORCHES, TestRun, add, page_block, read
 
-RUN = TestRun("3.12.1", "2.9.1+cpu", "0.19.8", "0.16.1", "default set", 7, 1, [], [], 3.0, "2030-01-01", "abc")
+RUN = TestRun(
+    "3.12.1", "2.9.1+cpu", "0.19.8", "0.16.1", "5.23.0", "default set", 7, 1, [], [], 3.0, "2030-01-01", "abc"
+)
 
 
 @pytest.fixture
@@ -50,9 +52,21 @@ def test_a_missing_interpreter_is_named(command):
 
 def test_environments_get_everything_but_the_versions_that_vary():
     pytest.importorskip("tomllib")
-    names = requirements_of_tests()
-    assert {"pytest", "xxhash>=3", "megatron-core>=0.16.1,<0.17"} <= set(names)
-    assert not any(name.startswith(("torch", "deepspeed")) for name in names)
+    versions = Versions("3.12", "2.15", "0.19.8")
+    names = requirements_of_tests(versions)
+    assert {"pytest", "pytest-xdist", "xxhash>=3", "megatron-core>=0.16.1,<0.17", "deepspeed==0.19.8"} <= set(names)
+    assert not any(name.startswith("torch") for name in names)
+    pinned = {pin.partition("==")[0] for pin in pins_beside(versions)}
+    assert {"pytest", "megatron-core"} <= pinned and {"torch", "deepspeed"}.isdisjoint(pinned)
+
+
+def test_a_package_in_another_version_is_neither_pinned_nor_bounded():
+    pytest.importorskip("tomllib")
+    tried = "megatron-core==0.19.2"
+    versions = Versions("3.12", "2.15", "0.19.8", (tried,))
+    assert [name for name in requirements_of_tests(versions) if name.startswith("megatron-core")] == [tried]
+    assert not any(pin.startswith("megatron-core") for pin in pins_beside(versions))
+    assert versions.name == "python3.12-torch2.15-deepspeed0.19.8-megatron-core0.19.2"
 
 
 def test_words_after_the_dashes_go_to_pytest():
@@ -78,10 +92,10 @@ def test_a_report_is_counted():
 def test_a_later_run_with_the_same_versions_takes_the_place_of_the_earlier(tmp_path):
     path = tmp_path / "record.json"
     newer, other = replace(RUN, failed=["a.fails"]), replace(RUN, torch="2.10.0")
-    subset = replace(RUN, tests="tests/cost")
-    for run in (RUN, other, subset, newer):
+    subset, later = replace(RUN, tests="tests/cost"), replace(RUN, megatron_core="0.19.2")
+    for run in (later, RUN, other, subset, newer):
         add(run, path)
-    assert read(path) == [newer, subset, other]
+    assert read(path) == [newer, subset, later, other]
 
 
 def test_the_page_shows_failures_and_what_was_not_run(tmp_path):

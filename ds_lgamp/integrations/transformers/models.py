@@ -60,6 +60,8 @@ _COLLECTED = {
     "output_router_logits": "the router logits of every block, which its auxiliary loss needs,",
 }
 """Switches of transformers, and what they make the model return. It stays on the ranks of the blocks."""
+_CACHES = ("cache", "past_key_values", "cache_params")
+"""What arguments for a cache are called, the first since release 5.24."""
 
 
 def refuse_model(model: Any, has_inputs: bool) -> None:
@@ -89,8 +91,9 @@ def refuse_arguments(arguments: Mapping[str, Any]) -> None:
     for name, value in arguments.items():
         if name in _COLLECTED and value:
             raise ConfigError(_collecting(f"the argument {name}", name))
-    if arguments.get("past_key_values") is not None:
-        raise ConfigError(f"past_key_values is given, but a {BLOCK} block keeps no cache between calls; leave it out")
+    for name in _CACHES:
+        if arguments.get(name) is not None:
+            raise ConfigError(f"{name} is given, but a {BLOCK} block keeps no cache between calls; leave it out")
     if arguments.get("return_dict") is False:
         raise ConfigError(_tuple("the argument return_dict"))
     for name, value in arguments.items():

@@ -25,12 +25,26 @@ def build_model(name: str, config: Any, **options: Any) -> Any:
             t5_spec.get_t5_decoder_with_local_block_spec(config.num_layers),
         )
         return T5Model(config, config, *specs, **sizes, **options)
+    if name == "HybridModel":
+        return _hybrid_model(config, **sizes, **options)
     layer_spec = _layer_spec(config)
     if config.mtp_num_layers:
         # Layers that predict several tokens take no learned positions.
         spec = get_gpt_mtp_block_spec(config, layer_spec, False, vp_stage=options.get("vp_stage"))
         options |= {"position_embedding_type": "rope", "mtp_block_spec": spec}
     return GPTModel(config, layer_spec, **sizes, **options)
+
+
+def _hybrid_model(config: Any, **options: Any) -> Any:
+    """Builds a chunk of a model with attention, Mamba and MLP layers, of which every chunk has as many."""
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    from testing.mamba_layers import stack
+
+    chunks = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
+    layers, each = "*-M-" * (config.num_layers // 4), config.num_layers // chunks
+    pattern = "|".join(layers[start : start + each] for start in range(0, len(layers), each))
+    return HybridModel(config, stack, hybrid_layer_pattern=pattern, **options)
 
 
 def _layer_spec(config: Any) -> Any:

@@ -279,6 +279,7 @@ class Training:
     def forward_step(
         self, iterator: Iterator[torch.Tensor], model: Any, log: list[tuple[str, int]]
     ) -> tuple[torch.Tensor, Callable[..., Any]]:
+        from megatron.core import parallel_state
         from megatron.core.utils import get_batch_on_this_cp_rank
 
         tokens = next(iterator)
@@ -291,9 +292,10 @@ class Training:
             # Masks some labels out.
             "mask": (tokens[:, 1:] % 4 != 0).float(),
         }
-        # Releases from 0.18 on ask for this argument.
+        # Releases from 0.18 on ask for the first argument. Without the second, they divide a sequence among all ranks.
         hybrid = {"is_hybrid_cp": False} if "is_hybrid_cp" in signature(get_batch_on_this_cp_rank).parameters else {}
-        inputs, positions, labels, mask = get_batch_on_this_cp_rank(batch, **hybrid).values()
+        group = parallel_state.get_context_parallel_group()
+        inputs, positions, labels, mask = get_batch_on_this_cp_rank(batch, **hybrid, cp_group=group).values()
         output = self.output_of(model, inputs, positions, labels)
         hooked = output[0] if isinstance(output, tuple) else output
         if hooked.requires_grad:

@@ -119,3 +119,9 @@ def with_images(name: str, batch: dict[str, torch.Tensor]) -> dict[str, torch.Te
     if "Gemma" in name or "Qwen" in name:
         images["token_type_ids" if "Gemma" in name else "mm_token_type_ids"] = are_images.long()
     return {**batch, "input_ids": tokens, "labels": batch["labels"].masked_fill(are_images, -100), **images}
+
+
+def features_of(output: Any) -> Any:
+    """Features of images of a model's output, of which releases from 5.24 on have a list."""
+    pooled = output.image_outputs.pooler_output if "image_outputs" in output else output.image_hidden_states
+    return pooled[0] if isinstance(pooled, list) else pooled

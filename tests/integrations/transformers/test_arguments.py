@@ -84,7 +84,7 @@ REFUSED = {
     "output_hidden_states": (True, "the argument output_hidden_states is on"),
     "output_attentions": (True, "the argument output_attentions is on"),
     "output_router_logits": (True, "the argument output_router_logits is on"),
-    "past_key_values": (((),), "past_key_values is given, .* leave it out"),
+    **{name: (((),), f"^{name} is given, .* leave it out") for name in ("past_key_values", "cache", "cache_params")},
     "return_dict": (False, "the argument return_dict is False"),
     "inputs_embeds": (torch.zeros(2, LENGTH, 32, requires_grad=True), "inputs_embeds requires gradients"),
 }
@@ -99,7 +99,7 @@ def test_an_argument_that_a_split_model_cannot_take_is_refused_by_name(name):
 
 def test_positional_arguments_are_known_by_name():
     ids, mask = (micro_batch(0, 0, 0)[name] for name in ("input_ids", "attention_mask"))
-    with pytest.raises(ConfigError, match="past_key_values is given"):
+    with pytest.raises(ConfigError, match="^(past_key_values|cache) is given"):
         layers_of(make("Llama")).arguments((ids, mask, None, ((),)), {})
 
 

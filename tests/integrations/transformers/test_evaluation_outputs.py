@@ -63,7 +63,7 @@ def test_an_output_that_the_last_layer_cannot_compute_says_so_where_it_is_used(n
         with torch.no_grad():
             output, whole = evaluated(layers, batch), model(**batch, **without_cache(model))
         assert_equal([whole.loss, whole.logits], [output.loss, output.logits])
-        features = pickle.loads(pickle.dumps(output.image_hidden_states))
+        features = pickle.loads(pickle.dumps(images.features_of(output)))
         for use in (torch.sum, lambda value: value.shape, lambda value: value + torch.zeros(1)):
             with pytest.raises(MissingOutput, match=r"set ds_lgamp\.dummy_inputs to arguments such as this call's"):
                 use(features)

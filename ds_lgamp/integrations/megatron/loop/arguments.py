@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.integrations.megatron.loop.batch import placement_of, refuse_settings
-from ds_lgamp.integrations.megatron.loop.cuts import cut
+from ds_lgamp.integrations.megatron.loop.cuts import Cut, cut
 from ds_lgamp.integrations.megatron.loop.flags import (
     option_of,
     prepare_sharding,
@@ -128,7 +128,8 @@ def validate_with_block(args: Namespace, job: Job, validate: Callable[[], Any]) 
         raise ConfigError("--mtp-num-layers is given; place these layers with --pipeline-model-parallel-layout")
     _set_recomputation(args, job.settings)
     ranks = args.pipeline_model_parallel_size
-    chunks, layout = cut(args, job.settings)
+    cut_as = cut(args, job.settings)
+    chunks = cut_as.chunks
     refuse_settings(args, chunks_on_one_rank=chunks > ranks == 1)
     if chunks > ranks and getattr(args, "multiple_validation_sets", False):
         raise ConfigError(
@@ -137,12 +138,12 @@ def validate_with_block(args: Namespace, job: Job, validate: Callable[[], Any]) 
         )
     if chunks > max(ranks, 2):
         _refuse_data_of_the_middle(args)
-    if ranks == 1 and layout is not None and chunks > 1:
-        _validate_one_rank(args, layout, chunks, validate)
+    if chunks > ranks == 1:
+        _validate_one_rank(args, cut_as, validate)
     else:
         # Megatron-core requires this for its own interleaved schedule. The links of ds_lgamp never wait for each other.
         args.overlap_p2p_comm = True
-        args.pipeline_model_parallel_layout = layout
+        setattr(args, cut_as.argument, cut_as.value)
         validate()
     if job.zero_stage > 1:
         refuse_beside_sharding(args, arguments=True)
@@ -212,13 +213,13 @@ def _set_recomputation(args: Namespace, settings: LgampConfig) -> None:
     args.recompute_granularity = asked
 
 
-def _validate_one_rank(args: Namespace, layout: str, chunks: int, validate: Callable[[], Any]) -> None:
+def _validate_one_rank(args: Namespace, cut_as: Cut, validate: Callable[[], Any]) -> None:
     """Hides the chunks from Megatron-LM's validation, which refuses several chunks on one pipeline rank."""
     aligned = args.align_param_gather
-    args.pipeline_model_parallel_layout = None
+    setattr(args, cut_as.argument, cut_as.uncut)
     validate()
-    args.pipeline_model_parallel_layout = layout
-    args.virtual_pipeline_model_parallel_size = chunks
+    setattr(args, cut_as.argument, cut_as.value)
+    args.virtual_pipeline_model_parallel_size = cut_as.chunks
     args.align_param_gather = aligned
 
 

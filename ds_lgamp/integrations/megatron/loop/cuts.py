@@ -2,12 +2,21 @@
 
 from argparse import Namespace
 from collections.abc import Sequence
+from itertools import accumulate
 from math import gcd
+from typing import NamedTuple
 
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
-from ds_lgamp.integrations.megatron.loop.flags import CHUNK_FLAGS, LAYOUT, RANK_FLAGS, option_of
+from ds_lgamp.integrations.megatron.loop.flags import (
+    CHUNK_FLAGS,
+    LAYOUT,
+    OLD_PATTERN,
+    PATTERN,
+    RANK_FLAGS,
+    option_of,
+)
 from ds_lgamp.integrations.program_spec import bounds_by_speed, bounds_by_weight
 from ds_lgamp.schedule.orders import SINGLE_CHUNK_SCHEDULES
 from ds_lgamp.schedule.placement import split_by_count
@@ -16,30 +25,67 @@ _KEYS = ("chunks_per_rank", "layers_per_chunk", "pipeline_rank_speeds")
 """The keys of the block that cut the layers."""
 
 
-def cut(args: Namespace, settings: LgampConfig) -> tuple[int, str | None]:
-    """Returns the number of chunks, and their layout; None as the layout if Megatron-LM makes the same cut without one.
-    A layout takes the place of the flags that it was made of.
+class Cut(NamedTuple):
+    """Chunks of a model, and the argument that tells Megatron-LM of them."""
+
+    chunks: int
+    value: str | None
+    """None if Megatron-LM makes the same cut without."""
+    argument: str = LAYOUT
+    uncut: str | None = None
+    """The value of the same layers in one chunk."""
+
+
+def cut(args: Namespace, settings: LgampConfig) -> Cut:
+    """Returns how the layers are cut. A layout, or a pattern of layers of several kinds, takes the place of the flags
+    that it was made of.
 
     Raises ConfigError if the layers cannot be cut so, or if two settings cut them.
     """
     layout, ranks = getattr(args, LAYOUT), args.pipeline_model_parallel_size
     of_ranks, of_chunks = _given(args, RANK_FLAGS), _given(args, CHUNK_FLAGS)
+    # Releases before 0.17 have no pattern with cuts.
+    if hasattr(args, PATTERN) and (pattern := getattr(args, PATTERN) or getattr(args, OLD_PATTERN)):
+        _refuse_two_cuts(option_of(PATTERN), settings, (), [*([LAYOUT] if layout else []), *of_ranks, *of_chunks])
+        setattr(args, OLD_PATTERN, None)
+        return _cut_pattern(pattern, settings, ranks)
     if layout is not None:
         _refuse_two_cuts(option_of(LAYOUT), settings, _KEYS, [*of_ranks, *of_chunks])
-        return PipelineParallelLayerLayout.get_num_stages_from_str(layout), layout
+        return Cut(PipelineParallelLayerLayout.get_num_stages_from_str(layout), layout)
     if not of_ranks and not of_chunks:
         sizes = chunk_sizes(settings, _layers(args), ranks)
-        return len(sizes), layout_of(sizes) if len(sizes) > ranks or len(set(sizes)) > 1 else None
+        return Cut(len(sizes), layout_of(sizes) if len(sizes) > ranks or len(set(sizes)) > 1 else None)
     if of_chunks:
         _refuse_two_cuts(option_of(of_chunks[0]), settings, _KEYS, of_chunks[1:])
     else:
         _refuse_two_cuts(option_of(of_ranks[0]), settings, _KEYS[1:], [])
     sizes = _sizes_by_flags(args, settings)
     if len(sizes) == ranks:
-        return ranks, None
+        return Cut(ranks, None)
     for name in (*of_ranks, *of_chunks):
         setattr(args, name, False if getattr(args, name) is True else None)
-    return len(sizes), layout_of(sizes)
+    return Cut(len(sizes), layout_of(sizes))
+
+
+def _cut_pattern(pattern: str, settings: LgampConfig, ranks: int) -> Cut:
+    """Returns how the layers of a HybridModel are cut: where ``pattern`` says so with "|", else as the block says.
+
+    Each layer is a letter. Behind "/" come layers that predict several tokens, on the last rank.
+    """
+    layers, *predicting = pattern.split("/")
+    chunks = layers.split("|")
+    if len(chunks) > 1:
+        _refuse_two_cuts(option_of(PATTERN), settings, _KEYS, [])
+    else:
+        sizes = chunk_sizes(settings, len(layers), ranks)
+        chunks = [layers[end - size : end] for size, end in zip(sizes, accumulate(sizes))]
+    if predicting and len(chunks) > ranks:
+        raise ConfigError(
+            f"{option_of(PATTERN)} is {pattern!r}, whose layers behind '/' have not been tried beside several chunks "
+            f"on a rank; remove them, or set {BLOCK}.chunks_per_rank to 1"
+        )
+    value, uncut = ("/".join([separator.join(chunks), *predicting]) for separator in ("|", ""))
+    return Cut(len(chunks), value, PATTERN, uncut)
 
 
 def chunk_sizes(settings: LgampConfig, layers: int, pipeline_ranks: int) -> list[int]:

@@ -41,6 +41,8 @@ def _flags(names: str, note: str, harmless: tuple[Any, ...] = (None, False)) -> 
 
 
 LAYOUT = "pipeline_model_parallel_layout"
+PATTERN, OLD_PATTERN = "hybrid_layer_pattern", "hybrid_override_pattern"
+"""The argument that lists the layers of a HybridModel, and what it was called before release 0.17."""
 CHUNK_FLAGS = ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage")
 """Arguments that cut the layers of a pipeline rank into chunks."""
 RANK_FLAGS = (
@@ -57,9 +59,14 @@ _FSDP = (
 _SCHEDULES = f"it needs Megatron-core's own schedules; remove it, or the {BLOCK} block"
 _ENGINE = f"it needs Transformer Engine, with which a {BLOCK} block has not been tried; remove it"
 _NETWORK = f"it needs a network on which a {BLOCK} block has not been tried; remove it"
+_REMADE = f"ranks would share out weights beside tensor parallelism, which a {BLOCK} block does not know; remove it"
 
 REFUSED: tuple[Flag, ...] = (
     *_flags("fp8_param_gather reuse_grad_buf_for_mxfp8_param_ag delay_wgrad_compute", _ENGINE),
+    *_flags("overlap_dispatch_backward_with_experts_wgrad moe_paged_stash moe_expert_rank_capacity_factor", _ENGINE),
+    *_flags("dataloader_inter_document_masking fp4_param_gather", _ENGINE),
+    Flag("gtp_weight_remat_size", _REMADE, (None, 1), "tensor_parallel_num_weight_shards"),
+    Flag("expert_gtp_weight_remat_size", _REMADE, (None, 1), "expert_tensor_parallel_num_weight_shards"),
     *_flags("use_megatron_fsdp use_custom_fsdp use_torch_fsdp2", _FSDP),
     Flag("nccl_ub", _NETWORK, option="--use-nccl-ub"),
     *_flags("use_sharp nccl_communicator_config_path create_all_gather_group", _NETWORK),
@@ -76,6 +83,8 @@ REFUSED: tuple[Flag, ...] = (
     ),
     Flag("optimizer", "no other has been tried; use adam or sgd", ("adam", "sgd")),
     Flag("use_precision_aware_optimizer", _ENGINE),
+    Flag("optimizer_cuda_graph", f"an update in a graph has not been tried beside a {BLOCK} block; remove it"),
+    Flag("freeze_all_layers", f"nothing would be trained, and no gradient sent; remove it, or the {BLOCK} block"),
     Flag("optimizer_cpu_offload", "optimizer states stay on the device; remove it"),
     Flag("fp8", _ENGINE, option="--fp8-format"),
     Flag("fp4", _ENGINE, option="--fp4-format"),
@@ -118,7 +127,15 @@ REFUSED_BESIDE_SHARDING: tuple[Flag, ...] = (
     *_flags("ddp_reduce_scatter_with_fp32_accumulation check_for_large_grads", _BUFFERS, (False,)),
     Flag("overlap_param_gather_with_optimizer_step", _BUFFERS, (False,)),
     Flag("init_model_with_meta_device", _UNTRIED, (False,)),
-    *_flags("save_wgrads_interval check_weight_hash_across_dp_replicas_interval", _WHOLE, (None,)),
+    Flag(
+        "param_name_patterns_for_fp32_local_accumulation",
+        _BUFFERS,
+        ((), [], None),
+        "ddp_param_name_patterns_for_fp32_local_accumulation",
+    ),
+    *_flags("save_wgrads_interval save_params_interval", _WHOLE, (None,)),
+    Flag("check_weight_hash_across_dp_replicas_interval", _WHOLE, (None,)),
+    Flag("mtp_detach_heads", "the gradients of these layers would need a norm of their own; remove it", (False,)),
     Flag("qk_clip", _WHOLE, (False,)),
     Flag("skip_train", "nothing is trained, so that nothing would be sharded; set stage 0", (False,)),
     *_flags("vision_pretraining perform_rl_step", _WHOLE, (False,)),

@@ -25,6 +25,7 @@ from ds_lgamp.integrations.megatron.loop.several_chunks import (
     REPLACEMENTS,
     builder_of_one_rank,
     chunks_provider,
+    constructor_by_pattern,
     constructor_without_chunks,
     host_cuts_one_rank,
 )
@@ -63,9 +64,13 @@ def install_schedules(job: Job, iteration: Callable[[], int] | None = None) -> N
     if _register is not None:
         _register(select)
         _undo.callback(_register, None)
-    mamba = resolve("megatron.core.models.mamba.MambaModel")
-    if mamba is not None and "vp_stage" not in signature(mamba).parameters:
-        replace_attribute(mamba, "__init__", constructor_without_chunks(mamba.__init__), _undo)
+    # From release 0.18 on, MambaModel is a HybridModel.
+    hybrid = resolve("megatron.core.models.hybrid.hybrid_model.HybridModel")
+    model = hybrid or resolve("megatron.core.models.mamba.MambaModel")
+    if model is not None:
+        has_chunks = "vp_stage" in signature(model).parameters
+        check = constructor_by_pattern if has_chunks else constructor_without_chunks
+        replace_attribute(model, "__init__", check(model.__init__), _undo)
     _replace(_core_replacements(job, select))
 
 

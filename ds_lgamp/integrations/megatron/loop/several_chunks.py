@@ -149,6 +149,31 @@ def constructor_without_chunks(stock: Callable[..., None]) -> Callable[..., None
     return __init__
 
 
+def constructor_by_pattern(stock: Callable[..., None]) -> Callable[..., None]:
+    """Returns the constructor of a model that a pattern of layers cuts, such as HybridModel.
+
+    It raises ConfigError unless the pattern has one part for every chunk. The model would leave out layers.
+    """
+
+    @wraps(stock)
+    def __init__(self: Any, *positional: Any, **options: Any) -> None:
+        given = signature(stock).bind(self, *positional, **options).arguments
+        config, pattern = given["config"], given.get("hybrid_layer_pattern") or ""
+        on_rank, parts = config.virtual_pipeline_model_parallel_size, pattern.partition("/")[0].count("|") + 1
+        if on_rank is not None:
+            _known(given.get("vp_stage"))
+        chunks = config.pipeline_model_parallel_size * (on_rank or 1)
+        # Without chunks, the model itself divides a pattern without parts among the pipeline ranks.
+        if parts != chunks and (parts > 1 or on_rank is not None):
+            raise ConfigError(
+                f"hybrid_layer_pattern is {pattern!r}, which has {parts} parts for {chunks} chunks; write '|' between "
+                "the layers of two chunks"
+            )
+        stock(self, *positional, **options)
+
+    return __init__
+
+
 def _known(stage: int | None) -> int:
     if stage is None:
         raise ConfigError("the model does not say which of a rank's chunks it builds; pass it vp_stage")

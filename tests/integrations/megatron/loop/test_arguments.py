@@ -2,13 +2,14 @@
 sentence."""
 
 import json
+import re
 from argparse import Namespace
 
 import pytest
 
 from ds_lgamp.config import ConfigError, LgampConfig, read_block
 from ds_lgamp.integrations.megatron.loop.arguments import check_file, validate_with_block
-from ds_lgamp.integrations.megatron.loop.cuts import chunk_sizes, layout_of
+from ds_lgamp.integrations.megatron.loop.cuts import chunk_sizes, cut, layout_of
 from ds_lgamp.integrations.megatron.loop.run_script import split_option
 from ds_lgamp.integrations.megatron.loop.several_chunks import (
     Chunks,
@@ -344,6 +345,9 @@ def test_the_option_is_taken_from_the_command_line_or_the_environment(monkeypatc
 )
 def test_a_file_that_cannot_be_used_ends_the_run_with_a_sentence(tmp_path, content, words):
     (tmp_path / "script.py").write_text("print('started')")
+    # Releases of Megatron-core from 0.17 on have megatron.training.
+    (tmp_path / "megatron" / "training").mkdir(parents=True)
+    (tmp_path / "megatron" / "training" / "__init__.py").write_text("raise ImportError('it is not there')")
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     done = run(tmp_path)
@@ -394,3 +398,61 @@ def test_a_layer_count_asked_for_without_a_chunk_is_refused_on_one_rank():
     for function in (get_num_layers_to_build, get_transformer_layer_offset):
         with pytest.raises(ConfigError, match="which of a rank's chunks it builds; pass it vp_stage"):
             function(config)
+
+
+def of_pattern(pattern, **given):
+    return flags(**{"num_layers": None, "hybrid_layer_pattern": pattern, "hybrid_override_pattern": None, **given})
+
+
+@pytest.mark.parametrize(
+    ("pattern", "block", "cut_pattern"),
+    [
+        ("M-M*M-M-", {"chunks_per_rank": 2}, "M-|M*|M-|M-"),
+        ("M-M*M-M-", {"chunks_per_rank": 3}, "M-|M*|M|-|M|-"),
+        ("M|-M*|M-|M-", {}, "M|-M*|M-|M-"),
+        ("M-M*/MM/MM", {"schedule": "1f1b"}, "M-|M*/MM/MM"),
+    ],
+)
+def test_a_pattern_of_layers_is_cut_as_it_says_or_as_the_block_does(pattern, block, cut_pattern):
+    chosen = cut(of_pattern(pattern), read_block({"ds_lgamp": block}))
+    chunks = cut_pattern.count("|") + 1
+    assert chosen == (chunks, cut_pattern, "hybrid_layer_pattern", cut_pattern.replace("|", ""))
+
+
+def test_a_pattern_under_its_old_name_gets_the_new_one():
+    args = of_pattern(None, hybrid_override_pattern="M-M*")
+    assert cut(args, read_block({"ds_lgamp": {"chunks_per_rank": 2}})).value == "M|-|M|*"
+    assert args.hybrid_override_pattern is None
+
+
+def test_megatron_lm_validates_the_pattern_of_one_rank_without_its_cuts():
+    seen, config = [], {"ds_lgamp": {}}
+    args = of_pattern("M-|M*", pipeline_model_parallel_size=1)
+    job = check_file(config, read_block(config))
+    validate_with_block(args, job, lambda: seen.append(args.hybrid_layer_pattern))
+    assert seen == ["M-M*"]
+    assert (args.hybrid_layer_pattern, args.virtual_pipeline_model_parallel_size) == ("M-|M*", 2)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "given", "block", "words"),
+    [
+        ("M-|M*", {}, {"chunks_per_rank": 2}, "ds_lgamp.chunks_per_rank both cut the layers"),
+        (
+            "M-M*",
+            {"decoder_first_pipeline_num_layers": 1},
+            {},
+            "--decoder-first-pipeline-num-layers both cut the layers",
+        ),
+        (
+            "M-M*",
+            {"pipeline_model_parallel_layout": "Et|tL"},
+            {},
+            "--pipeline-model-parallel-layout both cut the layers",
+        ),
+        ("M|-|M|*/MM", {}, {}, "is 'M|-|M|*/MM', whose layers behind '/' have not been tried beside several chunks"),
+    ],
+)
+def test_a_pattern_that_something_else_cuts_is_refused(pattern, given, block, words):
+    with pytest.raises(ConfigError, match=f"^--hybrid-layer-pattern .*{re.escape(words)}"):
+        cut(of_pattern(pattern, **given), read_block({"ds_lgamp": block}))

@@ -77,6 +77,16 @@ PLACES = {
     "no overlap": place(1, 4, overlap_grad_reduce=False, overlap_param_gather=False, decoupled_weight_decay=False),
     "all-to-all": place(1, 4, others=UNTIED, **precision("bf16", reduce_scatter_with_fp32_accumulation=True)),
     "bf16": place(2, 2, "interleaved_1f1b", others=UNTIED, **precision("bf16", grad_reduce_in_fp32=True)),
+    "fp32 sums": place(
+        2, 2, others=UNTIED, **precision("bf16", param_name_patterns_for_fp32_local_accumulation=("all",))
+    ),
+    "fp32 sums of whole gradients": place(
+        *(1, 4),
+        sharded=False,
+        others=UNTIED,
+        **precision("bf16", param_name_patterns_for_fp32_local_accumulation=("*linear*",)),
+    ),
+    "skipped": place(2, 2, grad_norm_skip_threshold=0.9),
     "fp16": place(1, 4, others=UNTIED, **precision("fp16", initial_loss_scale=2.0**18, hysteresis=1)),
     "growing scale": place(
         2, 2, others=UNTIED, **precision("fp16", initial_loss_scale=64.0, loss_scale_window=1, min_loss_scale=32.0)
@@ -101,9 +111,13 @@ PLACES = {
     "context": place(1, 4, data_ranks=1, context_parallel_size=2),
     "context per token": place(2, 2, data_ranks=1, others=PER_TOKEN, context_parallel_size=2),
 }
+LARGEST_NUMBER = 16
+"""In bytes, of messages that hold no gradient."""
 PLACES_PER_SPAWN = 5
 """Each place has its own process groups. With very many in one process, gloo stalls."""
-ROUNDING = dict.fromkeys(("all-to-all", "bf16", "fp16", "growing scale", "fixed scale"), 1e-3)
+ROUNDING = dict.fromkeys(
+    ("all-to-all", "bf16", "fp32 sums", "fp32 sums of whole gradients", "fp16", "growing scale", "fixed scale"), 1e-3
+)
 """Relative differences where they are larger than those of fp32."""
 
 
@@ -138,7 +152,8 @@ def test_honoured_flags_train_as_megatrons_own_loop_does(trained, name):
 @pytest.mark.parametrize("name", ["instances", "instances of one rank", "small buckets of hooks"])
 def test_no_gradient_is_reduced_twice_not_even_in_the_first_batch(trained, name):
     for steps in trained[PLACES[name]]:
-        counts = [Counter(kind for kind, _ in step.log) for step in steps]
+        # Gradients only: in its first step, the optimizer of release 0.19 agrees on a number.
+        counts = [Counter(kind for kind, size in step.log if size > LARGEST_NUMBER) for step in steps]
         for kind in ("reduce_scatter", "all_reduce"):
             assert len({count[kind] for count in counts}) == 1
 

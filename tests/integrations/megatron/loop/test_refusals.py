@@ -1,11 +1,13 @@
 """Settings, iterators and models that batches of a block cannot take are refused."""
 
 from argparse import Namespace
+from inspect import signature
 
 import pytest
 import torch
 
 from ds_lgamp.config import ConfigError, LgampConfig
+from ds_lgamp.integrations.hosts import resolve
 from ds_lgamp.integrations.megatron.loop.arguments import Job
 from ds_lgamp.integrations.megatron.loop.batch import refuse_another_file, refuse_settings, refuse_unsupported
 from ds_lgamp.integrations.megatron.loop.install import install_schedules, uninstall
@@ -110,6 +112,9 @@ def train_with_one_norm_in_two_chunks():
 def test_a_model_that_takes_no_vp_stage_is_refused_where_it_would_ignore_the_cut(cut):
     from megatron.core.models.mamba import MambaModel
 
+    hybrid = resolve("megatron.core.models.hybrid.hybrid_model.HybridModel")
+    if "vp_stage" in signature(hybrid or MambaModel).parameters:
+        pytest.skip("MambaModel of this release has chunks")
     install_schedules(Job(LgampConfig(), 0, {}))
     try:
         with pytest.raises(ConfigError, match="MambaModel takes no vp_stage, .*; set ds_lgamp.chunks_per_rank to 1"):

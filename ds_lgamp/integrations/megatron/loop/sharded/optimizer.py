@@ -5,6 +5,7 @@ Each tensor is collected on one data-parallel rank, in turn, which saves and loa
 its shard.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -71,7 +72,9 @@ class ShardedOptimizer(MixedPrecisionOptimizer):
         if self.config.clip_grad > 0:
             clip_grad_by_total_norm_fp32(self.get_parameters(), self.config.clip_grad, norm)
         zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
-        updated = self.step_with_ready_grads()
+        # The threshold is new in release 0.19.
+        skipped = norm > getattr(self.config, "grad_norm_skip_threshold", math.inf)
+        updated = not skipped and self.step_with_ready_grads()
         self.partition.drop_gradients()
         return updated, norm, zeros
 

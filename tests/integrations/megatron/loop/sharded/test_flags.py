@@ -22,14 +22,21 @@ from tests.integrations.megatron.loop.known_flags import HONOURED
 from tests.integrations.megatron.training_loop import prepare_process
 
 
-@pytest.mark.parametrize(("name", "note", "harmless"), [flag[:3] for flag in REFUSED_BESIDE_SHARDING])
-def test_refusals_name_flag_value_and_fix(name, note, harmless):
+@pytest.mark.parametrize("flag", REFUSED_BESIDE_SHARDING, ids=lambda flag: flag.name)
+def test_refusals_name_flag_value_and_fix(flag):
+    argument = argument_of(flag)
     with pytest.raises(ConfigError) as refusal:
-        refuse_beside_sharding(Namespace(**{name: 987}), arguments=True)
-    assert str(refusal.value) == f"{option_of(name)} is 987 beside zero_optimization.stage 2 or 3: {note}"
-    assert re.search("; (remove it|use|give|set) ?", note)
-    for value in harmless:
-        refuse_beside_sharding(Namespace(**{name: value}))
+        refuse_beside_sharding(Namespace(**{argument: 987}), arguments=True)
+    assert str(refusal.value) == f"{option_of(argument)} is 987 beside zero_optimization.stage 2 or 3: {flag.note}"
+    assert re.search("; (remove it|use|give|set) ?", flag.note)
+    with pytest.raises(ConfigError, match=f"^{flag.name} is 987 beside "):
+        refuse_beside_sharding(Namespace(**{flag.name: 987}))
+    for value in flag.harmless:
+        refuse_beside_sharding(Namespace(**{flag.name: value}))
+
+
+def argument_of(flag):
+    return flag.argument or flag.name
 
 
 def test_flags_for_what_the_program_does_anyway_may_be_given():
@@ -42,7 +49,12 @@ def test_flags_for_what_the_program_does_anyway_may_be_given():
 def test_the_page_lists_what_is_refused():
     page = (ROOT / "docs" / "megatron.md").read_text()
     (listed,) = re.findall("refused at stages 2 and 3, .*?: (.*?)\n\n", page, re.DOTALL)
-    assert set(re.findall("`(--[a-z0-9-]+)`", listed)) == {option_of(flag.name) for flag in REFUSED_BESIDE_SHARDING}
+    refused = {option_of(argument_of(flag)) for flag in REFUSED_BESIDE_SHARDING}
+    assert set(re.findall("`(--[a-z0-9-]+)`", listed)) == refused
+
+
+LATER = {"ddp_param_name_patterns_for_fp32_local_accumulation", "save_params_interval", "mtp_detach_heads"}
+"""Flags that release 0.16 has not."""
 
 
 def test_megatron_lm_has_every_flag_that_is_refused():
@@ -55,4 +67,4 @@ def look_for_options(tree):
 
     actions = arguments.add_megatron_arguments(argparse.ArgumentParser(add_help=False))._actions
     known = {action.dest for action in actions}
-    assert {*(flag.name for flag in REFUSED_BESIDE_SHARDING), *IMPLIED} - known == set()
+    assert {*map(argument_of, REFUSED_BESIDE_SHARDING), *IMPLIED} - known - LATER == set()

@@ -38,6 +38,7 @@ SMALL = {
     "stage 2": place(1, 4, 2, stage=2, others={"micro_batches": (8, 8, 8), "group": 2}),
     "untied": place(1, 4, 2, others=UNTIED),
     "no data parallelism": place(2, 2, 1),
+    "skipped": place(1, 4, 2, grad_norm_skip_threshold=0.9),
     "tensors": place(1, 2, 1, others={"tensor_ranks": 2}, qk_layernorm=True),
     "sequences": place(1, 2, 1, others={"tensor_ranks": 2}, sequence_parallel=True),
     "context": place(1, 2, 1, context_parallel_size=2),
