@@ -21,7 +21,7 @@ CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 _HOSTS = {
     "deepspeed.runtime.engine": "ds_lgamp.integrations.deepspeed.hook.notice",
     "deepspeed.runtime.pipe.module": "ds_lgamp.integrations.deepspeed.hook.notice",
-    "megatron.training.training": "ds_lgamp.integrations.megatron.loop.notice",
+    "megatron.training.training": "ds_lgamp.integrations.megatron.loop.run_script",
 }
 """Modules of the hosts, each with the module of ds_lgamp whose ``imported`` is called with it once it is imported."""
 

@@ -1,5 +1,6 @@
-"""Builds the engine of a plain script."""
+"""Builds the engine of a plain script, unless another library has split the model or its data."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.utils import groups as stock_groups
+from torch.distributed.tensor import DTensor
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.integrations.deepspeed.config.client_optimizer import as_groups
@@ -25,7 +27,6 @@ from ds_lgamp.integrations.deepspeed.plain.layers import (
 from ds_lgamp.integrations.deepspeed.plain.loss_engine import LossEngine
 from ds_lgamp.integrations.deepspeed.plain.model_methods import release
 from ds_lgamp.integrations.deepspeed.plain.outputs_engine import OutputsEngine
-from ds_lgamp.integrations.deepspeed.plain.parallelism import refuse_other_parallelism
 from ds_lgamp.integrations.deepspeed.plain.wrapper import Wrapper, WrapperEngine, split_of
 from ds_lgamp.watch.this_rank import this_rank
 
@@ -34,7 +35,7 @@ def build_engine(settings: LgampConfig, arguments: dict[str, Any]) -> ModelEngin
     """Returns the engine for the arguments that ``deepspeed.initialize`` passes to DeepSpeedEngine. Collective over all
     ranks; raises ConfigError on all if the engine cannot train the model as asked."""
     model = arguments["model"]
-    refuse_other_parallelism(model)
+    _refuse_other_parallelism(model)
     if model in this_rank.models or _has_hooks_of_zero_3(model):
         raise ConfigError(
             f"the {type(model).__name__} has an engine already, which a {BLOCK} block cannot replace; save its weights "
@@ -173,3 +174,44 @@ def check_layout(mpu: Any, of_pipelines: Any, settings: LgampConfig) -> None:
             f"{ranks} ranks share a sequence, but are not among the {len(data_ranks)} data-parallel ranks that hold "
             f"the same layers; use a {SEQUENCE_KEY} that divides {len(data_ranks)}, or fewer {BLOCK}.pipeline_ranks"
         )
+
+
+_IN_PLACE = {
+    "tp_size": f"every rank would train the whole model on the same data; remove it, and set {BLOCK}.pipeline_ranks",
+    "cp_size": "ring attention needs FSDP2; remove it, and share sequences by sp_size with sp_backend 'deepspeed'",
+}
+"""By the size of a ParallelismConfig that is refused: why, and what to use."""
+
+
+def _refuse_other_parallelism(model: torch.nn.Module) -> None:
+    """Raises ConfigError if another library has split ``model``, or is asked to split it or its data."""
+    if getattr(model, "_device_mesh", None) is not None:
+        raise ConfigError(
+            f"transformers has split the {type(model).__name__} by {_sizes(model)}, but a {BLOCK} block splits the "
+            f"whole model; load it without distributed_config, tp_plan and tp_size, and set {BLOCK}.pipeline_ranks and "
+            "the ZeRO stage"
+        )
+    split = next((name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)), None)
+    if split is not None:
+        raise ConfigError(
+            f"parameter {split} of the {type(model).__name__} is a DTensor, but a {BLOCK} block splits plain tensors; "
+            "leave out what split the model, such as fully_shard or parallelize_module, and set "
+            f"{BLOCK}.pipeline_ranks and the ZeRO stage"
+        )
+    for size, reason in _IN_PLACE.items():
+        if (ranks := getattr(_of_accelerate(), size, 1)) > 1:
+            raise ConfigError(f"ParallelismConfig has {size} {ranks}, but beside a {BLOCK} block {reason}")
+
+
+def _sizes(model: Any) -> str:
+    """Returns the sizes with which transformers has split ``model``."""
+    config = model.config.distributed_config
+    names = ("tp_size", "ep_size", "fsdp_size", "dp_replicate_size", "pp_size")
+    sizes = {name: getattr(config, name, None) or 1 for name in names}
+    return "DistributedConfig with " + ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+
+
+def _of_accelerate() -> Any:
+    """Returns Accelerate's ParallelismConfig; None if it has none."""
+    accelerate = sys.modules.get("accelerate.state")
+    return None if accelerate is None else accelerate.AcceleratorState._shared_state.get("parallelism_config")

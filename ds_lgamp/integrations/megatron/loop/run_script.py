@@ -1,9 +1,13 @@
-"""``ds_lgamp run`` of a Megatron-LM script, unedited, inside Megatron-LM's own training loop."""
+"""A block for a Megatron-LM script, unedited, inside Megatron-LM's own training loop: by ``ds_lgamp run``, or by what a
+process gets that imports this loop."""
 
 import json
 import os
+import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 from ds_lgamp.autoload import wait_for_no_host
@@ -11,6 +15,7 @@ from ds_lgamp.config import BLOCK, ConfigError, read_block
 from ds_lgamp.integrations.cluster_file import with_speeds
 from ds_lgamp.integrations.megatron.loop.flags import CHUNK_FLAGS, LAYOUT, RANK_FLAGS, option_of
 from ds_lgamp.integrations.user_script import (
+    end_well,
     failures_end_the_process,
     find_modules_beside,
     leave,
@@ -51,6 +56,19 @@ def run_script(script: str, arguments: Sequence[str], path: str, keys: dict[str,
             say_without_effect(keys)
         run_as_main(script, arguments)
     leave()
+
+
+def imported(_training: ModuleType) -> None:
+    """Installs the block of the file that the command line or the environment names, if any. The script never sees the
+    option.
+
+    A ConfigError ends the process with its sentence. So do later errors that the script does not catch, so that the
+    launcher ends the job.
+    """
+    with failures_end_the_process():
+        path, sys.argv[1:] = split_option(sys.argv[1:])
+        if path is not None and install_block(path, sys.argv[1:], {}):
+            end_well(ExitStack())
 
 
 def install_block(path: str, arguments: Sequence[str], keys: dict[str, Any]) -> bool:
