@@ -162,8 +162,9 @@ class WrapperEngine(OutputsEngine):
                 f"{BLOCK} block it computes later, in other places; enable bf16 in the configuration, or "
                 "enter autocast in the forward of the model inside"
             )
+        trains = torch.is_grad_enabled() and self.module.training
         output, trained = self._call(positional, named)
-        self._around.give(trained)
+        self._around.give(trained, trains)
         return output
 
     def _frozen_values(self) -> dict[str, Tensor]:
@@ -197,6 +198,8 @@ class ParametersAround:
         self._shown: dict[str, Any] = self._registered
         """What the code finds, also once more in the backward pass of its loss."""
         self._runs = False
+        self._has_gradients = False
+        """Whether gradients of the trained parameters that the code finds go to them."""
 
     @contextmanager
     def in_code(self, frozen_values: Callable[[], dict[str, Tensor]]) -> Iterator[None]:
@@ -210,27 +213,38 @@ class ParametersAround:
                 )
         if self._frozen is None:
             self._frozen = frozen_values()
-        self._shown, self._runs = {**self._registered, **self._frozen, **self._absent}, True
+        before, self._shown = self._shown, {**self._registered, **self._frozen, **self._absent}
+        self._runs, self._has_gradients = True, False
         try:
             with self.as_in_last_call():
                 yield
         finally:
             self._runs = False
+            if not self._has_gradients:
+                # The backward pass of an earlier call may follow.
+                self._shown = before
 
     @contextmanager
     def as_in_last_call(self) -> Iterator[None]:
-        """Inside the block, the code finds what it found in its last call."""
+        """Inside the block, the code finds what it found in its last call that trains."""
         self._put(self._shown)
         try:
             yield
         finally:
             self._put(self._registered)
 
-    def give(self, trained: Sequence[Tensor]) -> None:
-        """Lets the code that runs compute with these values of the trained parameters."""
-        if self._runs:
-            self._shown |= zip(self.wrapper.trained, trained)
-            self._put(self._shown)
+    def give(self, trained: Sequence[Tensor], has_gradients: bool) -> None:
+        """Lets the code that runs compute with these values of the trained parameters, unless it has some already whose
+        gradients go to the parameters, and these do not."""
+        if not self._runs or (self._has_gradients and not has_gradients):
+            return
+        self._has_gradients = has_gradients
+        for (name, parameter), value in zip(self.wrapper.trained.items(), trained):
+            trains = parameter.requires_grad and self.wrapper.wrapper.training and not value.is_inference()
+            if trains and not has_gradients:
+                value.requires_grad_().register_hook(partial(_refuse_gradient, name))
+            self._shown[name] = value
+        self._put(self._shown)
 
     def forget(self) -> None:
         """Forgets values that may be old."""
@@ -245,4 +259,12 @@ def _refuse_early(name: str) -> NoReturn:
     raise ConfigError(
         f"{name} is used before the model inside is called; with a {BLOCK} block its values come with the outputs of "
         "that model, so call it first, or let the block split a model that contains what precedes it"
+    )
+
+
+def _refuse_gradient(name: str, _gradient: Tensor) -> NoReturn:
+    raise ConfigError(
+        f"{name} has a gradient from before the first call of the model inside that trains, which would be lost; with "
+        f"{BLOCK}.model, call that model with gradients first, and to train only what is around it, freeze it in place "
+        "of calling it under torch.no_grad()"
     )
