@@ -20,6 +20,7 @@ from ds_lgamp.integrations.deepspeed.plain.model_state import is_spread
 from ds_lgamp.integrations.deepspeed.plain.outputs_engine import OutputsEngine
 from ds_lgamp.integrations.split.parts import INSIDE, find_blocks, model_of
 from ds_lgamp.integrations.split.stand_ins import AbsentTensor
+from ds_lgamp.integrations.split.state import version_of
 from ds_lgamp.integrations.transformers.models import is_model
 
 Place = tuple[dict[str, Any], str, str]
@@ -142,6 +143,7 @@ class WrapperEngine(OutputsEngine):
         """Returns what the wrapper's own code does."""
         self._check_forward()
         self.lgamp.executor.refuse_after_failure()
+        self._follow_changes()
         # As stock DeepSpeed, which lets no autocast into the forward.
         with self._around.in_code(self._frozen_values), torch.autocast(self.device.type, enabled=False):
             return self.module(*self._cast(positional), **named)
@@ -167,6 +169,18 @@ class WrapperEngine(OutputsEngine):
         self._around.give(trained, trains)
         return output
 
+    def _follow_changes(self) -> None:
+        """Lets the code find a frozen parameter as the script has changed it, such as an average of trained ones.
+        Raises ConfigError if other pipeline ranks have copies, which do not know of it."""
+        name = self._around.changed_original()
+        if name is not None and self.num_stages > 1:
+            raise ConfigError(
+                f"{name} is frozen and was changed on a rank, but with {BLOCK}.pipeline_ranks {self.num_stages} every "
+                "rank computes with a copy; change it by engine.module.load_state_dict on all ranks"
+            )
+        if name is not None:
+            self._around.forget()
+
     def _frozen_values(self) -> dict[str, Tensor]:
         """Returns copies of the frozen parameters around the model, by name; none if every rank has the parameters
         themselves. Collective over the pipeline."""
@@ -187,6 +201,31 @@ class WrapperEngine(OutputsEngine):
         self._around.forget()
 
 
+class Copy:
+    """A parameter, and the copy of it that code computes with.
+
+    Args:
+        parameter: the parameter.
+        value: the copy.
+    """
+
+    def __init__(self, parameter: Tensor, value: Tensor) -> None:
+        self._parameter, self._value = parameter, value
+        self._versions = version_of(parameter), version_of(value)
+        self._data = value.detach()
+
+    def is_old(self) -> bool:
+        """Whether the parameter was changed since it was copied."""
+        return version_of(self._parameter) != self._versions[0]
+
+    def is_written(self) -> bool:
+        """Whether the copy was changed."""
+        if version_of(self._value) != self._versions[1]:
+            return True
+        # What is assigned to ``data`` leaves the version. An LSTM on a GPU moves its weights so.
+        return self._value.data_ptr() != self._data.data_ptr() and not torch.equal(self._value, self._data)
+
+
 class ParametersAround:
     """Shows the code around a model the values of its own parameters, wherever these are."""
 
@@ -200,6 +239,8 @@ class ParametersAround:
         self._runs = False
         self._has_gradients = False
         """Whether gradients of the trained parameters that the code finds go to them."""
+        self._copies: dict[str, Copy] = {}
+        """The copies among what the code finds, by name."""
 
     @contextmanager
     def in_code(self, frozen_values: Callable[[], dict[str, Tensor]]) -> Iterator[None]:
@@ -213,11 +254,13 @@ class ParametersAround:
                 )
         if self._frozen is None:
             self._frozen = frozen_values()
+            self._copies |= {name: Copy(self._registered[name], value) for name, value in self._frozen.items()}
         before, self._shown = self._shown, {**self._registered, **self._frozen, **self._absent}
         self._runs, self._has_gradients = True, False
         try:
             with self.as_in_last_call():
                 yield
+            self._refuse_written()
         finally:
             self._runs = False
             if not self._has_gradients:
@@ -243,8 +286,21 @@ class ParametersAround:
             trains = parameter.requires_grad and self.wrapper.wrapper.training and not value.is_inference()
             if trains and not has_gradients:
                 value.requires_grad_().register_hook(partial(_refuse_gradient, name))
-            self._shown[name] = value
+            self._shown[name], self._copies[name] = value, Copy(parameter, value)
         self._put(self._shown)
+
+    def _refuse_written(self) -> None:
+        """Raises ConfigError if the code has changed a copy, which no parameter would follow."""
+        name = next((name for name, copy in self._copies.items() if copy.is_written()), None)
+        if name is not None:
+            raise ConfigError(
+                f"the code around the model changes {name}, but with a {BLOCK} block it has a copy, and the parameter "
+                "itself would not change; change it between steps, by engine.module.load_state_dict"
+            )
+
+    def changed_original(self) -> str | None:
+        """Returns the name of a frozen parameter that was changed since it was copied; None if none was."""
+        return next((name for name in self._frozen or () if self._copies[name].is_old()), None)
 
     def forget(self) -> None:
         """Forgets values that may be old."""
