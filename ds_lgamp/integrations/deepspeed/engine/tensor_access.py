@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from torch.autograd.graph import increment_version
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.partition.flat_storage import FlatStorage
@@ -166,6 +167,8 @@ class TensorAccess:
         part = self._parts[parameter]
         if changed:
             part.adopt_weights()
+            # Who has copied the parameter finds the copy old. Writes to ``data`` in the block do not count.
+            increment_version(parameter)
         self._in_blocks.discard(part.name)
         part.unit.storage.drop(part.name)
 

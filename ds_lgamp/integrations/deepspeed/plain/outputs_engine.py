@@ -106,6 +106,11 @@ class OutputsEngine(ModelEngine):
 
     def _train(self, arguments: Arguments) -> Any:
         """Runs the forward of a call, and returns its outputs."""
+        if torch._C._current_graph_task_id() >= 0:
+            raise ConfigError(
+                f"the model is called in a backward pass, as by torch.utils.checkpoint; with a {BLOCK} block, leave "
+                "its call out of the function that is checkpointed, and let activation_checkpointing recompute it"
+            )
         number = len(self._returned)
         with self.lgamp.in_batch(training=True, begins=number == 0, ends=False):
             calls = self._calls_of_all(Next.FORWARD, number, [arguments])

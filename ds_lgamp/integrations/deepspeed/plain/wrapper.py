@@ -20,6 +20,7 @@ from ds_lgamp.integrations.deepspeed.plain.model_state import is_spread
 from ds_lgamp.integrations.deepspeed.plain.outputs_engine import OutputsEngine
 from ds_lgamp.integrations.split.parts import INSIDE, find_blocks, model_of
 from ds_lgamp.integrations.split.stand_ins import AbsentTensor
+from ds_lgamp.integrations.split.state import version_of
 from ds_lgamp.integrations.transformers.models import is_model
 
 Place = tuple[dict[str, Any], str, str]
@@ -142,6 +143,7 @@ class WrapperEngine(OutputsEngine):
         """Returns what the wrapper's own code does."""
         self._check_forward()
         self.lgamp.executor.refuse_after_failure()
+        self._follow_changes()
         # As stock DeepSpeed, which lets no autocast into the forward.
         with self._around.in_code(self._frozen_values), torch.autocast(self.device.type, enabled=False):
             return self.module(*self._cast(positional), **named)
@@ -162,9 +164,22 @@ class WrapperEngine(OutputsEngine):
                 f"{BLOCK} block it computes later, in other places; enable bf16 in the configuration, or "
                 "enter autocast in the forward of the model inside"
             )
+        trains = torch.is_grad_enabled() and self.module.training
         output, trained = self._call(positional, named)
-        self._around.give(trained)
+        self._around.give(trained, trains)
         return output
+
+    def _follow_changes(self) -> None:
+        """Lets the code find a frozen parameter as the script has changed it, such as an average of trained ones.
+        Raises ConfigError if other pipeline ranks have copies, which do not know of it."""
+        name = self._around.changed_original()
+        if name is not None and self.num_stages > 1:
+            raise ConfigError(
+                f"{name} is frozen and was changed on a rank, but with {BLOCK}.pipeline_ranks {self.num_stages} every "
+                "rank computes with a copy; change it by engine.module.load_state_dict on all ranks"
+            )
+        if name is not None:
+            self._around.forget()
 
     def _frozen_values(self) -> dict[str, Tensor]:
         """Returns copies of the frozen parameters around the model, by name; none if every rank has the parameters
@@ -186,6 +201,31 @@ class WrapperEngine(OutputsEngine):
         self._around.forget()
 
 
+class Copy:
+    """A parameter, and the copy of it that code computes with.
+
+    Args:
+        parameter: the parameter.
+        value: the copy.
+    """
+
+    def __init__(self, parameter: Tensor, value: Tensor) -> None:
+        self._parameter, self._value = parameter, value
+        self._versions = version_of(parameter), version_of(value)
+        self._data = value.detach()
+
+    def is_old(self) -> bool:
+        """Whether the parameter was changed since it was copied."""
+        return version_of(self._parameter) != self._versions[0]
+
+    def is_written(self) -> bool:
+        """Whether the copy was changed."""
+        if version_of(self._value) != self._versions[1]:
+            return True
+        # What is assigned to ``data`` leaves the version. An LSTM on a GPU moves its weights so.
+        return self._value.data_ptr() != self._data.data_ptr() and not torch.equal(self._value, self._data)
+
+
 class ParametersAround:
     """Shows the code around a model the values of its own parameters, wherever these are."""
 
@@ -197,6 +237,10 @@ class ParametersAround:
         self._shown: dict[str, Any] = self._registered
         """What the code finds, also once more in the backward pass of its loss."""
         self._runs = False
+        self._has_gradients = False
+        """Whether gradients of the trained parameters that the code finds go to them."""
+        self._copies: dict[str, Copy] = {}
+        """The copies among what the code finds, by name."""
 
     @contextmanager
     def in_code(self, frozen_values: Callable[[], dict[str, Tensor]]) -> Iterator[None]:
@@ -210,27 +254,53 @@ class ParametersAround:
                 )
         if self._frozen is None:
             self._frozen = frozen_values()
-        self._shown, self._runs = {**self._registered, **self._frozen, **self._absent}, True
+            self._copies |= {name: Copy(self._registered[name], value) for name, value in self._frozen.items()}
+        before, self._shown = self._shown, {**self._registered, **self._frozen, **self._absent}
+        self._runs, self._has_gradients = True, False
         try:
             with self.as_in_last_call():
                 yield
+            self._refuse_written()
         finally:
             self._runs = False
+            if not self._has_gradients:
+                # The backward pass of an earlier call may follow.
+                self._shown = before
 
     @contextmanager
     def as_in_last_call(self) -> Iterator[None]:
-        """Inside the block, the code finds what it found in its last call."""
+        """Inside the block, the code finds what it found in its last call that trains."""
         self._put(self._shown)
         try:
             yield
         finally:
             self._put(self._registered)
 
-    def give(self, trained: Sequence[Tensor]) -> None:
-        """Lets the code that runs compute with these values of the trained parameters."""
-        if self._runs:
-            self._shown |= zip(self.wrapper.trained, trained)
-            self._put(self._shown)
+    def give(self, trained: Sequence[Tensor], has_gradients: bool) -> None:
+        """Lets the code that runs compute with these values of the trained parameters, unless it has some already whose
+        gradients go to the parameters, and these do not."""
+        if not self._runs or (self._has_gradients and not has_gradients):
+            return
+        self._has_gradients = has_gradients
+        for (name, parameter), value in zip(self.wrapper.trained.items(), trained):
+            trains = parameter.requires_grad and self.wrapper.wrapper.training and not value.is_inference()
+            if trains and not has_gradients:
+                value.requires_grad_().register_hook(partial(_refuse_gradient, name))
+            self._shown[name], self._copies[name] = value, Copy(parameter, value)
+        self._put(self._shown)
+
+    def _refuse_written(self) -> None:
+        """Raises ConfigError if the code has changed a copy, which no parameter would follow."""
+        name = next((name for name, copy in self._copies.items() if copy.is_written()), None)
+        if name is not None:
+            raise ConfigError(
+                f"the code around the model changes {name}, but with a {BLOCK} block it has a copy, and the parameter "
+                "itself would not change; change it between steps, by engine.module.load_state_dict"
+            )
+
+    def changed_original(self) -> str | None:
+        """Returns the name of a frozen parameter that was changed since it was copied; None if none was."""
+        return next((name for name in self._frozen or () if self._copies[name].is_old()), None)
 
     def forget(self) -> None:
         """Forgets values that may be old."""
@@ -245,4 +315,12 @@ def _refuse_early(name: str) -> NoReturn:
     raise ConfigError(
         f"{name} is used before the model inside is called; with a {BLOCK} block its values come with the outputs of "
         "that model, so call it first, or let the block split a model that contains what precedes it"
+    )
+
+
+def _refuse_gradient(name: str, _gradient: Tensor) -> NoReturn:
+    raise ConfigError(
+        f"{name} has a gradient from before the first call of the model inside that trains, which would be lost; with "
+        f"{BLOCK}.model, call that model with gradients first, and to train only what is around it, freeze it in place "
+        "of calling it under torch.no_grad()"
     )

@@ -60,7 +60,16 @@ def test_mistakes_are_refused(pipeline):
             "no such model": "ds_lgamp.model is 'encoder', but Wrapper has no module of this name; name the model in",
             "early": "head.0.weight is used before the model inside is called; with a ds_lgamp block",
             "autocast": "the code around Encoder calls it under torch.autocast, but with a ds_lgamp block",
+            "Lost": "has a gradient from before the first call of the model inside that trains, which would be lost",
+            "Recomputed": "the model is called in a backward pass, as by torch.utils.checkpoint",
+            "Clips": "the code around the model changes head.0.weight, but with a ds_lgamp block it has a copy",
+            "Averages": "the code around the model changes head.0.bias, but with a ds_lgamp block it has a copy",
             "unfrozen": "fixed was frozen when deepspeed.initialize got it, and trains now",
             "replaced": "the forward of the Encoder was replaced after deepspeed.initialize",
         }.items():
             assert words in errors[what]
+
+
+def test_frozen_parameters_follow_the_script():
+    for engine, alone in run_on_ranks(2, wrappers.follows_changes):
+        assert engine == pytest.approx(alone)

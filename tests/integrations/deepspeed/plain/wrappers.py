@@ -2,12 +2,14 @@
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -68,6 +70,7 @@ class Wrapper(nn.Module):
         self.fixed = nn.Parameter(torch.rand(WIDTH), requires_grad=False)
         self.calls = draw.choice([1, 1, 2, 3])
         self.checkpoints, self.looks_first = draw.random() < 0.5, draw.random() < 0.3
+        self.looks_last = draw.random() < 0.5
 
     @property
     def encoder(self) -> Any:
@@ -83,6 +86,9 @@ class Wrapper(nn.Module):
             with torch.no_grad():
                 taught = self.teacher(tokens) * self.fixed
         hidden = [self.encoder(tokens.roll(call, dims=1)) for call in range(self.calls)]
+        if self.looks_last:
+            with torch.no_grad():
+                seen = seen + self.encoder(targets if targets is not None else tokens).square().mean()
         mean = torch.stack(hidden).mean(0) * self.scale
         logits = checkpoint(self.head, mean, use_reentrant=False) if self.checkpoints else self.head(mean)
         loss = F.cross_entropy(logits.flatten(0, 1), (tokens if targets is None else targets).flatten())
@@ -97,9 +103,9 @@ def batch_of(step: int, rank: int, number: int) -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
-def make(seed: int, values: int = 0) -> Wrapper:
+def make(seed: int, values: int = 0, wrapper: type[Wrapper] = Wrapper) -> Wrapper:
     torch.manual_seed(seed + values)
-    return Wrapper(seed)
+    return wrapper(seed)
 
 
 def train_alone(seed: int, ranks: int) -> tuple[list[float], dict[str, Tensor]]:
@@ -136,6 +142,9 @@ def _train(seed: int, stage: int, block: dict[str, Any]) -> tuple[list[float], d
     for step in range(STEPS):
         for number in range(MICRO_BATCHES):
             result = engine(*batch_of(step, dist.get_rank(), number))
+            with torch.no_grad():
+                # The backward pass that follows must not find what this call has found.
+                engine(*batch_of(STEPS, 0, 0))
             engine.backward(result["loss"])
             engine.step()
             losses += [result["loss"].item(), result["seen"].item()]
@@ -219,6 +228,11 @@ def _differences(folder: Path, state: dict[str, Tensor]) -> dict[str, list[str]]
     return found
 
 
+class Fixed(Wrapper):
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> dict[str, Tensor]:
+        return {"loss": (self.encoder(tokens) * self.fixed).square().mean()}
+
+
 class Early(Wrapper):
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> dict[str, Tensor]:
         self.head(torch.rand(1, WIDTH))
@@ -231,6 +245,33 @@ class Cast(Wrapper):
             return super().forward(tokens, targets)
 
 
+class Lost(Wrapper):
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> dict[str, Tensor]:
+        with torch.no_grad():
+            hidden = self.encoder(tokens)
+        return {"loss": self.head(hidden).square().mean() + super().forward(tokens, targets)["loss"]}
+
+
+class Recomputed(Wrapper):
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> dict[str, Tensor]:
+        return checkpoint(super().forward, tokens, targets, use_reentrant=False)
+
+
+class Clips(Wrapper):
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> dict[str, Tensor]:
+        result = super().forward(tokens, targets)
+        with torch.no_grad():
+            self.head[0].weight.clamp_(-0.1, 0.1)
+        return result
+
+
+class Averages(Wrapper):
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> dict[str, Tensor]:
+        result = super().forward(tokens, targets)
+        self.head[0].bias.data = self.head[0].bias.data * 0.5
+        return result
+
+
 def mistakes(pipeline_ranks: int) -> dict[str, str]:
     """Makes mistakes, each with an engine of its own. Returns the errors."""
     prepare_rank()
@@ -241,12 +282,38 @@ def mistakes(pipeline_ranks: int) -> dict[str, str]:
     fails("no such model", initialize, make(0), configuration(0, {"model": "encoder"}))
     fails("early", partial(initialize(Early(0), config), *batch_of(0, 0, 0)))
     fails("autocast", partial(initialize(Cast(0), config), *batch_of(0, 0, 0)))
+    for wrapper in (Lost, Recomputed, Clips, Averages):
+        fails(wrapper.__name__, partial(_train_once, initialize(wrapper(0), config)))
     _after(fails, config, "unfrozen", lambda model: model.fixed.requires_grad_())
     _after(fails, config, "replaced", lambda model: setattr(model.encoder, "forward", model.encoder.norm))
     return errors
+
+
+def _train_once(engine: Any) -> None:
+    engine.backward(engine(*batch_of(0, 0, 0))["loss"])
 
 
 def _after(fails: Callable[..., None], config: dict[str, Any], name: str, change: Callable[[Any], Any]) -> None:
     engine = initialize(make(0), config)
     change(engine.module)
     fails(name, partial(engine, *batch_of(0, 0, 0)))
+
+
+def follows_changes() -> tuple[float, float]:
+    """Lets the script change a frozen parameter that stage 3 has partitioned. Returns the loss of one batch, and that
+    of one process whose parameter has changed likewise."""
+    prepare_rank()
+    ds_lgamp.install()
+    engine, alone = (
+        initialize(make(0, wrapper=Fixed), configuration(3, {"model": "parts.encoder"})),
+        make(0, wrapper=Fixed),
+    )
+    losses = []
+    for model, compute in ((engine.module, engine), (alone, alone)):
+        model.eval()
+        with torch.no_grad():
+            compute(*batch_of(0, 0, 0))
+            with GatheredParameters([model.fixed], modifier_rank=0) if model is engine.module else nullcontext():
+                model.fixed.data.mul_(3)
+            losses.append(compute(*batch_of(0, 0, 0))["loss"].item())
+    return losses[0], losses[1]
