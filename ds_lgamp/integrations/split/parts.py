@@ -45,8 +45,8 @@ class Blocks(NamedTuple):
         return [".".join(parts[:depth]) for depth in range(len(parts))]
 
 
-INSIDE = "inside"
-"""The attribute of a module that names the model in it that is split."""
+INSIDE = "_ds_lgamp_inside"
+"""The attribute of a module that names the model in it that is split. No model's own may have this name."""
 
 
 def find_blocks(model: nn.Module, chosen: str | None, planned: Collection[str] = ()) -> Blocks:
@@ -63,6 +63,11 @@ def find_blocks(model: nn.Module, chosen: str | None, planned: Collection[str] =
         )
     lists = [each for each in _lists(model) if each.named]
     if not any(_elements(each.container) for each in lists):
+        if inside := getattr(model, INSIDE, ""):
+            raise ConfigError(
+                f"{BLOCK}.model is '{inside}', but this {type(model.get_submodule(inside)).__name__} has no list of "
+                "blocks in it; name the module whose forward calls them one after another"
+            )
         raise ConfigError(
             f"{type(model).__name__} has no list of blocks, so a {BLOCK} block cannot split it; write it as a "
             "PipelineModule or an nn.Sequential, or remove the block"
@@ -105,10 +110,12 @@ def _lists(model: nn.Module) -> Iterator[Blocks]:
     seen: list[str] = []
     inside = getattr(model, INSIDE, "")
     for path, module in model.get_submodule(inside).named_modules(prefix=inside):
+        if path == inside:
+            continue
         if isinstance(module, nn.ModuleList) and not any(path.startswith(f"{outer}.") for outer in seen):
             seen.append(path)
             yield Blocks(path, module)
-        elif isinstance(module, nn.ModuleDict | nn.Sequential) and path and _is_alike(module):
+        elif isinstance(module, nn.ModuleDict | nn.Sequential) and _is_alike(module):
             yield Blocks(path, module)
 
 

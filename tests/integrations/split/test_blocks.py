@@ -8,6 +8,7 @@ from torch import nn
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.split.call import Call
+from ds_lgamp.integrations.split.parts import find_blocks
 from tests.integrations.split.own_models import WIDTH, Gpt, cross_entropy, micro_batch
 from tests.integrations.split.splitting import assert_gradients, in_layers, in_layers_apart, layers_of
 
@@ -156,3 +157,10 @@ def test_terms_that_blocks_of_any_kind_keep_are_refused_also_where_these_never_r
             in_layers(layers, *BATCH)
         layers.calls.all = [Call(*layers.arguments(BATCH, {}))]
         layers.modules[-1](torch.randn(*BATCH[0].shape, WIDTH))
+
+
+def test_a_model_may_have_an_attribute_inside():
+    model = Gpt()
+    path = find_blocks(model, None).path
+    model.inside = nn.Linear(WIDTH, WIDTH)
+    assert find_blocks(model, None).path == path

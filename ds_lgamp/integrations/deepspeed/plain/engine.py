@@ -205,7 +205,11 @@ class ModelEngine(LgampDoor):
 
     def train(self, mode: bool = True) -> None:
         super().train(mode)
-        self.placed.train(mode)
+        # The model's own ``train`` may leave modules in evaluation, such as those that are frozen.
+        own = set(self.module.modules())
+        for module in self.placed.modules():
+            if module not in own:
+                module.training = mode
 
     def eval(self) -> None:
         self.train(False)

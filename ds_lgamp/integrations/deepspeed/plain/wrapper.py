@@ -41,6 +41,10 @@ class Wrapper(nn.Module):
     """The model inside."""
     places: list[Place]
     """The parameters around the model. Tied ones have several places."""
+    trained: dict[str, nn.Parameter]
+    """The parameters around the model that train, by name. Some may be the model's, too."""
+    frozen: dict[str, nn.Parameter]
+    """The other ones around it, by name."""
 
     def __init__(self, wrapper: nn.Module, path: str) -> None:
         super().__init__()
@@ -49,24 +53,28 @@ class Wrapper(nn.Module):
         # What takes the place of a part takes it in the wrapper.
         self._modules, self._parameters, self._buffers = wrapper._modules, wrapper._parameters, wrapper._buffers
         inside = {id(module) for module in self.model.modules()}
-        self.places = [
+        places: list[Place] = [
             (module._parameters, key, f"{path}.{key}".removeprefix("."))
             for path, module in wrapper.named_modules()
             for key, parameter in module._parameters.items()
             if id(module) not in inside and parameter is not None
         ]
-        around = {name: registry[key] for registry, key, name in self.places}
-        self.trained = {name: parameter for name, parameter in around.items() if parameter.requires_grad}
-        """The parameters around the model that train, by name. Some may be the model's, too."""
-        self.frozen = {name: parameter for name, parameter in around.items() if not parameter.requires_grad}
+        around = {name: registry[key] for registry, key, name in places}
+        trained = {name: parameter for name, parameter in around.items() if parameter.requires_grad}
+        frozen = {name: parameter for name, parameter in around.items() if not parameter.requires_grad}
         stock = self.model.forward
 
         @wraps(stock)
         def forward(*positional: Any, **named: Any) -> Any:
             # Copies, because the chunk's are released or updated while the script still computes with them.
-            return stock(*positional, **named), [parameter.clone() for parameter in self.trained.values()]
+            return stock(*positional, **named), [parameter.clone() for parameter in trained.values()]
 
-        vars(self)["forward"] = forward
+        # The wrapper's own modules may have these names.
+        vars(self).update(places=places, trained=trained, frozen=frozen, forward=forward)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """As the wrapper's."""
+        return self.wrapper.get_submodule(target) if target else self
 
     @property
     def training(self) -> bool:  # type: ignore[override]

@@ -58,6 +58,8 @@ def test_mistakes_are_refused(pipeline):
     for errors in run_on_ranks(pipeline, wrappers.mistakes, pipeline):
         for what, words in {
             "no such model": "ds_lgamp.model is 'encoder', but Wrapper has no module of this name; name the model in",
+            "no blocks": "ds_lgamp.model is 'head.0', but this Linear has no list of blocks in it; name the module",
+            "the list": "ds_lgamp.model is 'parts.encoder.blocks', but this ModuleList has no list of blocks in it",
             "early": "head.0.weight is used before the model inside is called; with a ds_lgamp block",
             "autocast": "the code around Encoder calls it under torch.autocast, but with a ds_lgamp block",
             "Lost": "has a gradient from before the first call of the model inside that trains, which would be lost",
@@ -72,4 +74,14 @@ def test_mistakes_are_refused(pipeline):
 
 def test_frozen_parameters_follow_the_script():
     for engine, alone in run_on_ranks(2, wrappers.follows_changes):
+        assert engine == pytest.approx(alone)
+
+
+def test_train_is_that_of_the_script():
+    for training in run_on_ranks(2, wrappers.training_modules):
+        assert training == ["", "parts", "head", "head.0", "head.1", "head.2"]
+
+
+def test_modules_may_have_any_name():
+    for engine, alone in run_on_ranks(2, wrappers.with_names, wrappers.Named, "model.encoder"):
         assert engine == pytest.approx(alone)

@@ -70,7 +70,7 @@ class Wrapper(nn.Module):
         self.fixed = nn.Parameter(torch.rand(WIDTH), requires_grad=False)
         self.calls = draw.choice([1, 1, 2, 3])
         self.checkpoints, self.looks_first = draw.random() < 0.5, draw.random() < 0.3
-        self.looks_last = draw.random() < 0.5
+        self.looks_last, self.reenters = draw.random() < 0.5, draw.random() < 0.5
 
     @property
     def encoder(self) -> Any:
@@ -90,7 +90,7 @@ class Wrapper(nn.Module):
             with torch.no_grad():
                 seen = seen + self.encoder(targets if targets is not None else tokens).square().mean()
         mean = torch.stack(hidden).mean(0) * self.scale
-        logits = checkpoint(self.head, mean, use_reentrant=False) if self.checkpoints else self.head(mean)
+        logits = checkpoint(self.head, mean, use_reentrant=self.reenters) if self.checkpoints else self.head(mean)
         loss = F.cross_entropy(logits.flatten(0, 1), (tokens if targets is None else targets).flatten())
         if self.has_teacher:
             loss = loss + (mean - taught).square().mean()
@@ -280,6 +280,8 @@ def mistakes(pipeline_ranks: int) -> dict[str, str]:
     fails = partial(note_failure, errors)
     config = configuration(0, {"pipeline_ranks": pipeline_ranks, "model": "parts.encoder"})
     fails("no such model", initialize, make(0), configuration(0, {"model": "encoder"}))
+    fails("no blocks", initialize, make(0), configuration(0, {"model": "head.0"}))
+    fails("the list", initialize, make(0), configuration(0, {"model": "parts.encoder.blocks"}))
     fails("early", partial(initialize(Early(0), config), *batch_of(0, 0, 0)))
     fails("autocast", partial(initialize(Cast(0), config), *batch_of(0, 0, 0)))
     for wrapper in (Lost, Recomputed, Clips, Averages):
@@ -317,3 +319,50 @@ def follows_changes() -> tuple[float, float]:
                 model.fixed.data.mul_(3)
             losses.append(compute(*batch_of(0, 0, 0))["loss"].item())
     return losses[0], losses[1]
+
+
+class Steady(Wrapper):
+    def train(self, mode: bool = True) -> "Steady":
+        super().train(mode)
+        self.encoder.eval()
+        return self
+
+
+def training_modules() -> list[str]:
+    """Returns which modules train after ``engine.train()`` where the wrapper keeps the model inside in evaluation."""
+    prepare_rank()
+    ds_lgamp.install()
+    engine = initialize(make(0, wrapper=Steady), configuration(0, {"model": "parts.encoder", "pipeline_ranks": 2}))
+    engine.train()
+    return [path for path, module in engine.module.named_modules() if module.training]
+
+
+class Named(Wrapper):
+    """Has modules with names that the package uses for itself."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        for name in ("model", "wrapper", "places", "trained", "frozen"):
+            self.add_module(name, nn.ModuleDict({"inner": nn.Linear(WIDTH, WIDTH)}))
+        self.frozen.requires_grad_(False)
+        self.model["encoder"] = self.parts.pop("encoder")
+
+    @property
+    def encoder(self) -> Any:
+        return self.model["encoder"] if "model" in self._modules else super().encoder
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> dict[str, Tensor]:
+        hidden = self.encoder(tokens)
+        for each in (self.model, self.wrapper, self.places, self.trained, self.frozen):
+            hidden = each["inner"](hidden)
+        return {"loss": hidden.square().mean()}
+
+
+def with_names(names: type[Wrapper], path: str) -> tuple[float, float]:
+    """Returns the loss of a wrapper on two pipeline ranks, and in one process."""
+    prepare_rank()
+    ds_lgamp.install()
+    engine = initialize(make(0, wrapper=names), configuration(0, {"model": path, "pipeline_ranks": 2}))
+    with torch.no_grad():
+        one, other = (compute(*batch_of(0, 0, 0))["loss"] for compute in (engine, make(0, wrapper=names)))
+    return one.item(), other.item()
