@@ -9,7 +9,7 @@ PASSED_ON = {
     ("checkpoint/whole.py", "CheckpointError(sentence_of(error, 0))"),
     ("integrations/deepspeed/engine/parameters.py", "complaint"),
     ("integrations/deepspeed/model/materialise.py", "ConfigError(complaint)"),
-    ("integrations/deepspeed/plain/model_methods.py", "complaint"),
+    ("integrations/deepspeed/plain/model_state.py", "complaint"),
     ("partition/disk.py", "OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))"),
     ("partition/disk.py", "OSError(errno.EIO, os.strerror(errno.EIO))"),
     ("partition/guard.py", "NotGatheredError((cls if absent is None else absent).complaint)"),
