@@ -161,6 +161,10 @@ class WrapperEngine(OutputsEngine):
         with self._around.as_in_last_call():
             return super().backward(*positional, **named)
 
+    def _complete_batch(self) -> None:
+        self._around.end_batch()
+        super()._complete_batch()
+
     def _guide_calls(self) -> Callable[[], None]:
         return guide_calls(self, self.computed_model, self._compute, is_spread(self))
 
@@ -221,6 +225,7 @@ class Copy:
         self._parameter, self._value = parameter, value
         self._versions = version_of(parameter), version_of(value)
         self._data = value.detach()
+        self._sum = self._data.sum(dtype=torch.float64)
 
     def is_old(self) -> bool:
         """Whether the parameter was changed since it was copied."""
@@ -232,6 +237,11 @@ class Copy:
             return True
         # What is assigned to ``data`` leaves the version. An LSTM on a GPU moves its weights so.
         return self._value.data_ptr() != self._data.data_ptr() and not torch.equal(self._value, self._data)
+
+    def has_other_values(self) -> Tensor:
+        """Returns, on the device, whether the sum of the copy's values is another one. What writes in place to ``data``
+        leaves version and address."""
+        return self._data.sum(dtype=torch.float64).nan_to_num() != self._sum.nan_to_num()
 
 
 class ParametersAround:
@@ -249,6 +259,9 @@ class ParametersAround:
         """Whether gradients of the trained parameters that the code finds go to them."""
         self._copies: dict[str, Copy] = {}
         """The copies among what the code finds, by name."""
+        self._other_values: list[tuple[str, Tensor]] = []
+        """Of all copies after every call since the last step: whether they were changed. Reading it waits for the
+        device."""
 
     @contextmanager
     def in_code(self, frozen_values: Callable[[], dict[str, Tensor]]) -> Iterator[None]:
@@ -299,12 +312,17 @@ class ParametersAround:
 
     def _refuse_written(self) -> None:
         """Raises ConfigError if the code has changed a copy, which no parameter would follow."""
-        name = next((name for name, copy in self._copies.items() if copy.is_written()), None)
-        if name is not None:
-            raise ConfigError(
-                f"the code around the model changes {name}, but with a {BLOCK} block it has a copy, and the parameter "
-                "itself would not change; change it between steps, by engine.module.load_state_dict"
-            )
+        for name, copy in self._copies.items():
+            if copy.is_written():
+                raise ConfigError(_written(name))
+        self._other_values += ((name, copy.has_other_values()) for name, copy in self._copies.items())
+
+    def end_batch(self) -> None:
+        """Raises ConfigError if the code has changed a copy in a way that only its values show."""
+        seen, self._other_values = self._other_values, []
+        for name, changed in seen:
+            if changed:
+                raise ConfigError(_written(name))
 
     def changed_original(self) -> str | None:
         """Returns the name of a frozen parameter that was changed since it was copied; None if none was."""
@@ -317,6 +335,13 @@ class ParametersAround:
     def _put(self, values: Mapping[str, Any]) -> None:
         for registry, key, name in self.wrapper.places:
             registry[key] = values[name]
+
+
+def _written(name: str) -> str:
+    return (
+        f"the code around the model changes {name}, but with a {BLOCK} block it has a copy, and the parameter itself "
+        "would not change; change it between steps, by engine.module.load_state_dict"
+    )
 
 
 def _refuse_early(name: str) -> NoReturn:

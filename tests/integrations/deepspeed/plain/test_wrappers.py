@@ -65,6 +65,7 @@ def test_mistakes_are_refused(pipeline):
             "Lost": "has a gradient from before the first call of the model inside that trains, which would be lost",
             "Recomputed": "the model is called in a backward pass, as by torch.utils.checkpoint",
             "Clips": "the code around the model changes head.0.weight, but with a ds_lgamp block it has a copy",
+            "ClipsData": "the code around the model changes head.0.weight, but with a ds_lgamp block it has a copy",
             "Averages": "the code around the model changes head.0.bias, but with a ds_lgamp block it has a copy",
             "unfrozen": "fixed was frozen when deepspeed.initialize got it, and trains now",
             "replaced": "the forward of the Encoder was replaced after deepspeed.initialize",

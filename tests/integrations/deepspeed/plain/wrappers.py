@@ -265,6 +265,13 @@ class Clips(Wrapper):
         return result
 
 
+class ClipsData(Wrapper):
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> dict[str, Tensor]:
+        result = super().forward(tokens, targets)
+        self.head[0].weight.data.clamp_(-0.1, 0.1)
+        return result
+
+
 class Averages(Wrapper):
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> dict[str, Tensor]:
         result = super().forward(tokens, targets)
@@ -286,6 +293,7 @@ def mistakes(pipeline_ranks: int) -> dict[str, str]:
     fails("autocast", partial(initialize(Cast(0), config), *batch_of(0, 0, 0)))
     for wrapper in (Lost, Recomputed, Clips, Averages):
         fails(wrapper.__name__, partial(_train_once, initialize(wrapper(0), config)))
+    fails("ClipsData", partial(_train_a_step, initialize(ClipsData(0), config)))
     _after(fails, config, "unfrozen", lambda model: model.fixed.requires_grad_())
     _after(fails, config, "replaced", lambda model: setattr(model.encoder, "forward", model.encoder.norm))
     return errors
@@ -293,6 +301,12 @@ def mistakes(pipeline_ranks: int) -> dict[str, str]:
 
 def _train_once(engine: Any) -> None:
     engine.backward(engine(*batch_of(0, 0, 0))["loss"])
+
+
+def _train_a_step(engine: Any) -> None:
+    for _ in range(MICRO_BATCHES):
+        _train_once(engine)
+        engine.step()
 
 
 def _after(fails: Callable[..., None], config: dict[str, Any], name: str, change: Callable[[Any], Any]) -> None:
