@@ -18,6 +18,9 @@ _CONFIRMED = torch.zeros(1, dtype=torch.uint8)
 class SimulatedGroup(dist.ProcessGroup):
     """One communicator, with the methods that torch.distributed calls."""
 
+    options = None
+    """What a backend was made with: nothing here."""
+
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, name: str, ranks: Sequence[int]) -> None:
         super().__init__(rank, size)
         self._rank, self._size, self._name = rank, size, name
