@@ -171,6 +171,11 @@ class LgampConfig(BaseModel):
                     f"{key} is {getattr(self, key)}, but schedule '{self.schedule}' has one chunk per pipeline rank; "
                     f"remove {key} or use schedule 'layered'"
                 )
+        if self.model is not None and self.outputs == "loss" and "outputs" in self.model_fields_set:
+            raise ValueError(
+                "outputs is 'loss', but the code around model computes the loss of its outputs; use 'all', or remove "
+                "outputs"
+            )
         if self.offload_activations != "none" and self.recompute != "full":
             raise ValueError(
                 f"recompute is '{self.recompute}', but offload_activations stores what recomputation starts from; use "

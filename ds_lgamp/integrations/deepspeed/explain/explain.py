@@ -40,7 +40,7 @@ from ds_lgamp.integrations.deepspeed.explain.updates import Update, update_of
 from ds_lgamp.integrations.deepspeed.model.module import Layout, layer_types
 from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources, offers_selective, refuse_unless_offered
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import check_tensors
-from ds_lgamp.integrations.deepspeed.plain.build import check_layout, sequence_ranks
+from ds_lgamp.integrations.deepspeed.plain.build import check_layout, refuse_other_parallelism, sequence_ranks
 from ds_lgamp.integrations.deepspeed.plain.layers import layers_of, pipeline_module, topology_of
 from ds_lgamp.integrations.deepspeed.plain.wrapper import split_of
 from ds_lgamp.schedule.actions import Action
@@ -124,12 +124,14 @@ def explain_plain(settings: LgampConfig, arguments: dict[str, Any]) -> Explanati
     Unlike the engine it frees no parameter, because it asks for the sizes of all layers.
     """
     model = arguments["model"]
+    refuse_other_parallelism(model)
     check_tensors(model)
     split, settings = split_of(model, settings)
     layers = layers_of(split, layer_sources(next(model.parameters()).device), settings)
     module = pipeline_module(layers, topology_of(layers, settings))
     check_layout(arguments.get("mpu"), module.mpu(), settings)
     config = _configuration_of_pipelines(arguments, module.num_stages)
+    config[BLOCK] = {**config[BLOCK], "outputs": settings.outputs}
     config_class = DeepSpeedConfig(for_deepspeed(config), module.mpu())
     of_engine = {**arguments, "model": module, "config": config, "config_class": config_class}
     return explain(of_engine, "uniform", calls_engine=True)

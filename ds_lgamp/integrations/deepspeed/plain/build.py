@@ -35,7 +35,7 @@ def build_engine(settings: LgampConfig, arguments: dict[str, Any]) -> ModelEngin
     """Returns the engine for the arguments that ``deepspeed.initialize`` passes to DeepSpeedEngine. Collective over all
     ranks; raises ConfigError on all if the engine cannot train the model as asked."""
     model = arguments["model"]
-    _refuse_other_parallelism(model)
+    refuse_other_parallelism(model)
     if model in this_rank.models or _has_hooks_of_zero_3(model):
         raise ConfigError(
             f"the {type(model).__name__} has an engine already, which a {BLOCK} block cannot replace; save its weights "
@@ -183,7 +183,7 @@ _IN_PLACE = {
 """By the size of a ParallelismConfig that is refused: why, and what to use."""
 
 
-def _refuse_other_parallelism(model: torch.nn.Module) -> None:
+def refuse_other_parallelism(model: torch.nn.Module) -> None:
     """Raises ConfigError if another library has split ``model``, or is asked to split it or its data."""
     if getattr(model, "_device_mesh", None) is not None:
         raise ConfigError(

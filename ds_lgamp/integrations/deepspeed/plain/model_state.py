@@ -23,8 +23,15 @@ from ds_lgamp.integrations.deepspeed.plain.model_methods import Elsewhere, repla
 from ds_lgamp.integrations.split.stand_ins import replacing
 from ds_lgamp.partition.agreement import raise_everywhere
 
-LastRead = tuple[int, Callable[[], dict[str, Any] | None]]
-"""The number of steps before the state of the whole model was read, and a weak reference to it."""
+
+class LastRead(NamedTuple):
+    """The state of the whole model that was read last."""
+
+    steps: int
+    """The number of steps before."""
+    tensors: int
+    state: Callable[[], dict[str, Any] | None]
+    """A weak reference."""
 
 
 class Engine(Run, Protocol):
@@ -32,8 +39,7 @@ class Engine(Run, Protocol):
 
     module: Any
     """The model of the script."""
-    last_read: "LastRead | None"
-    """The state that was read last."""
+    last_read: LastRead | None
     has_whole_model: bool
     """Whether modules of the model have all their values for now, on this rank alone."""
     elsewhere: Elsewhere
@@ -140,9 +146,11 @@ class States:
         return save_pretrained
 
     def _last(self) -> dict[str, Any] | None:
-        """Returns the whole state that was read last, if there was no step since, and the script still has it."""
-        step, state = self._engine.last_read or (-1, lambda: None)
-        return state() if step == self._engine.global_steps else None
+        """Returns the whole state that was read last, if there was no step since, and the script still has all of
+        it."""
+        read = self._engine.last_read
+        state = read.state() if read is not None and read.steps == self._engine.global_steps else None
+        return state if read is not None and state is not None and len(state) == read.tensors else None
 
     @contextmanager
     def _shown(self, model: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
@@ -210,7 +218,9 @@ def whole_state(engine: Engine, exclude_frozen_parameters: bool = False) -> dict
                 transfer(dist.irecv, placed, owner, tensors)
                 values |= {t.name: _copied(value) for t, value in zip(described[prefix], tensors)}
     whole = OrderedDict(_under_all_names(state, values, exclude_frozen_parameters) if dist.get_rank() == 0 else {})
-    engine.last_read = engine.global_steps, weakref.ref(whole)
+    engine.last_read = (
+        None if exclude_frozen_parameters else LastRead(engine.global_steps, len(whole), weakref.ref(whole))
+    )
     return whole
 
 

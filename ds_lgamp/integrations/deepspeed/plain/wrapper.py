@@ -259,8 +259,8 @@ class ParametersAround:
         """Whether gradients of the trained parameters that the code finds go to them."""
         self._copies: dict[str, Copy] = {}
         """The copies among what the code finds, by name."""
-        self._other_values: list[tuple[str, Tensor]] = []
-        """Of all copies after every call since the last step: whether they were changed. Reading it waits for the
+        self._other_values: dict[str, Tensor] = {}
+        """Whether the values of trained copies were changed since the last step, by name. Reading it waits for the
         device."""
 
     @contextmanager
@@ -315,14 +315,19 @@ class ParametersAround:
         for name, copy in self._copies.items():
             if copy.is_written():
                 raise ConfigError(_written(name))
-        self._other_values += ((name, copy.has_other_values()) for name, copy in self._copies.items())
+        for name in self.wrapper.trained.keys() & self._copies.keys():
+            changed = self._copies[name].has_other_values()
+            self._other_values[name] = self._other_values.get(name, changed) | changed
 
     def end_batch(self) -> None:
         """Raises ConfigError if the code has changed a copy in a way that only its values show."""
-        seen, self._other_values = self._other_values, []
-        for name, changed in seen:
-            if changed:
-                raise ConfigError(_written(name))
+        # Copies of frozen parameters outlast calls.
+        frozen = {name: self._copies[name].has_other_values() for name in self._frozen or ()}
+        changed, self._other_values = {**self._other_values, **frozen}, {}
+        if changed:
+            for name, is_changed in zip(changed, torch.stack([*changed.values()]).tolist()):
+                if is_changed:
+                    raise ConfigError(_written(name))
 
     def changed_original(self) -> str | None:
         """Returns the name of a frozen parameter that was changed since it was copied; None if none was."""

@@ -30,6 +30,10 @@ BLOCKS = {
     "a group of no micro-batch": ({"micro_batch_group": 0}, "ds_lgamp.micro_batch_group is 0"),
     "enabled as text": ({"enabled": "yes"}, "ds_lgamp.enabled is 'yes': input should be a valid boolean"),
     "no object": ("layered", "ds_lgamp is 'layered'; it must be an object"),
+    "only the loss of a model inside": (
+        {"model": "encoder", "outputs": "loss"},
+        "outputs is 'loss', but the code around model computes the loss of its outputs; use 'all', or remove outputs",
+    ),
     "two cuts": ({"chunks_per_rank": 2, "layers_per_chunk": 1}, "both cut the layers; keep one of them"),
     "chunks with 1f1b": (
         {"schedule": "1f1b", "chunks_per_rank": 2},

@@ -36,6 +36,7 @@ UNUSUAL_CONFIG = {
     "ds_lgamp": {"layers_per_chunk": 1, "micro_batch_group": 2},
 }
 MODEL_CONFIG = {**BATCH, "zero_optimization": {"stage": 3}, "ds_lgamp": {"pipeline_ranks": 2}}
+INSIDE_CONFIG = {**MODEL_CONFIG, "ds_lgamp": {"pipeline_ranks": 2, "model": "inside"}}
 BY_HAND_CONFIG = {**MODEL_CONFIG, "gradient_accumulation_steps": 2 * 4, "ds_lgamp": {}}
 """A pipeline of two ranks computes the micro-batches of both."""
 
@@ -55,6 +56,7 @@ def explained(tmp_path_factory):
         "data in words": [str(folder / "data.py"), json.dumps(UNUSUAL_CONFIG), "patient"],
         "model": ["--ranks", "4", "--json", str(folder / "model.py"), json.dumps(MODEL_CONFIG), "as it is"],
         "by hand": ["--ranks", "4", "--json", str(folder / "model.py"), json.dumps(BY_HAND_CONFIG), "by hand"],
+        "inside": ["--ranks", "4", str(folder / "model.py"), json.dumps(INSIDE_CONFIG), "inside"],
         "picky": [str(folder / "data.py"), json.dumps(UNUSUAL_CONFIG), "picky"],
         "text": ["--ranks", "2", *on_example(folder, "text", LAYERED), "--stages", "1"],
         "cluster": ["--ranks", "4", "--json", "--cluster", on_islands(folder), *on_example(folder, "cluster", LAYERED)],
@@ -327,6 +329,10 @@ def test_a_model_of_transformers_is_explained_as_a_pipeline_of_its_layers(explai
                 chunk["layer_types"] = len(chunk["layer_types"])
     assert shown == by_hand
     assert (shown["pipeline_ranks"], shown["data_ranks"], shown["chunks"], shown["micro_batches"]) == (2, 2, 4, 8)
+
+
+def test_the_model_inside_another_is_explained_with_all_its_outputs(explained):
+    assert "8 micro-batches forward call by call, 2 in each" in explained["inside"].output
 
 
 def test_without_activations_the_explanation_says_why(explained):

@@ -4,9 +4,13 @@ from functools import cache
 
 import pytest
 import torch
+from torch import nn
 
+from ds_lgamp.config import ConfigError, LgampConfig
+from ds_lgamp.integrations.deepspeed.plain.wrapper import split_of
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.plain import wrappers
+from tests.integrations.transformers.models import make
 
 TOGETHER = 4
 """How many seeds the same ranks train."""
@@ -44,6 +48,52 @@ def test_losses_and_weights_are_those_of_one_process(pipeline, data, seed, train
     assert whole.keys() == state.keys()
     for name, value in state.items():
         torch.testing.assert_close(whole[name], value, rtol=1e-5, atol=1e-7)
+
+
+class LightningModule(nn.Module):
+    """Stands for Lightning's."""
+
+    __module__ = "lightning.pytorch.core.module"
+
+    def __init__(self, **modules):
+        super().__init__()
+        for name, module in modules.items():
+            setattr(self, name, module)
+
+
+def frozen(name):
+    return make(name).requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("modules", "path"),
+    [
+        (lambda: {"teacher": frozen("GPT-2"), "student": make("Llama"), "head": nn.Linear(4, 4)}, "student"),
+        (lambda: {"head": nn.Linear(4, 4), "parts": nn.ModuleDict({"policy": make("Llama")})}, "parts.policy"),
+        (lambda: {"head": nn.Linear(4, 4), "encoder": wrappers.Encoder()}, "encoder"),
+    ],
+)
+def test_the_model_in_a_lightning_module_is_found(modules, path):
+    split, settings = split_of(LightningModule(**modules()), LgampConfig())
+    assert split.model is split.wrapper.get_submodule(path)
+    assert settings.outputs == "all"
+
+
+@pytest.mark.parametrize(
+    ("modules", "words"),
+    [
+        (lambda: {"policy": make("Llama"), "value": make("GPT-2")}, "trains several models, policy, value; set ds_lg"),
+        (lambda: {"blocks": wrappers.Encoder().blocks}, "holds the list 'blocks' itself, and Lightning replaces its"),
+    ],
+)
+def test_a_lightning_module_without_one_model_is_refused(modules, words):
+    with pytest.raises(ConfigError, match=words):
+        split_of(LightningModule(**modules()), LgampConfig())
+
+
+def test_other_modules_are_split_as_a_whole():
+    model, settings = nn.ModuleDict({"encoder": wrappers.Encoder()}), LgampConfig()
+    assert split_of(model, settings) == (model, settings)
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -169,6 +169,7 @@ class Saved(Wrapper):
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self.parts["encoder"] = SavedEncoder()
+        self.head[0].bias.requires_grad_(False)
 
     def save_pretrained(self, folder: str) -> None:
         torch.save(self.head.state_dict(), Path(folder, "head.bin"))
@@ -186,7 +187,13 @@ class Saved(Wrapper):
 
 PREFIXES = {"head.bin": "head.", "encoder.bin": "parts.encoder.", "example.bin": "example."}
 """How the names of tensors in the files begin in the whole model."""
-WAYS = ["all ranks", "the first rank", "all ranks, which hold the state", "the model inside"]
+WAYS = [
+    "all ranks",
+    "the first rank",
+    "all ranks, which hold the state",
+    "all ranks, which hold a part",
+    "the model inside",
+]
 
 
 def saved(stage: int, folder: str) -> dict[str, dict[str, list[str]]]:
@@ -206,6 +213,10 @@ def saved(stage: int, folder: str) -> dict[str, dict[str, list[str]]]:
             model.save_pretrained(own)
         elif way == "the model inside":
             model.encoder.save_pretrained(own)
+        part = whole_state(engine, exclude_frozen_parameters=True)
+        if way == "all ranks, which hold a part":
+            model.save_pretrained(own)
+        del part
         state = model.state_dict()
         if way == "all ranks, which hold the state" or (way == "the first rank" and dist.get_rank() == 0):
             model.save_pretrained(own)
