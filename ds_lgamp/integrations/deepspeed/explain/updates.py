@@ -24,8 +24,9 @@ _NORMS, _EXACT_NORMS = (2 * 8,), (2 * 8, 2 * 3 * 8)
 
 
 def comes_later(_parameters: Any) -> NoReturn:
-    """Stands for the function that makes an optimizer in explanations of a script that gives it later."""
-    raise AssertionError("explanations make no optimizer")
+    """Stands for the function that makes an optimizer in explanations of a script that gives it later. Explanations
+    make no optimizer."""
+    raise AssertionError
 
 
 class UpdateTraffic(NamedTuple):

@@ -25,7 +25,7 @@ SHARED_KEYS = {
 """Keys of the configuration file, each with the argument of Megatron-LM that must have the same value."""
 ACCUMULATION = "gradient_accumulation_steps"
 _STEPS = "step_batch_size_schedule"
-"""The argument with the sizes of batches that grow, of releases from 0.19 on. ``global_batch_size`` means nothing
+"""The argument with the sizes of batches that grow, of releases from 0.18 on. ``global_batch_size`` means nothing
 then."""
 PRECISIONS = ("bf16", "fp16")
 MEANINGLESS = ("resident_chunks", "defer_gathers", "asynchronous_save", "keep_last")
@@ -182,9 +182,7 @@ def _refuse_disagreement(args: Namespace, job: Job) -> None:
     """Raises ConfigError if a key and its flag have different values, once Megatron-LM has filled in its defaults."""
     for key in ("train_batch_size", ACCUMULATION) if getattr(args, _STEPS, None) else ():
         if job.others.get(key) not in (None, "auto"):
-            raise ConfigError(
-                f"{key} is {job.others[key]!r}, but {option_of(_STEPS)} has several sizes; remove {key}"
-            )
+            raise ConfigError(f"{key} is {job.others[key]!r}, but {option_of(_STEPS)} has several sizes; remove {key}")
     for key, name in SHARED_KEYS.items():
         value, flag = job.others.get(key), getattr(args, name)
         if value not in (None, "auto") and value != flag:
@@ -248,7 +246,8 @@ def _batches(args: Namespace) -> list[int]:
         # Only rank 0 logs.
         counts = args.micro_batch_size, args.data_parallel_size, False, 1
         return [batch for _, batch in StepBatchsizeNumMicroBatchesCalculator(*counts, steps, args.seq_length).schedule]
-    if not args.rampup_batch_size:
+    # Releases that have steps ignore a ramp-up.
+    if hasattr(args, _STEPS) or not args.rampup_batch_size:
         return [args.global_batch_size]
     start, increment, _samples = map(int, args.rampup_batch_size)
     return [*range(start, args.global_batch_size, increment), args.global_batch_size]

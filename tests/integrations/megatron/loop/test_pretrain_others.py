@@ -26,7 +26,7 @@ WORDS, DOCUMENTS, SENTENCES, LENGTH = 200, 64, 8, 12
 MODEL = f"""
     --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 32
     --attention-dropout 0 --hidden-dropout 0 --split 90,5,5 --num-workers 0 --micro-batch-size 2
-    --global-batch-size {2 * MICRO_BATCHES} --tokenizer-type BertWordPieceLowerCase
+    --global-batch-size {2 * MICRO_BATCHES} --legacy-tokenizer --tokenizer-type BertWordPieceLowerCase
 """
 SCRIPTS = {
     "pretrain_bert.py": f"{MODEL} --num-layers {LAYERS} --seq-length 32 --spec local",
@@ -104,15 +104,12 @@ def stock(corpus, tmp_path_factory):
 
 
 def data_of(script, corpus):
-    if script == "pretrain_mamba.py":
-        return ""
-    # Releases before 0.17 have two kinds of tokenizers.
-    return f"{corpus} --legacy-tokenizer" if has_flag("--legacy-tokenizer") else corpus
+    return "" if script == "pretrain_mamba.py" else corpus
 
 
 def of(script):
-    if not (megatron_tree() / script).exists():
-        pytest.skip(f"the tree's release has no {script}")
+    if script != "pretrain_mamba.py" and not has_flag("--legacy-tokenizer"):
+        pytest.skip("from release 0.17 on, stock BERT draws other words in every process, and T5 has no special tokens")
     return {"script": script, "model": SCRIPTS[script]}
 
 
