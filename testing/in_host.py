@@ -106,6 +106,18 @@ def _change_deepspeed(deepspeed: ModuleType) -> None:
 
         ds_lgamp.install()
     deepspeed.initialize = _initialize(deepspeed.initialize)  # type: ignore[attr-defined]
+    if CUDA in os.environ:
+        deepspeed.init_distributed = _on_gloo(deepspeed.init_distributed)  # type: ignore[attr-defined]
+
+
+def _on_gloo(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns what initialises groups that a script wants on NCCL."""
+
+    @wraps(stock)
+    def init_distributed(dist_backend: str | None = None, *positional: Any, **arguments: Any) -> Any:
+        return stock("gloo" if dist_backend == "nccl" else dist_backend, *positional, **arguments)
+
+    return init_distributed
 
 
 def _initialize(stock: Callable[..., Any]) -> Callable[..., Any]:

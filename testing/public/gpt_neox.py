@@ -12,15 +12,17 @@ from typing import Any
 
 from ds_lgamp.config import BLOCK
 from testing.in_host import CUDA
+from testing.launching import free_port
 from testing.public.deepspeed_scripts import AT_START, numbers_of
 from testing.public.megatron_deepspeed import write_text
 from testing.public.outcome import Case, compared, without_block
 
 RANKS, STEPS, MIDDLE = 2, 6, 3
-VOCABULARY = 500
+BATCH, VOCABULARY = 8, 500
 SPLIT = {"chunks_per_rank": 2, "placement": "modular"}
 TRAINED = {
     "num_gpus": RANKS,
+    "global_num_gpus": RANKS,
     "distributed_backend": "gloo",
     "data_impl": "mmap",
     "split": "100,0,0",
@@ -36,10 +38,9 @@ TRAINED = {
     "attention_dropout": 0,
     "hidden_dropout": 0,
     "precision": "fp32",
-    "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "eps": 1e-4}},
+    "optimizer": {"type": "Adam", "params": {"lr": 5e-3, "eps": 1e-4}},
     "zero_optimization": {"stage": 1},
     "gradient_clipping": 1.0,
-    "train_batch_size": 8,
     "train_micro_batch_size_per_gpu": 1,
     "train_iters": STEPS,
     "lr_decay_iters": STEPS,
@@ -56,8 +57,10 @@ def cases(tree: Path, folder: Path) -> Iterable[Case]:
     write_text(folder / "text", VOCABULARY)
 
     def train(ranks: int, block: Mapping[str, Any] | None, **resumed: Any) -> list[float]:
-        own = {"data_path": str(folder / "text"), "save": str(folder / "saved"), **resumed}
-        config = {**TRAINED, "pipe_parallel_size": ranks, **own, **({} if block is None else {BLOCK: block})}
+        own = {"data_path": "text", "save": "saved", "master_port": free_port()}
+        ours = {} if block is None else {BLOCK: block}
+        sizes = {"pipe_parallel_size": ranks, "gradient_accumulation_steps": BATCH * ranks // RANKS}
+        config = {**TRAINED, **own, **sizes, **resumed, **ours}
         variables = {
             "PYTHONPATH": f"{AT_START}:{tree}",
             CUDA: "1",
@@ -75,7 +78,7 @@ def cases(tree: Path, folder: Path) -> Iterable[Case]:
     def compare_resumed() -> str:
         alone = stock()
         train(2, SPLIT)
-        return compared(train(1, {}, load=str(folder / "saved"), iteration=MIDDLE), alone[MIDDLE:])
+        return compared(train(1, {}, load="saved", iteration=MIDDLE), alone[MIDDLE:])
 
     yield Case("P2, ZeRO-1, random tokens", partial(compare, 2, SPLIT))
     yield Case(f"W{RANKS}, ZeRO-1", partial(compare, 1, {}))

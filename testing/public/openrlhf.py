@@ -1,7 +1,7 @@
 """Runs OpenRLHF's SFT and DPO trainers, an installed package, in bf16 and with the block in DS_LGAMP_BLOCK, because the
 trainers make their configuration in Python.
 
-``torch.cuda`` stands for the CPU, and testing/stand_ins/openrlhf for flash-attn.
+``torch.cuda`` stands for the CPU, and testing/stand_ins/kernels for flash-attn.
 """
 
 from collections.abc import Iterable, Mapping
@@ -37,7 +37,7 @@ def cases(environment: Path, folder: Path) -> Iterable[Case]:
         material()
         variables = {
             **stacks.variables(environment, folder),
-            "PYTHONPATH": f"{AT_START}:{ROOT / 'testing' / 'stand_ins' / 'openrlhf'}",
+            "PYTHONPATH": f"{AT_START}:{ROOT / 'testing' / 'stand_ins' / 'kernels'}",
             CUDA: "1",
             # Stock compiles its optimizer, and would wait for ever where an ended process has left a lock.
             "TORCH_EXTENSIONS_DIR": str(folder / "extensions"),
