@@ -52,8 +52,7 @@ TRAINED = {
 
 
 def cases(tree: Path, folder: Path) -> Iterable[Case]:
-    """Returns the cases on two ranks. The losses of all steps are compared with those of stock, at two pipeline
-    ranks."""
+    """Returns the cases on two ranks. The losses of all steps are compared."""
     write_text(folder / "text", VOCABULARY)
 
     def train(ranks: int, block: Mapping[str, Any] | None, **resumed: Any) -> list[float]:
@@ -69,14 +68,15 @@ def cases(tree: Path, folder: Path) -> Iterable[Case]:
         }
         return numbers_of(partial(_launch, tree), config, folder, variables)
 
-    stock = cache(lambda: without_block(partial(train, 2, None)))
+    # Values at the beginning depend on the number of pipeline ranks.
+    stock = cache(lambda ranks: without_block(partial(train, ranks, None)))
 
     def compare(ranks: int, block: Mapping[str, Any]) -> str:
-        alone = stock()
+        alone = stock(ranks)
         return compared(train(ranks, block), alone)
 
     def compare_resumed() -> str:
-        alone = stock()
+        alone = stock(2)
         train(2, SPLIT)
         return compared(train(1, {}, load="saved", iteration=MIDDLE), alone[MIDDLE:])
 

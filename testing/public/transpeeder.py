@@ -1,8 +1,8 @@
 """Runs transpeeder's train.py by DeepSpeed's launcher: a Llama in a pipeline, from the layer files that its own script
 converts a model of transformers to.
 
-transpeeder needs transformers from 4.32 to 4.35, loguru and scikit-learn: run testing.public in an environment that has
-them. ``torch.cuda`` and gloo stand for GPUs, and testing/stand_ins/kernels for flash-attn.
+transpeeder needs an older transformers, such as 4.33, loguru and scikit-learn: run testing.public in an environment
+that has them. ``torch.cuda`` and gloo stand for GPUs, and testing/stand_ins/kernels for flash-attn.
 """
 
 import json
