@@ -15,8 +15,8 @@ VALUE = "…"
 PACKAGE = ROOT / "ds_lgamp"
 _MOST_WAYS = 12
 """How many texts one place may have; more are alternatives of a part, which then stands as ``VALUE``."""
-_AGREED = "raise_everywhere"
-"""The function that raises its first argument on every rank."""
+_RAISING = {"raise_everywhere": 0, "absent": -1}
+"""Functions that raise one of their arguments, on every rank or later, and its place."""
 
 SECTIONS: dict[str, tuple[str, ...]] = {
     "configuration": (
@@ -160,8 +160,8 @@ class Module:
 
 def _said(node: ast.AST) -> ast.expr | None:
     """Returns what a statement raises, as an expression with a text; None if it raises nothing for users."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == _AGREED:
-        return node.args[0]
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _RAISING:
+        return node.args[_RAISING[node.func.id]]
     if not isinstance(node, ast.Raise) or not isinstance(node.exc, ast.Call):
         # Raises again what was caught, or an error without words, as StopIteration.
         return None

@@ -114,7 +114,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/python.md": {"functions": reference.functions},
     "docs/stacks.md": {
-        name: partial(page_block, RECORDED.with_name(f"{name}.json")) for name in ("stacks", "accelerate")
+        name: partial(page_block, RECORDED.with_name(f"{name}.json")) for name in ("stacks", "accelerate", "programs")
     },
     "docs/optimizers.md": {"machine": partial(tables.machine, "optimizers"), "optimizers": tables.optimizers},
     "docs/tracing.md": {"machine": partial(tables.machine, "tracing"), "tracing": tables.tracing},

@@ -84,6 +84,7 @@ def _answer_for_the_device() -> None:
     cuda.synchronize = cuda.empty_cache = lambda *arguments: None
     cuda.memory_allocated = cuda.max_memory_allocated = lambda *arguments: 0
     cuda.memory_reserved = cuda.max_memory_reserved = lambda *arguments: 0
+    cuda.LongTensor = torch.LongTensor
     cuda.get_device_properties = lambda *arguments: SimpleNamespace(total_memory=0, major=0)
 
 

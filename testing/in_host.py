@@ -20,6 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import packaging.version
+
 BLOCK, LOSSES, CUDA = "LGAMP_BLOCK", "LGAMP_LOSSES", "LGAMP_CUDA"
 
 
@@ -104,6 +106,18 @@ def _change_deepspeed(deepspeed: ModuleType) -> None:
 
         ds_lgamp.install()
     deepspeed.initialize = _initialize(deepspeed.initialize)  # type: ignore[attr-defined]
+    if CUDA in os.environ:
+        deepspeed.init_distributed = _on_gloo(deepspeed.init_distributed)  # type: ignore[attr-defined]
+
+
+def _on_gloo(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns what initialises groups that a script wants on NCCL."""
+
+    @wraps(stock)
+    def init_distributed(dist_backend: str | None = None, *positional: Any, **arguments: Any) -> Any:
+        return stock("gloo" if dist_backend == "nccl" else dist_backend, *positional, **arguments)
+
+    return init_distributed
 
 
 def _initialize(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -175,11 +189,20 @@ def _compile_nothing(module: ModuleType) -> None:
     module.compile_helper = lambda: None  # type: ignore[attr-defined]
 
 
-CHANGES = {"deepspeed": _change_deepspeed, "megatron.data.dataset_utils": _compile_nothing}
+CHANGES = {
+    "deepspeed": _change_deepspeed,
+    "megatron.data.dataset_utils": _compile_nothing,
+    "megatron.data.data_utils": _compile_nothing,
+}
 """Functions that change a module after its import."""
 MADE = {
-    # Megatron-DeepSpeed would compile it into its own tree.
-    "megatron.data.helpers": {"build_sample_idx": sample_index},
+    # Megatron-DeepSpeed and GPT-NeoX would compile it into their own trees.
+    "megatron.data.helpers": dict.fromkeys(
+        ("build_sample_idx", "build_sample_idx_int32", "build_sample_idx_int64"), sample_index
+    ),
+    # GPT-NeoX imports the first from setuptools, which no longer has it, and the second for other vocabularies.
+    "pkg_resources": {"packaging": packaging},
+    "sentencepiece": {},
     # Megatron-DeepSpeed imports it from DeepSpeed, which no longer has it.
     "deepspeed.compression.compress": {"init_compression": None, "redundancy_clean": None},
 }

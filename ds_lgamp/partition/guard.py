@@ -47,9 +47,7 @@ def guarded(kind: type[Parameter], settle: Settle) -> type[Parameter]:
                 if function is not Tensor.detach or makes_parameter:
                     raise
                 # state_dict of any module detaches, and code that only lists names needs no values.
-                detached = super().__torch_function__(function, types, arguments, options).as_subclass(_Detached)
-                detached.complaint = str(error)
-                return detached
+                return absent(super().__torch_function__(function, types, arguments, options), str(error))
             result = function(*arguments, **options)
             if makes_parameter:
                 # nn.Parameter(parameter) expects a tensor of the parameter's class, which it has yet to look up.
@@ -94,8 +92,16 @@ class Guards:
             parameter.__class__ = kind
 
 
-class _Detached(Tensor):
-    """A detached parameter whose values cannot come. It has their shape and type, and refuses to be read."""
+def absent(like: Tensor, complaint: str) -> Tensor:
+    """Returns a tensor of the shape and type of ``like`` that raises NotGatheredError with this ``complaint`` if it is
+    read."""
+    made = like.as_subclass(_Absent)
+    made.complaint = complaint
+    return made
+
+
+class _Absent(Tensor):
+    """A tensor whose values cannot come. It has their shape and type, and refuses to be read."""
 
     complaint = "a tensor has no values on this rank"
 

@@ -127,4 +127,5 @@ def write(tensor: Tensor, values: Tensor) -> None:
 
 def without_repetition(tensor: Tensor) -> tuple[slice, ...]:
     """Returns the index of the elements of ``tensor`` of which an expanded one repeats none."""
-    return tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
+    # Megatron's forks give parameters an attribute "stride", which hides the method.
+    return tuple(slice(0, 1) if stride == 0 else slice(None) for stride in Tensor.stride(tensor))

@@ -15,11 +15,13 @@ from testing.public import (
     accelerate_scripts,
     deepspeed_examples,
     deepspeed_tests,
+    gpt_neox,
     megatron_deepspeed,
     megatron_lm,
     openrlhf,
     stacks,
     transformers_scripts,
+    transpeeder,
     trl_scripts,
 )
 from testing.public.outcome import Case, Outcome, commit_of, markdown, outcomes, to_json
@@ -51,6 +53,8 @@ PARTS = {
     "megatron-deepspeed": Part(
         "Megatron-DeepSpeed's pretrain_gpt.py", "MEGATRON_DEEPSPEED_PATH", "pretrain_gpt.py", megatron_deepspeed.cases
     ),
+    "gpt-neox": Part("GPT-NeoX's train.py", "GPT_NEOX_PATH", "deepy.py", gpt_neox.cases),
+    "transpeeder": Part("transpeeder's train.py", "TRANSPEEDER_PATH", "scripts/convert2ckpt.py", transpeeder.cases),
     "megatron-lm": Part("Megatron-LM's pretrain_gpt.py", "MEGATRON_LM_PATH", "pretrain_gpt.py", megatron_lm.cases),
     "transformers": Part(
         "transformers' run_clm.py and run_mlm.py",

@@ -54,10 +54,10 @@ def cases(tree: Path, folder: Path) -> Iterable[Case]:
             yield Case(f"P2 x W2, ZeRO-{stage}, {name}", partial(compare, flags, stage))
 
 
-def write_text(path: Path) -> None:
-    """Writes random documents to the two files that Megatron's ``--data-impl mmap`` reads."""
+def write_text(path: Path, vocabulary: int = VOCABULARY) -> None:
+    """Writes documents of random tokens of ``vocabulary`` to the files that Megatron's ``--data-impl mmap`` reads."""
     numbers = random.Random(0)
-    tokens = array("H", (numbers.randrange(VOCABULARY) for _ in range(DOCUMENTS * TOKENS)))
+    tokens = array("H", (numbers.randrange(vocabulary) for _ in range(DOCUMENTS * TOKENS)))
     path.with_suffix(".bin").write_bytes(tokens.tobytes())
     sizes = array("i", [TOKENS] * DOCUMENTS)
     offsets = array("q", range(0, DOCUMENTS * TOKENS * tokens.itemsize, TOKENS * tokens.itemsize))

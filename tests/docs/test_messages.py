@@ -12,6 +12,7 @@ PASSED_ON = {
     ("integrations/deepspeed/plain/model_state.py", "complaint"),
     ("partition/disk.py", "OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))"),
     ("partition/disk.py", "OSError(errno.EIO, os.strerror(errno.EIO))"),
+    ("partition/guard.py", "str(error)"),
     ("partition/guard.py", "NotGatheredError((cls if absent is None else absent).complaint)"),
     ("watch/launcher.py", "ValueError(answer[1:])"),
 }

@@ -72,7 +72,7 @@ def test_without_trees_every_part_is_skipped_in_the_table(monkeypatch, capsys):
         monkeypatch.delenv(each.variable, raising=False)
     assert public.main([]) == 0
     rows = capsys.readouterr().out.splitlines()[2:]
-    assert len(rows) == len(public.PARTS) == 14
+    assert len(rows) == len(public.PARTS) == 16
     for row, (name, each) in zip(rows, public.PARTS.items(), strict=True):
         assert f"skipped: no tree; give --{name} or {each.variable}" in row
 

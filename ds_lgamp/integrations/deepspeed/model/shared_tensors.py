@@ -185,10 +185,15 @@ def _trains(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) and tensor.requires_grad
 
 
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    # Megatron's forks give parameters an attribute of this name, which hides the method.
+    return Tensor.stride(tensor)
+
+
 def _repeats(tensor: Tensor) -> bool:
     """Whether two elements of ``tensor`` may have one place in memory. True also for some strides that nobody uses."""
     last = 0
-    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape) if size > 1):
+    for stride, size in sorted((stride, size) for stride, size in zip(_strides(tensor), tensor.shape) if size > 1):
         if stride <= last:
             return True
         last += stride * (size - 1)
@@ -205,7 +210,7 @@ def _overlap(first: Tensor, second: Tensor) -> bool:
 
 
 def _range(tensor: Tensor) -> range:
-    last = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape))
+    last = sum(stride * (size - 1) for stride, size in zip(_strides(tensor), tensor.shape))
     size, start = tensor.element_size(), tensor.storage_offset()
     return range(start * size, (start + last + 1) * size)
 
@@ -213,7 +218,7 @@ def _range(tensor: Tensor) -> range:
 def _places(tensor: Tensor) -> Tensor:
     """Returns where the elements of ``tensor`` lie in its storage."""
     places = torch.tensor([tensor.storage_offset()])
-    for stride, size in zip(tensor.stride(), tensor.shape):
+    for stride, size in zip(_strides(tensor), tensor.shape):
         places = (places[:, None] + stride * torch.arange(size)).flatten()
     return places
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from inspect import signature
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -19,6 +20,7 @@ from ds_lgamp.integrations.deepspeed.checkpoint.description import Run
 from ds_lgamp.integrations.deepspeed.model.layer_moves import transfer
 from ds_lgamp.integrations.deepspeed.model.module import built_layers, over_pipeline, prefix_of, tensors_of
 from ds_lgamp.integrations.deepspeed.plain.agreement import Next, agree
+from ds_lgamp.integrations.deepspeed.plain.lone_reads import others_read, without_values
 from ds_lgamp.integrations.deepspeed.plain.model_methods import Elsewhere, replace_method
 from ds_lgamp.integrations.split.stand_ins import replacing
 from ds_lgamp.partition.agreement import raise_everywhere
@@ -29,9 +31,16 @@ class LastRead(NamedTuple):
 
     steps: int
     """The number of steps before."""
-    tensors: int
     state: Callable[[], dict[str, Any] | None]
     """A weak reference."""
+    shown: Mapping[str, Any]
+    """The state without values; see :func:`without_values`."""
+    number: int
+    """Of this read, alike on all ranks."""
+
+
+_NUMBERS = count()
+"""Of reads of any engine."""
 
 
 class Engine(Run, Protocol):
@@ -111,7 +120,7 @@ class States:
             given = signature(stock).bind(*positional, **options).arguments
             if given.get("keep_vars") or self._engine.has_whole_model:
                 return stock(*positional, **options)
-            state = _within(path, whole_state(self._engine))
+            state = _within(path, self._read())
             if given.get("destination") is None and not given.get("prefix"):
                 return state
             destination = given.get("destination", {})
@@ -137,7 +146,7 @@ class States:
             if state is None:
                 # Empty on all ranks but one.
                 last = self._last()
-                state = _within(path, whole_state(self._engine) if last is None else last)
+                state = _within(path, self._read() if last is None else last)
             if dist.get_rank() != 0:
                 return None
             with self._shown(model, state):
@@ -145,12 +154,24 @@ class States:
 
         return save_pretrained
 
+    def _read(self) -> dict[str, Any]:
+        """Returns the :func:`whole_state`; without values if ranks have read since the last step, and rank 0 does so
+        again without the others."""
+        read = self._since_the_last_step()
+        if read is None or others_read(read.number):
+            return whole_state(self._engine)
+        return OrderedDict(read.shown)
+
     def _last(self) -> dict[str, Any] | None:
         """Returns the whole state that was read last, if there was no step since, and the script still has all of
         it."""
+        read = self._since_the_last_step()
+        state = None if read is None else read.state()
+        return state if read is not None and state is not None and len(state) == len(read.shown) else None
+
+    def _since_the_last_step(self) -> LastRead | None:
         read = self._engine.last_read
-        state = read.state() if read is not None and read.steps == self._engine.global_steps else None
-        return state if read is not None and state is not None and len(state) == read.tensors else None
+        return read if read is not None and read.steps == self._engine.global_steps else None
 
     @contextmanager
     def _shown(self, model: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
@@ -218,9 +239,8 @@ def whole_state(engine: Engine, exclude_frozen_parameters: bool = False) -> dict
                 transfer(dist.irecv, placed, owner, tensors)
                 values |= {t.name: _copied(value) for t, value in zip(described[prefix], tensors)}
     whole = OrderedDict(_under_all_names(state, values, exclude_frozen_parameters) if dist.get_rank() == 0 else {})
-    engine.last_read = (
-        None if exclude_frozen_parameters else LastRead(engine.global_steps, len(whole), weakref.ref(whole))
-    )
+    read = LastRead(engine.global_steps, weakref.ref(whole), without_values(whole), next(_NUMBERS))
+    engine.last_read = None if exclude_frozen_parameters else read
     return whole
 
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import complaint_about_memory
+from ds_lgamp.partition.memory import without_repetition
 
 WHOLE = torch.arange(24.0).view(4, 6)
 TAKEN = {
@@ -62,3 +63,13 @@ def test_one_parameter_under_two_names_and_buffers_that_share_are_fine():
 def test_a_buffer_that_shows_a_parameter_is_refused_by_both_names():
     weight = nn.Parameter(torch.zeros(3))
     assert complaint(weight=weight, shown=weight.data[1:]).startswith("weight and shown share memory")
+
+
+def test_attributes_that_hide_methods_of_a_parameter_do_no_harm():
+    """Megatron's forks set ``stride``."""
+    first, second = nn.Parameter(WHOLE[:2]), nn.Parameter(WHOLE[2:])
+    for parameter in (first, second):
+        parameter.stride = 1
+    assert complaint(upper=first, lower=second) is None
+    assert "share memory" in complaint(upper=first, all=WHOLE)
+    assert without_repetition(first) == (slice(None), slice(None))

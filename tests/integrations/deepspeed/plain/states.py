@@ -100,6 +100,44 @@ def values_of_other_ranks() -> dict[str, Any]:
     return seen
 
 
+def read_alone(pipeline_ranks: int, stage: int, folder: str) -> dict[str, Any]:
+    """Reads the state on all ranks, then on rank 0 alone, while the other waits, and on all ranks again."""
+    engine = trained(make("GPT-2"), stage, {"pipeline_ranks": pipeline_ranks})
+    model = engine.module
+    first = {name: value.clone() for name, value in model.state_dict().items()}
+    seen: dict[str, Any] = {}
+    if dist.get_rank() == 0:
+        alone = model.state_dict()
+        seen = {
+            "names": list(alone) == list(first),
+            "shapes": [value.shape for value in alone.values()] == [value.shape for value in first.values()],
+            "types": {value.dtype for value in alone.values()} == {value.dtype for value in first.values()},
+            "tied": alone["lm_head.weight"] is alone["transformer.wte.weight"],
+            "inside": list(model.transformer.state_dict())
+            == [name[12:] for name in first if name[:12] == "transformer."],
+        }
+        value = alone["transformer.wte.weight"]
+        refused = {
+            "copy": refusal(value.clone),
+            "save": refusal(lambda: torch.save(alone, f"{folder}/alone.bin")),
+            "save_pretrained": refusal(lambda: model.save_pretrained(folder)),
+            "load": refusal(lambda: make("GPT-2").load_state_dict(alone)),
+        }
+        seen["refused"] = refused
+    dist.barrier()
+    with torch.no_grad():
+        own = {name: each for name, each in model.named_parameters() if hasattr(each, "ds_id")}
+        changed = next(name for name in own if "ln_1.weight" in name) if stage < 3 else ""
+        if changed:
+            own[changed].add_(1)
+    again = model.state_dict()
+    train(engine, 1)
+    seen["changed"] = {name for name, value in again.items() if not torch.equal(value, first[name])}
+    seen["trained"] = all(not torch.equal(value, again[name]) for name, value in model.state_dict().items())
+    seen["changed_here"] = changed
+    return seen
+
+
 def adapter_at_two_layouts(folder: str) -> dict[str, Any]:
     """Trains an adapter at one layout, saves it without frozen weights, and goes on at another layout."""
     first = trained(adapted("Llama"), 3, {"pipeline_ranks": 1})

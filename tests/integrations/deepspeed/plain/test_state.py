@@ -12,6 +12,7 @@ from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.plain.states import (
     adapted,
     adapter_at_two_layouts,
+    read_alone,
     rolled_back,
     saved_prompts,
     saved_with_a_whole_module,
@@ -110,6 +111,16 @@ def test_virtual_tokens_are_saved_also_where_they_have_no_elements(pipeline, sta
     for folder in (tmp_path, tmp_path / "of_trainer"):
         loaded = peft.PeftModel.from_pretrained(make("Llama"), folder).state_dict()
         assert torch.equal(loaded["prompt_encoder.default.embedding.weight"], trained)
+
+
+@pytest.mark.parametrize(("pipeline", "stage"), slow_except([(2, 1)], [(2, 1), (1, 3)], several=True))
+def test_a_rank_that_reads_alone_what_all_have_read_gets_names_and_no_values(pipeline, stage, tmp_path):
+    first, second = run_on_ranks(2, read_alone, pipeline, stage, str(tmp_path))
+    refused = first.pop("refused")
+    for what, refusal in refused.items():
+        assert "that rank 0 alone calls" in refusal and "call state_dict on all ranks" in refusal, what
+    assert first.pop("changed") == {name for name in (first.pop("changed_here"), second["changed_here"]) if name}
+    assert all(first.values()), first
 
 
 def test_values_of_layers_on_other_ranks_are_refused_instead_of_missing():

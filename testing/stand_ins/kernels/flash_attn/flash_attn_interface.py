@@ -1,0 +1,3 @@
+"""Names that nobody calls here."""
+
+flash_attn_varlen_qkvpacked_func = None
