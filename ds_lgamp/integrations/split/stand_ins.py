@@ -148,6 +148,18 @@ class Placeholder(Tensor):
         raise PlaceholderUsed
 
 
+class Unknown(Tensor):
+    """Stands in for a by-product of a block where blocks do not compute. Whatever is computed with it is unknown."""
+
+    @classmethod
+    def of(cls) -> "Unknown":
+        return torch.empty(0).as_subclass(cls)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, positional: Any = (), named: Any = None) -> Any:
+        return next(leaf for leaf in tree_leaves((positional, named)) if isinstance(leaf, cls))
+
+
 @contextmanager
 def replacing(stand_ins: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
     """Runs stand-ins inside the block, each given with the dictionary of a module and its name there, which may be

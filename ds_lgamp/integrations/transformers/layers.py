@@ -27,6 +27,7 @@ from ds_lgamp.integrations.transformers.models import (
     whole_to_layers,
     without_cache,
 )
+from ds_lgamp.integrations.transformers.routers import RouterLogits
 from ds_lgamp.runtime.recompute import RandomSource
 
 
@@ -51,7 +52,7 @@ class ModelLayers(SplitLayers):
         given = settings.dummy_inputs
         dummy = inputs_of(model_of(model)) if given is None else given_inputs(given)
         blocks = find_blocks(model, settings.blocks, planned_names(model))
-        original = Original(model, blocks, random_sources, settings)
+        original = Original(model, blocks, random_sources, settings, RouterLogits())
         with untouched(model) as before, attending_anywhere(model_of(model)), whole_to_layers():
             shown = survey(original, ((), {**dummy, **self._without_cache}))
             super().__init__(original, shown, _loss_in if original.only_loss else None, before)

@@ -57,7 +57,6 @@ def inputs_of(model: Any) -> Mapping[str, Tensor]:
 _COLLECTED = {
     "output_hidden_states": "the hidden states of every block",
     "output_attentions": "the attention weights of every block",
-    "output_router_logits": "the router logits of every block, which its auxiliary loss needs,",
 }
 """Switches of transformers, and what they make the model return. It stays on the ranks of the blocks."""
 _CACHES = ("cache", "past_key_values", "cache_params")
