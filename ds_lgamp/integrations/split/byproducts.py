@@ -64,7 +64,7 @@ class Byproducts:
             carried = [numbers_like(tensor) for made in self._shown for tensor in made]
         self._left = None if are_reduced else iter(carried)
         try:
-            with self._recorder.needing_only(carried) if are_reduced else nullcontext():
+            with self._recorder.needing_only((call.positional, call.named), carried) if are_reduced else nullcontext():
                 yield
         finally:
             self._left = None

@@ -164,7 +164,7 @@ class Recorder(Protocol):
         """
         ...
 
-    def needing_only(self, carried: Sequence[Tensor]) -> AbstractContextManager[None]:
+    def needing_only(self, arguments: Any, carried: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Lets the code after the blocks compute with what was ``carried`` inside."""
         ...
 

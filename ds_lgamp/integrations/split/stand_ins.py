@@ -148,16 +148,18 @@ class Placeholder(Tensor):
         raise PlaceholderUsed
 
 
-class Unknown(Tensor):
-    """Stands in for a by-product of a block where blocks do not compute. Whatever is computed with it is unknown."""
+_NO_BLOCK = -2
 
-    @classmethod
-    def of(cls) -> "Unknown":
-        return torch.empty(0).as_subclass(cls)
+
+class Unknown(Placeholder):
+    """Stands in for a by-product of a block where blocks do not compute. What is computed with it belongs to none."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, positional: Any = (), named: Any = None) -> Any:
-        return next(leaf for leaf in tree_leaves((positional, named)) if isinstance(leaf, cls))
+        if function.__name__ == "__get__":
+            # Of an attribute such as the device.
+            return super().__torch_function__(function, types, positional, named)
+        return cls.of(_NO_BLOCK, 0)
 
 
 @contextmanager

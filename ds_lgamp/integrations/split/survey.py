@@ -135,7 +135,9 @@ class _Walk:
         self._recorded: dict[Any, list[Tensor]] = {}
         """What is recorded of blocks, by kind."""
         self._byproducts: list[list[Tensor]] = []
-        """What stands for those of every block that ran."""
+        """What stood for those of every block that ran."""
+        self._made: list[Mapping[int, Tensor]] = []
+        """What the forward got for the by-products that each returned, by place."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -330,13 +332,12 @@ class _Walk:
         recorded = self._recorded.get(kind_of(self._blocks[index]), []) if self._records() else []
         shown = [*(self._returns.values() if self._has_byproducts else ()), *recorded]
         self._byproducts.append([tensor.detach() for tensor in shown])
-        made = [
-            numbers_like(tensor).requires_grad_().clone() if tensor.is_floating_point() else tensor for tensor in shown
-        ]
+        made = [*map(_tracked_like, shown)]
         if self._records():
             self.original.recorder.give(made[len(made) - len(recorded) :])
         if self._has_byproducts:
-            return dict(zip(self._returns, made))
+            self._made.append(dict(zip(self._returns, made)))
+            return self._made[-1]
         return {place: Placeholder.of(index, place) for place in self._returns}
 
     def _records(self) -> bool:
@@ -383,10 +384,12 @@ class _Walk:
         for leaf in leaves:
             self._uses(leaf)
         if any(isinstance(leaf, Placeholder) and leaf.block != self._visits - 1 for leaf in leaves):
-            raise self.refusal("a block gets what another one returned than the one right before it")
-        results, foreign = reached(
-            [leaf for leaf in leaves if type(leaf) is not Placeholder and leaf.requires_grad], self._results
-        )
+            raise self.refusal(_EARLIER)
+        own = [*self._made[-1].values()] if self._made else []
+        if any(leaf is made for returned in self._made[:-1] for made in returned.values() for leaf in leaves):
+            raise self.refusal(_EARLIER)
+        given = [leaf for leaf in leaves if not isinstance(leaf, Placeholder) and all(leaf is not each for each in own)]
+        results, foreign = reached([leaf for leaf in given if leaf.requires_grad], self._results)
         if self._are_foreign(foreign):
             raise self.refusal("its blocks get another tensor that depends on parameters, besides hidden states")
         self._anywhere |= {result.path for result in results} & self._changing
@@ -428,6 +431,7 @@ class _Walk:
         )
 
 
+_EARLIER = "a block gets what another one returned than the one right before it"
 _BESIDE = (
     "its output depends on what a block computes, but not through what the block returns: it comes by a list, a global "
     "variable, a hook or an attribute, which stay on the rank of the block"
@@ -441,4 +445,6 @@ def _depends(output: Tensor, hidden: Tensor) -> bool:
 
 def _tracked_like(like: Tensor) -> Tensor:
     """Returns numbers of the shape of a tensor, which autograd follows. Forwards may change them in place."""
+    if not like.is_floating_point():
+        return like.clone()
     return numbers_like(like.detach()).requires_grad_().clone()

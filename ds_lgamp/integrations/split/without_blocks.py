@@ -54,7 +54,7 @@ class ForwardWithoutBlocks:
         self._stand_ins.append((vars(model), "forward", model.forward))
         self._placeholders = [
             {
-                place: Unknown.of() if place in shown.byproduct_places else Placeholder.of(index, place)
+                place: (Unknown if place in shown.byproduct_places else Placeholder).of(index, place)
                 for place, is_tensor in enumerate(shown.other_outputs or ())
                 if is_tensor
             }

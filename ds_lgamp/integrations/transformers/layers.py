@@ -23,6 +23,7 @@ from ds_lgamp.integrations.transformers.models import (
     inputs_of,
     planned_names,
     refuse_arguments,
+    records_routers,
     refuse_model,
     whole_to_layers,
     without_cache,
@@ -49,19 +50,22 @@ class ModelLayers(SplitLayers):
         self._checkpointing.switch_off()
         self._without_cache = without_cache(model)
         self._names = list(signature(model.forward).parameters)
+        self._records_routers = records_routers(model)
         given = settings.dummy_inputs
         dummy = inputs_of(model_of(model)) if given is None else given_inputs(given)
         blocks = find_blocks(model, settings.blocks, planned_names(model))
-        original = Original(model, blocks, random_sources, settings, RouterLogits())
+        routers = RouterLogits(model)
+        original = Original(model, blocks, random_sources, settings, routers)
         with untouched(model) as before, attending_anywhere(model_of(model)), whole_to_layers():
-            shown = survey(original, ((), {**dummy, **self._without_cache}))
+            with routers.learning():
+                shown = survey(original, ((), {**dummy, **self._without_cache}))
             super().__init__(original, shown, _loss_in if original.only_loss else None, before)
 
     def arguments(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Arguments:
         """Returns the arguments for a call of the model without a cache of keys and values. Raises ConfigError for
         arguments that a split model cannot take."""
         self._checkpointing.switch_off()
-        refuse_arguments({**dict(zip(self._names, positional)), **named})
+        refuse_arguments({**dict(zip(self._names, positional)), **named}, self._records_routers)
         return positional, {**named, **self._without_cache}
 
     @staticmethod

@@ -59,6 +59,7 @@ _COLLECTED = {
     "output_attentions": "the attention weights of every block",
 }
 """Switches of transformers, and what they make the model return. It stays on the ranks of the blocks."""
+_ROUTERS = "output_router_logits"
 _CACHES = ("cache", "past_key_values", "cache_params")
 """What arguments for a cache are called, the first since release 5.24."""
 
@@ -85,8 +86,22 @@ def refuse_model(model: Any, has_inputs: bool) -> None:
             raise ConfigError(_tuple(f"return_dict of {name}'s config"))
 
 
-def refuse_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raises ConfigError if a call with these arguments asks for what a split model cannot compute."""
+def records_routers(model: Any) -> bool:
+    """Whether the model's configuration asks for the logits of routers."""
+    return any(getattr(config, _ROUTERS, False) for config in _configs(model_of(model).config))
+
+
+def refuse_arguments(arguments: Mapping[str, Any], records_routers: bool) -> None:
+    """Raises ConfigError if a call with these arguments asks for what a split model cannot compute.
+
+    Args:
+        records_routers: whether the model's configuration asks for the logits of routers.
+    """
+    if arguments.get(_ROUTERS) and not records_routers:
+        raise ConfigError(
+            f"{_ROUTERS} is given, but off in the model's config, by which a {BLOCK} block decides what blocks return; "
+            "set it there before deepspeed.initialize"
+        )
     for name, value in arguments.items():
         if name in _COLLECTED and value:
             raise ConfigError(_collecting(f"the argument {name}", name))
