@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.byproducts import Byproducts
 from ds_lgamp.integrations.split.call import Autocast, BlockArguments, Call, Calls, DryRun, Needs, Survey
-from ds_lgamp.integrations.split.outputs import LossGraph, lacking_outputs, without
+from ds_lgamp.integrations.split.outputs import LossGraph, Reduced, lacking_outputs, without
 from ds_lgamp.integrations.split.parts import Attribute, Original, Part, Result, Sides, place_of
 from ds_lgamp.integrations.split.stand_ins import (
     NONE,
@@ -311,7 +311,8 @@ class SplitForward:
             stack.enter_context(replacing(absent))
             stack.enter_context(unchanged_tensors((call.positional, call.named)))
             stack.enter_context(self._byproducts.at_end(call, carried))
-            return self._forward.run(call, visit, self._byproducts.of_block)
+            output = self._forward.run(call, visit, self._byproducts.of_block)
+        return tree_map_only(Placeholder, lambda _: Reduced(), output) if carried else output
 
     def _absent(self, path: str, part: Part) -> AbsentModule | AbsentTensor:
         refuse = partial(self._refuse_absent, path)

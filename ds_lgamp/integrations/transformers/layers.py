@@ -22,8 +22,8 @@ from ds_lgamp.integrations.transformers.models import (
     attending_anywhere,
     inputs_of,
     planned_names,
-    refuse_arguments,
     records_routers,
+    refuse_arguments,
     refuse_model,
     whole_to_layers,
     without_cache,
@@ -56,9 +56,8 @@ class ModelLayers(SplitLayers):
         blocks = find_blocks(model, settings.blocks, planned_names(model))
         routers = RouterLogits(model)
         original = Original(model, blocks, random_sources, settings, routers)
-        with untouched(model) as before, attending_anywhere(model_of(model)), whole_to_layers():
-            with routers.learning():
-                shown = survey(original, ((), {**dummy, **self._without_cache}))
+        with untouched(model) as before, attending_anywhere(model_of(model)), whole_to_layers(), routers.learning():
+            shown = survey(original, ((), {**dummy, **self._without_cache}))
             super().__init__(original, shown, _loss_in if original.only_loss else None, before)
 
     def arguments(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Arguments:

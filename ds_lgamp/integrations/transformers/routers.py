@@ -1,10 +1,10 @@
 """The logits of routers, which models of transformers collect by hooks for the loss that balances their experts.
 
-This loss is E * sum_e f_e * p_e (arXiv 2101.03961, equations 4 to 6), where f_e is the share of tokens that chose expert
-e, and p_e the mean probability of e, both over the tokens of all layers. So in training only their sums travel.
+This loss is E * sum_e f_e * p_e (arXiv 2101.03961, equations 4 to 6), over the tokens of all layers: f_e is the share
+of them that chose expert e, and p_e the mean probability of e. So in training only sums travel.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from inspect import signature, unwrap
 from typing import Any, NamedTuple
@@ -54,22 +54,21 @@ class RouterLogits:
 
     @contextmanager
     def learning(self) -> Iterator[None]:
-        """Finds out inside what the loss needs of the logits, from a forward of the model."""
+        """Finds out, from the forwards that run inside, what the loss needs of the logits. Until then it gets all."""
         function = self._globals.get(_LOSS)
         if function is None or not getattr(self._model, "router_aux_loss_coef", 0):
             yield
             return
-        calls: list[Mapping[str, Any]] = []
+        seen: set[Balance] = set()
 
         def loss(*positional: Any, **named: Any) -> Any:
-            calls.append(signature(function).bind(*positional, **named).arguments)
+            seen.add(_balance(function, positional, named)[0])
             return function(*positional, **named)
 
         with replacing([(self._globals, _LOSS, loss)]):
             yield
-        balances = [Balance(each.get("num_experts"), each.get("top_k")) for each in calls]
-        if len({*balances}) == 1 and balances[0].is_computed_by(function):
-            self._balance = balances[0]
+        if len(seen) == 1 and (balance := seen.pop()).is_computed_by(function):
+            self._balance = balance
 
     def reduces(self, arguments: Any) -> bool:
         mask = self._mask(arguments)
@@ -90,8 +89,8 @@ class RouterLogits:
         function, mask = self._globals[_LOSS], self._mask(arguments)
 
         def loss(*positional: Any, **named: Any) -> Any:
-            given = signature(function).bind(*positional, **named).arguments
-            if Balance(given.get("num_experts"), given.get("top_k")) != self._balance or given.get(_MASK) is not mask:
+            balance, given = _balance(function, positional, named)
+            if balance != self._balance or given is not mask:
                 raise ConfigError(
                     f"{type(self._model).__name__} balances its experts by another mask than the argument {_MASK}, "
                     f"which a {BLOCK} block cannot follow; pass that mask"
@@ -159,3 +158,10 @@ class Balance(NamedTuple):
         losses = self.loss(*sums), function(tuple(logits), self.experts, self.chosen, mask)
         own, other = ([loss.detach(), *torch.autograd.grad(loss, logits)] for loss in losses)
         return all(map(torch.allclose, own, other))
+
+
+def _balance(function: Any, positional: Any, named: Any) -> tuple[Balance, Any]:
+    """Returns what a call of the loss that balances experts computes, and its mask."""
+    call = signature(function).bind(*positional, **named)
+    call.apply_defaults()
+    return Balance(call.arguments.get("num_experts"), call.arguments.get("top_k")), call.arguments.get(_MASK)
