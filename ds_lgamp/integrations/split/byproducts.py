@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.call import Call, Survey
 from ds_lgamp.integrations.split.parts import Original
 from ds_lgamp.integrations.split.stand_ins import Placeholder
@@ -39,14 +40,23 @@ class Byproducts:
         """
         return self._recorder.recording() if records else nullcontext([])
 
-    def after_block(self, call: Call, carried: Sequence[Tensor], result: Any, recorded: list[Tensor]) -> list[Tensor]:
-        """Returns the by-products that travel on after a block.
+    def after_block(
+        self, index: int, call: Call, carried: Sequence[Tensor], result: Any, recorded: list[Tensor]
+    ) -> list[Tensor]:
+        """Returns the by-products that travel on after block ``index``.
 
         Args:
             carried: those that came to it.
             result: what it returned.
             recorded: what was recorded of it.
+
+        Raises ConfigError if that is more or less than in the small call.
         """
+        if recorded and len(recorded) != len(self._shown[index]) - len(self.places):
+            raise ConfigError(
+                f"block {index} of the model left {len(recorded)} tensors to hooks, but another number for the dummy "
+                f"inputs; set {BLOCK}.dummy_inputs to arguments such as the script's"
+            )
         if self._are_reduced(call):
             return self._recorder.reduced((call.positional, call.named), carried, recorded)
         return [*carried, *(result[1 + place] for place in self.places), *recorded]

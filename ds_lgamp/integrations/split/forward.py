@@ -143,7 +143,7 @@ class SplitForward:
             raise ConfigError(
                 f"block {index} of the model returned other things than block 0; remove the {BLOCK} block"
             )
-        carried = self._byproducts.after_block(calls.current, carried, results, recorded)
+        carried = self._byproducts.after_block(index, calls.current, carried, results, recorded)
         return results[0], [*(results[1 + place] for place in following), *travels, *carried]
 
     def _input(

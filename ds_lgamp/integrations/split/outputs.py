@@ -61,7 +61,7 @@ class Reduced(NotReturned):
     @staticmethod
     def _refusal() -> MissingOutput:
         return MissingOutput(
-            f"with a {BLOCK} block router_logits stay on the ranks of their blocks in training, because the model's own "
+            f"with a {BLOCK} block router_logits stay on the ranks of their blocks in training, because the model's "
             "loss needs sums of them only; read aux_loss, or read them in evaluation, or set router_aux_loss_coef to 0 "
             "in the model's config if the script computes that loss"
         )

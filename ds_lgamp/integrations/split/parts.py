@@ -139,6 +139,10 @@ def _elements(*modules: nn.Module) -> int:
 class Recorder(Protocol):
     """Where a host collects by-products of blocks while a model runs, as transformers does by hooks."""
 
+    def learning(self) -> AbstractContextManager[None]:
+        """Finds out, from the forwards that run inside, what the loss needs of by-products."""
+        ...
+
     def records(self) -> bool:
         """Whether the forward that runs collects any."""
         ...
@@ -171,6 +175,9 @@ class Recorder(Protocol):
 
 class NoRecorder:
     """The recorder of a model of which nothing is collected."""
+
+    def learning(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def records(self) -> bool:
         return False

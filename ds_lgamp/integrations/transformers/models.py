@@ -54,12 +54,13 @@ def inputs_of(model: Any) -> Mapping[str, Tensor]:
     return {name: value[None] for name, value in rows.items()}
 
 
+ROUTERS = "output_router_logits"
+"""The switch for the logits of routers, which a split model can return."""
 _COLLECTED = {
     "output_hidden_states": "the hidden states of every block",
     "output_attentions": "the attention weights of every block",
 }
 """Switches of transformers, and what they make the model return. It stays on the ranks of the blocks."""
-_ROUTERS = "output_router_logits"
 _CACHES = ("cache", "past_key_values", "cache_params")
 """What arguments for a cache are called, the first since release 5.24."""
 
@@ -86,22 +87,13 @@ def refuse_model(model: Any, has_inputs: bool) -> None:
             raise ConfigError(_tuple(f"return_dict of {name}'s config"))
 
 
-def records_routers(model: Any) -> bool:
-    """Whether the model's configuration asks for the logits of routers."""
-    return any(getattr(config, _ROUTERS, False) for config in _configs(model_of(model).config))
+def records_routers(config: Any) -> bool:
+    """Whether a model's configuration asks for the logits of routers."""
+    return any(getattr(each, ROUTERS, False) for each in _configs(config))
 
 
-def refuse_arguments(arguments: Mapping[str, Any], records_routers: bool) -> None:
-    """Raises ConfigError if a call with these arguments asks for what a split model cannot compute.
-
-    Args:
-        records_routers: whether the model's configuration asks for the logits of routers.
-    """
-    if arguments.get(_ROUTERS) and not records_routers:
-        raise ConfigError(
-            f"{_ROUTERS} is given, but off in the model's config, by which a {BLOCK} block decides what blocks return; "
-            "set it there before deepspeed.initialize"
-        )
+def refuse_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raises ConfigError if a call with these arguments asks for what a split model cannot compute."""
     for name, value in arguments.items():
         if name in _COLLECTED and value:
             raise ConfigError(_collecting(f"the argument {name}", name))

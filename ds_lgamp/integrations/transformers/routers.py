@@ -24,14 +24,23 @@ class RouterLogits:
 
     Args:
         model: a model of transformers, perhaps wrapped by peft.
+
+    Raises ConfigError if this transformers collects them in another way.
     """
 
     def __init__(self, model: Any) -> None:
-        # Here, because importing transformers takes seconds, and only its models need it.
-        from transformers.utils.output_capturing import _active_collector
-
+        try:
+            # Here, because importing transformers takes seconds, and only its models need it.
+            from transformers.utils.output_capturing import _active_collector, maybe_install_capturing_hooks
+        except ImportError:
+            raise ConfigError(
+                f"output_router_logits is on in the config of {type(model_of(model)).__name__}, whose transformers "
+                f"collects them in a way that a {BLOCK} block does not know; install transformers 5, or switch it off"
+            ) from None
         self._collector = _active_collector
         self._model = model_of(model)
+        # Its first forward would, and the trial takes back what forwards do to the model.
+        maybe_install_capturing_hooks(self._model)
         self._names = list(signature(model.forward).parameters)
         self._globals: dict[str, Any] = getattr(unwrap(type(self._model).forward), "__globals__", {})
         self._balance: Balance | None = None

@@ -83,7 +83,7 @@ def test_a_forward_that_is_recomputed_leaves_blocks_what_they_got_first():
 REFUSED = {
     "output_hidden_states": (True, "the argument output_hidden_states is on"),
     "output_attentions": (True, "the argument output_attentions is on"),
-    "output_router_logits": (True, "output_router_logits is given, but off in the model's config"),
+    "output_router_logits": (True, "output_router_logits is on, but was off in the model's config"),
     **{name: (((),), f"^{name} is given, .* leave it out") for name in ("past_key_values", "cache", "cache_params")},
     "return_dict": (False, "the argument return_dict is False"),
     "inputs_embeds": (torch.zeros(2, LENGTH, 32, requires_grad=True), "inputs_embeds requires gradients"),
