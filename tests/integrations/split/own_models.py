@@ -266,7 +266,7 @@ class ExpertsGpt(Gpt):
     """Its loss balances experts, over the tokens of all blocks, and keeps the logits of routers small."""
 
     def __init__(self) -> None:
-        super().__init__(Experts, blocks=4)
+        super().__init__(Experts)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         hidden, routers, penalty = self.embedding(tokens), [], torch.zeros(())
