@@ -10,6 +10,7 @@ from deepspeed.runtime.pipe.module import TiedLayerSpec
 from ds_lgamp.config import ConfigError, LgampConfig
 from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype
 from ds_lgamp.integrations.deepspeed.config.zero import disk_path, on_disk_of
+from ds_lgamp.integrations.deepspeed.model.experts import expert_group
 from ds_lgamp.integrations.deepspeed.model.materialise import DeferredLayers
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, global_names, shown_name
 from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources
@@ -130,7 +131,8 @@ def _parameters_by_unit(
         if isinstance(tensor, torch.nn.Parameter):
             group = groups.get(id(tensor)) if tensor.requires_grad else None
             sharing = sharing_of(name, tensor) if is_tensor_parallel else Sharing()
-            entry = UnitParameter(name, tensor, group, *sharing, name_in_model=shown_name(module, name))
+            shown = shown_name(module, name)
+            entry = UnitParameter(name, tensor, group, *sharing, sharing=expert_group(tensor), name_in_model=shown)
             first = name.split(".")
             if first[0] == "tied_modules":
                 tied[first[1]].append(entry)
