@@ -6,10 +6,13 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 from deepspeed.moe.layer import MoE
+from deepspeed.moe.sharded_moe import MOELayer
+from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.utils import groups as stock_groups
 from torch import Tensor, nn
 
 from ds_lgamp.config import BLOCK, ConfigError
+from ds_lgamp.integrations.deepspeed.model.module import built_layers, global_names, tensors_of
 
 
 def has_experts(model: nn.Module) -> bool:
@@ -67,3 +70,22 @@ def with_groups(model: nn.Module, pipeline_ranks: int, experts_last: bool) -> It
         for layer in layers:
             # It refuses to be given twice.
             layer.deepspeed_moe.ep_group = layer.deepspeed_moe.gate.ep_group = None
+
+
+def whole_names(module: PipelineModule) -> Iterator[tuple[str, Tensor]]:
+    """Yields the parameters and buffers of the built layers as :func:`global_names` does, but experts by their number
+    among all ranks'. Such a name is the same however ranks divide them."""
+    layers = built_layers(module)
+    numbers: dict[int, tuple[str, int]] = {}
+    for prefix, layer in layers.items():
+        for path, part in layer.named_modules(prefix=prefix):
+            if isinstance(part, MOELayer) and part.ep_size > 1:
+                first = dist.get_rank(part.ep_group) * part.num_local_experts
+                for number, expert in enumerate(part.experts.deepspeed_experts):
+                    own = f"{path}.experts.deepspeed_experts."
+                    numbers |= {id(tensor): (own, first + number) for _, tensor in tensors_of(expert)}
+    for name, tensor in global_names(module):
+        if id(tensor) in numbers:
+            own, number = numbers[id(tensor)]
+            name = f"{own}{number}.{name.removeprefix(own).partition('.')[2]}"
+        yield name, tensor
