@@ -16,7 +16,7 @@ from ds_lgamp.checkpoint.names import Share, name_of_first
 from ds_lgamp.checkpoint.schema import COUNTERS, PULLED
 from ds_lgamp.checkpoint.values import UnsupportedValue, encode, name_of_dtype
 from ds_lgamp.integrations.deepspeed.config.precision import parameter_dtype, scaler_state
-from ds_lgamp.integrations.deepspeed.model.experts import has_experts, whole_names
+from ds_lgamp.integrations.deepspeed.model.experts import divided, whole_names
 from ds_lgamp.integrations.deepspeed.model.module import (
     PlacedModule,
     built_layers,
@@ -113,7 +113,7 @@ def describe_parameters(run: Run, exclude_frozen: bool = False) -> dict[str, dic
 def share_of(run: Run, exclude_frozen: bool = False) -> Share:
     """Returns this rank's share of the description, without the scalars of the optimizer, which change."""
     # Without experts the same on all data-parallel ranks, so the first one's suffice.
-    describes = run.grid.data_parallel_id == 0 or has_experts(run.lgamp.placed)
+    describes = run.grid.data_parallel_id == 0 or divided(run.lgamp.placed)
     parameters = describe_parameters(run, exclude_frozen) if describes else {}
     return Share(parameters, {}, set(empty_extra_states(run.lgamp.placed)))
 

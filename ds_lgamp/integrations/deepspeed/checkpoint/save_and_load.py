@@ -43,7 +43,7 @@ from ds_lgamp.integrations.deepspeed.checkpoint.rank_state import (
 )
 from ds_lgamp.integrations.deepspeed.checkpoint.stock_files import has_layer_files, read_client_state, read_layers
 from ds_lgamp.integrations.deepspeed.config.precision import load_scaler_state
-from ds_lgamp.integrations.deepspeed.model.experts import has_experts
+from ds_lgamp.integrations.deepspeed.model.experts import divided
 from ds_lgamp.integrations.deepspeed.model.module import over_data, over_pipeline, persistent_buffers
 from ds_lgamp.partition.agreement import Term, everyone, refuse_differing_terms
 
@@ -211,7 +211,7 @@ def load(run: Run, folder: Path, parts: Parts) -> dict[str, Any]:
     dtypes = {name: entry.properties.dtype for name, entry in reader.tensors.items()}
     parameters = everywhere(partial(describe_parameters, run))
     module = run.lgamp.placed
-    if has_experts(module):
+    if divided(module):
         parameters = {name: info for rank in over_data(module, parameters) for name, info in rank.items()}
     own = {name: info for rank in over_pipeline(module, parameters) for name, info in rank.items()}
 
