@@ -1,0 +1,105 @@
+"""Experts of ``deepspeed.moe`` that ranks divide among each other train as in one process."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from ds_lgamp.config import ConfigError
+from testing.ranks import run_on_ranks
+from tests.integrations.deepspeed.moe import STEPS, Mode, train_alone, train_on_rank
+
+alone = cache(train_alone)
+
+
+def course_of(ranks: int, mode: Mode, *given: Any) -> list[tuple[float, float]]:
+    """Trains on ``ranks``. Returns the mean loss of all, and the norm of the gradient, of every step."""
+    courses = run_on_ranks(ranks, train_on_rank, mode, *given)
+    return [(sum(loss for loss, _ in step) / ranks, step[0][1]) for step in zip(*courses)]
+
+
+def assert_same(course: list[tuple[float, float]], wanted: list[tuple[float, float]], precision: float = 1e-6) -> None:
+    for own, other in zip(course, wanted, strict=True):
+        assert own == pytest.approx(other, rel=precision)
+
+
+DEFAULT = {
+    "two ranks, stage 1": (2, Mode(2, 1, 1)),
+    "each rank one expert of four, stage 3": (4, Mode(4, 1, 3, chosen=2)),
+    "two pipelines, stage 3": (4, Mode(2, 2, 3)),
+    "undivided, in a pipeline": (2, Mode(1, 2, 0)),
+    "a PipelineModule, stage 2": (4, Mode(2, 2, 2, is_pipeline=True)),
+}
+SLOW = {
+    f"{'a PipelineModule' if is_pipeline else 'a script'}, {mode}": (4, Mode(*mode, is_pipeline=is_pipeline))
+    for is_pipeline in (False, True)
+    for mode in [(2, 1, 0), (2, 1, 1), (2, 1, 2, 2), (2, 1, 3), (4, 1, 2), (2, 2, 0), (2, 2, 1, 2), (2, 2, 3, 2)]
+}
+
+
+@pytest.mark.parametrize("case", [*DEFAULT, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_losses_and_norms_are_those_of_one_process(case):
+    ranks, mode = {**DEFAULT, **SLOW}[case]
+    assert_same(course_of(ranks, mode), alone(mode.chosen))
+
+
+OPTIONS: dict[str, tuple[Mode, float]] = {
+    "the optimizer on the host": (
+        Mode(2, 1, 2, config={"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}),
+        1e-6,
+    ),
+    "reproducible": (Mode(2, 1, 3, config={"block": {"reproducible": True}}), 1e-6),
+    "no recomputation": (Mode(2, 1, 1, config={"block": {"recompute": "none"}}), 1e-6),
+    "all outputs": (Mode(2, 1, 3, config={"block": {"outputs": "all"}}), 1e-6),
+    "copies beside each other": (Mode(2, 1, 1, config={"use_data_before_expert_parallelism": True}), 1e-6),
+    "bf16": (Mode(2, 1, 2, config={"bf16": {"enabled": True}}), 2e-2),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OPTIONS)
+def test_options_compute_the_same(case):
+    mode, precision = OPTIONS[case]
+    assert_same(course_of(4, mode), alone(), precision)
+
+
+CHECKPOINTS = {
+    "two expert ranks to none": ((2, Mode(2, 1, 3)), (1, Mode(1, 1, 0))),
+    "two expert ranks to four": ((2, Mode(2, 1, 2)), (4, Mode(4, 1, 3))),
+    "none to two pipelines": ((1, Mode(1, 1, 0)), (4, Mode(2, 2, 2))),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[pytest.mark.slow] if place else []) for place, name in enumerate(CHECKPOINTS)]
+)
+def test_a_checkpoint_goes_on_with_another_number_of_expert_ranks(case, tmp_path):
+    (before, mode), (after, other) = CHECKPOINTS[case]
+    course = course_of(before, mode, range(1), None, str(tmp_path))
+    course += course_of(after, other, range(1, STEPS), str(tmp_path))
+    assert_same(course, alone())
+
+
+REFUSED = {
+    "a size that does not divide the ranks": (
+        *(3, Mode(2, 1, 1)),
+        "ep_size 2, which does not divide the 3 data-parallel ranks",
+    ),
+    "shards inside nodes": (
+        *(4, Mode(2, 1, 3, config={"zero_optimization": {"zero_hpz_partition_size": 2}})),
+        "zero_hpz_partition_size",
+    ),
+}
+
+
+def refusal_on_rank(mode: Mode) -> str:
+    with pytest.raises(ConfigError) as refused:
+        train_on_rank(mode)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_refused_in_one_sentence(case):
+    ranks, mode, sentence = REFUSED[case]
+    for message in run_on_ranks(ranks, refusal_on_rank, mode):
+        assert sentence in message
