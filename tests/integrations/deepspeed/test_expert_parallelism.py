@@ -1,13 +1,18 @@
 """Experts of ``deepspeed.moe`` that ranks divide among each other train as in one process."""
 
+from collections import Counter
 from functools import cache
 from typing import Any
 
 import pytest
 
 from ds_lgamp.config import ConfigError
+from ds_lgamp.cost.units import offsets, part_size
+from ds_lgamp.partition import flat_storage, gradient_reduction
+from ds_lgamp.partition.collectives import start_all_gather, start_reduce_scatter
 from testing.ranks import run_on_ranks
-from tests.integrations.deepspeed.moe import STEPS, Mode, train_alone, train_on_rank
+from tests.integrations.deepspeed.moe import EXPERTS, STEPS, Mode, train_alone, train_on_rank
+from tests.integrations.split.own_models import WIDTH
 
 alone = cache(train_alone)
 
@@ -78,6 +83,40 @@ def test_a_checkpoint_goes_on_with_another_number_of_expert_ranks(case, tmp_path
     course = course_of(before, mode, range(1), None, str(tmp_path))
     course += course_of(after, other, range(1, STEPS), str(tmp_path))
     assert_same(course, alone())
+
+
+CHUNKS, RESIDENT = 3, 2
+
+
+def collectives_on_rank(mode: Mode) -> Counter[tuple[str, int, int]]:
+    """Returns how often a step gathered or reduced, with the size of the group and the elements of the whole."""
+    seen: Counter[tuple[str, int, int]] = Counter()
+
+    def counting(start: Any, kind: str, place: int) -> Any:
+        def counted(*given: Any) -> Any:
+            seen[kind, given[place].size(), given[0].numel()] += 1
+            return start(*given)
+
+        return counted
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flat_storage, "start_all_gather", counting(start_all_gather, "gather", 2))
+        patch.setattr(gradient_reduction, "start_reduce_scatter", counting(start_reduce_scatter, "reduce", 1))
+        train_on_rank(mode, range(1))
+    return seen
+
+
+def test_a_step_gathers_and_reduces_experts_as_often_as_the_rest_of_their_chunk():
+    ranks, mode = 4, Mode(2, 1, 3, config={"block": {"chunks_per_rank": CHUNKS}})
+    *_, end = offsets([WIDTH * WIDTH, WIDTH] * 2 * (EXPERTS // mode.expert_ranks))
+    for seen in run_on_ranks(ranks, collectives_on_rank, mode):
+        for kind, times in (("gather", 2 * CHUNKS - RESIDENT), ("reduce", CHUNKS)):
+            of_experts = {
+                elements: number for (each, size, elements), number in seen.items() if (each, size) == (kind, 2)
+            }
+            of_rest = [number for (each, size, _), number in seen.items() if (each, size) == (kind, 4)]
+            assert of_experts == {2 * part_size(end, 2): times}
+            assert sum(of_rest) == times
 
 
 REFUSED = {
