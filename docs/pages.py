@@ -113,7 +113,9 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "gpu-offload": gpu_tables.offloading,
     },
     "docs/python.md": {"functions": reference.functions},
-    "docs/stacks.md": {"stacks": partial(page_block, RECORDED.with_name("stacks.json"))},
+    "docs/stacks.md": {
+        name: partial(page_block, RECORDED.with_name(f"{name}.json")) for name in ("stacks", "accelerate")
+    },
     "docs/optimizers.md": {"machine": partial(tables.machine, "optimizers"), "optimizers": tables.optimizers},
     "docs/tracing.md": {"machine": partial(tables.machine, "tracing"), "tracing": tables.tracing},
     "docs/troubleshooting.md": {section: partial(messages.messages, section) for section in messages.SECTIONS},

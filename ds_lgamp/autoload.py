@@ -21,6 +21,7 @@ CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 _HOSTS = {
     "deepspeed.runtime.engine": "ds_lgamp.integrations.deepspeed.hook.notice",
     "deepspeed.runtime.pipe.module": "ds_lgamp.integrations.deepspeed.hook.notice",
+    "accelerate.state": "ds_lgamp.integrations.deepspeed.hook.notice",
     "megatron.training.training": "ds_lgamp.integrations.megatron.loop.run_script",
 }
 """Modules of the hosts, each with the module of ds_lgamp whose ``imported`` is called with it once it is imported."""
@@ -28,13 +29,18 @@ _HOSTS = {
 
 def wait_for_hosts() -> None:
     """From now on ``deepspeed.initialize`` and Megatron-LM's training loop look for a block."""
-    if not waits():
-        sys.meta_path.insert(0, _Finder())
+    watch_imports()
     if os.environ.get(VARIABLE) or os.environ.get(CONFIG_FILE):
         import_module("ds_lgamp.integrations.deepspeed.hook.notice").expect_an_engine()
     for name in _HOSTS:
         if name in sys.modules:
             _imported(sys.modules[name])
+
+
+def watch_imports() -> None:
+    """From now on hosts look for a block once they are imported."""
+    if not waits():
+        sys.meta_path.insert(0, _Finder())
 
 
 def waits() -> bool:

@@ -1,10 +1,12 @@
 """Adapts processes of public code under test without changing that code: DeepSpeed runs on the CPU, every configuration
 gets a block, and losses are recorded.
 
-``stand_ins/sitecustomize.py`` calls :func:`prepare` in each process. Environment variables select what it does:
+``at_start/sitecustomize.py`` calls :func:`prepare` in each process. Environment variables select what it does:
 
     LGAMP_BLOCK     JSON that ``deepspeed.initialize`` adds to the configuration of a PipelineModule
-    LGAMP_LOSSES    a folder; each rank writes the loss of every ``train_batch`` to its own file
+    LGAMP_LOSSES    a folder; each rank writes to its own file: the loss of every ``train_batch``, or else the loss of
+                    every ``backward``, and the norm of the gradient at every ``step``
+    LGAMP_CUDA      if set, ``torch.cuda`` stands for the CPU, as testing/cpu_shim.py says
 """
 
 import importlib.abc
@@ -18,12 +20,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-BLOCK, LOSSES = "LGAMP_BLOCK", "LGAMP_LOSSES"
+BLOCK, LOSSES, CUDA = "LGAMP_BLOCK", "LGAMP_LOSSES", "LGAMP_CUDA"
 
 
 def prepare() -> None:
     """Changes modules as soon as the public code imports them."""
     sys.meta_path.insert(0, _Changed())
+    if CUDA in os.environ:
+        from testing import cpu_shim
+
+        cpu_shim.install()
 
 
 class _Changed(importlib.abc.MetaPathFinder):
@@ -110,7 +116,7 @@ def _initialize(stock: Callable[..., Any]) -> Callable[..., Any]:
             arguments["config"] = with_block(config, json.loads(os.environ.get(BLOCK, "{}")))
         engine, *others = stock(*positional, **arguments)
         if LOSSES in os.environ:
-            engine.train_batch = _recording(engine.train_batch, engine.global_rank)
+            _record(engine, isinstance(arguments.get("model"), PipelineModule))
         return engine, *others
 
     return initialize
@@ -130,15 +136,39 @@ def with_block(config: dict[str, Any], added: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _recording(train_batch: Callable[..., Any], rank: int) -> Callable[..., Any]:
-    @wraps(train_batch)
+def _record(engine: Any, by_batches: bool) -> None:
+    """Lets ``engine`` record. Norms are recorded because a small learning rate hides wrong gradients from losses."""
+    if by_batches:
+        engine.train_batch = _then(engine.train_batch, lambda loss: _write(engine, loss))
+        return
+    engine.backward = _first(engine.backward, lambda loss, *_, **__: _write(engine, loss))
+    engine.step = _then(engine.step, lambda _: _write(engine, engine.get_global_grad_norm()))
+
+
+def _then(method: Callable[..., Any], told: Callable[[Any], None]) -> Callable[..., Any]:
+    @wraps(method)
     def recorded(*positional: Any, **arguments: Any) -> Any:
-        loss = train_batch(*positional, **arguments)
-        with (Path(os.environ[LOSSES]) / str(rank)).open("a") as file:
-            file.write(f"{float(loss)!r}\n")
-        return loss
+        result = method(*positional, **arguments)
+        told(result)
+        return result
 
     return recorded
+
+
+def _first(method: Callable[..., Any], told: Callable[..., None]) -> Callable[..., Any]:
+    @wraps(method)
+    def recorded(*positional: Any, **arguments: Any) -> Any:
+        told(*positional, **arguments)
+        return method(*positional, **arguments)
+
+    return recorded
+
+
+def _write(engine: Any, number: Any) -> None:
+    # Only a step that ends a batch has a norm, and engines without ZeRO have none.
+    if number is not None:
+        with (Path(os.environ[LOSSES]) / str(engine.global_rank)).open("a") as file:
+            file.write(f"{float(number)!r}\n")
 
 
 def _compile_nothing(module: ModuleType) -> None:

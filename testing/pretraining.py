@@ -81,6 +81,13 @@ def megatron_tree() -> Path:
     return Path(tree)
 
 
+def has_flag(flag: str) -> bool:
+    """Whether the tree is of a release that has ``flag``."""
+    argument = flag.removeprefix("--").replace("-", "_")
+    written = (path.read_text() for path in (megatron_tree() / "megatron" / "training").rglob("*.py"))
+    return any(flag in text or f" {argument}:" in text for text in written)
+
+
 def pretrain(
     ranks: int,
     flags: str = "",

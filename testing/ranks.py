@@ -115,12 +115,14 @@ def _rank_main(
     from testing import simnccl
 
     torch.set_num_threads(1)
-    _share_a_gloo_device()
     if backend == "simnccl":
         simnccl.register()
     try:
         if before_init is not None:
             before_init(rank)
+        # Afterwards, because its thread inherits what that sets, such as a priority: threads that have a higher one
+        # would busily wait for it.
+        _share_a_gloo_device()
         dist.init_process_group(
             backend,
             init_method=f"file://{Path(folder) / 'rendezvous'}",

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from testing.public import (
+    accelerate_scripts,
     deepspeed_examples,
     deepspeed_tests,
     megatron_deepspeed,
     megatron_lm,
+    openrlhf,
     stacks,
     transformers_scripts,
     trl_scripts,
@@ -62,7 +64,20 @@ PARTS = {
         "examples/by_feature/deepspeed_with_config_support.py",
         transformers_scripts.loop_cases,
     ),
+    "accelerate-examples": Part(
+        "Accelerate's nlp_example.py and complete_nlp_example.py",
+        "ACCELERATE_PATH",
+        "examples/complete_nlp_example.py",
+        accelerate_scripts.cases,
+    ),
     "trl": Part("trl's sft.py, dpo.py, kto.py and reward.py", "TRL_PATH", "trl/scripts/dpo.py", trl_scripts.cases),
+    "openrlhf": Part(
+        "openrlhf",
+        "OPENRLHF_ENVIRONMENT",
+        "bin/python",
+        openrlhf.cases,
+        partial(stacks.version_of, "openrlhf"),
+    ),
     **{
         name: Part(
             stack.package,

@@ -71,7 +71,7 @@ class Stack(NamedTuple):
 def cases(stack: Stack, environment: Path, folder: Path) -> Iterable[Case]:
     """Returns the cases of ``stack`` on two ranks. Stock trains at stage 2. The losses of all steps are compared."""
     sizes = {name: "auto" for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")}
-    material = cache(partial(_material, folder))
+    material = cache(partial(write_material, folder))
 
     def train(name: str, stage: int, block: Mapping[str, Any] | None, **resumed: str) -> Path:
         material()
@@ -83,7 +83,7 @@ def cases(stack: Stack, environment: Path, folder: Path) -> Iterable[Case]:
         config = write_config(folder, {**sizes, "zero_optimization": {"stage": stage}, **ours})
         named = {"deepspeed": str(config), "output_dir": str(output), **resumed}
         words = stack.command(environment / "bin" / stack.launcher, folder, {**TRAINED, **training.arguments, **named})
-        run(words, SECONDS, _variables(environment, folder), folder)
+        run(words, SECONDS, variables(environment, folder), folder)
         assert block is None or recorded(record), "the program trained, but not with the block"
         return output
 
@@ -112,7 +112,7 @@ def version_of(package: str, environment: Path) -> str:
     return next((each.version for each in distributions(name=package, path=folders)), "unknown")
 
 
-def _variables(environment: Path, folder: Path) -> dict[str, str]:
+def variables(environment: Path, folder: Path) -> dict[str, str]:
     """Returns the environment's variables: those of a shell in which it is active, and that of offline machines."""
     path = f"{environment / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
     offline = {"HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
@@ -136,11 +136,11 @@ def _swift(launcher: Path, folder: Path, arguments: Arguments) -> list[str]:
 
 
 def _sentence_transformers(launcher: Path, folder: Path, arguments: Arguments) -> list[str]:
-    return [*_torchrun(launcher), str(ROOT / "testing" / "scripts" / "sentences.py"), *flags(arguments)]
+    return [*torchrun(launcher), str(ROOT / "testing" / "scripts" / "sentences.py"), *flags(arguments)]
 
 
 def _lightning(launcher: Path, folder: Path, arguments: Arguments) -> list[str]:
-    return [*_torchrun(launcher), str(ROOT / "testing" / "scripts" / "lightning_module.py"), *flags(arguments)]
+    return [*torchrun(launcher), str(ROOT / "testing" / "scripts" / "lightning_module.py"), *flags(arguments)]
 
 
 def _axolotl(launcher: Path, folder: Path, arguments: Arguments) -> list[str]:
@@ -152,10 +152,10 @@ def _axolotl(launcher: Path, folder: Path, arguments: Arguments) -> list[str]:
     path.write_text(_yaml(theirs))
     # What "axolotl train" starts. On a CPU, Accelerate would believe that every rank is alone.
     program = ["-m", "testing.accelerate_cpu", "-m", "axolotl.cli.train", str(path)]
-    return [*_torchrun(launcher.with_name("python")), *program]
+    return [*torchrun(launcher.with_name("python")), *program]
 
 
-def _torchrun(python: Path) -> list[str]:
+def torchrun(python: Path) -> list[str]:
     return [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS)]
 
 
@@ -172,7 +172,7 @@ def _word(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _material(folder: Path) -> None:
+def write_material(folder: Path) -> None:
     """Writes models and data into ``folder``, under the relative names that the arguments have."""
     text, _ = make_material(folder)
     _save_llama(folder)

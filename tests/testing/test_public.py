@@ -14,6 +14,7 @@ from testing import SCRIPTS, in_host
 from testing.launching import ON_CPU, ROOT, run, torchrun
 from testing.public import __main__ as public
 from testing.public import stacks
+from testing.public.deepspeed_scripts import STAND_INS
 from testing.public.deepspeed_tests import Results, compare, results_in
 from testing.public.megatron_deepspeed import DOCUMENTS, TOKENS, VOCABULARY, write_text
 from testing.public.outcome import Case, Outcome, compared, markdown, outcomes, page_block, told_by, without_block
@@ -71,7 +72,7 @@ def test_without_trees_every_part_is_skipped_in_the_table(monkeypatch, capsys):
         monkeypatch.delenv(each.variable, raising=False)
     assert public.main([]) == 0
     rows = capsys.readouterr().out.splitlines()[2:]
-    assert len(rows) == len(public.PARTS) == 12
+    assert len(rows) == len(public.PARTS) == 14
     for row, (name, each) in zip(rows, public.PARTS.items(), strict=True):
         assert f"skipped: no tree; give --{name} or {each.variable}" in row
 
@@ -201,7 +202,7 @@ output.mkdir(parents=True)
 def program(monkeypatch, tmp_path):
     """Writes an environment with a program, which trains other losses with a block or the same, and returns how the
     first case of its stack ends."""
-    monkeypatch.setattr(stacks, "_material", lambda folder: None)
+    monkeypatch.setattr(stacks, "write_material", lambda folder: None)
 
     def end(differs, is_recorded):
         monkeypatch.setattr(stacks, "recorded", lambda folder: is_recorded)
@@ -323,13 +324,32 @@ def test_what_is_there_is_not_replaced(monkeypatch):
     assert finder.find_spec("json", None) is None
 
 
+@pytest.mark.parametrize(("by_batches", "found"), [(False, [2.0, 0.5, 3.0, 0.25]), (True, [7.0])])
+def test_losses_are_recorded_with_the_norms_of_steps_that_have_one(by_batches, found, monkeypatch, tmp_path):
+    monkeypatch.setenv(in_host.LOSSES, str(tmp_path))
+    norms = iter([None, 0.5, 0.25])
+    engine = SimpleNamespace(
+        global_rank=1,
+        backward=lambda loss: f"backward of {loss}",
+        step=lambda: "stepped",
+        train_batch=lambda: 7.0,
+        get_global_grad_norm=lambda: next(norms),
+    )
+    in_host._record(engine, by_batches)
+    assert engine.step() == "stepped" and engine.backward(2.0) == "backward of 2.0" and engine.train_batch() == 7.0
+    engine.step()
+    engine.backward(loss=3.0)
+    engine.step()
+    assert [float(line) for line in (tmp_path / "1").read_text().splitlines()] == found
+
+
 def test_the_stand_ins_are_ahead_of_what_is_installed():
     code = (
         "import torchvision, transformers; print(torchvision.__file__, len(torchvision.datasets.FakeData(3, (3,), 2)))"
     )
     words = [sys.executable, "-c", code]
-    out = run(words, 300, {"PYTHONPATH": f"{ROOT / 'testing' / 'stand_ins'}:{ROOT}"})
-    assert str(ROOT / "testing" / "stand_ins") in out and out.split()[-1] == "3"
+    out = run(words, 300, {"PYTHONPATH": f"{STAND_INS}:{ROOT}"})
+    assert str(STAND_INS) in out and out.split()[-1] == "3"
 
 
 def test_an_outcome_is_a_row():

@@ -11,6 +11,9 @@ from ds_lgamp.schedule.orders import default_placement
 from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.spec import ProgramSpec
 
+LATER = "given later"
+"""The name of an optimizer that the script gives by ``engine._configure_optimizer``."""
+
 
 @dataclass(frozen=True)
 class ChunkFacts:

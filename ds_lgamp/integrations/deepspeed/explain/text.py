@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from ds_lgamp.cost.activations import ActivationMemory
 from ds_lgamp.cost.assignment import Assignment, Demand, LinkKind
 from ds_lgamp.cost.offload import HostMemory
-from ds_lgamp.integrations.deepspeed.explain.facts import Explanation
+from ds_lgamp.integrations.deepspeed.explain.facts import LATER, Explanation
 from ds_lgamp.schedule.spec import ProgramSpec
 
 _BUS = 31.5e9
@@ -230,6 +230,11 @@ def _words(facts: Explanation) -> str:
         sentences.append("Layers of other pipeline ranks are taken as their specifications build them.")
     if any((rank.memory.host or rank.memory).optimizer_state is None for rank in facts.ranks):
         sentences.append("The optimizer's state is unknown and left out of the peak.")
+    if facts.optimizer == LATER:
+        sentences.append(
+            "deepspeed.initialize got no optimizer: it is taken to come by engine._configure_optimizer, for all "
+            "parameters that train now. An engine that only evaluates needs ds_lgamp.enabled false."
+        )
     return "\n".join(sentences)
 
 

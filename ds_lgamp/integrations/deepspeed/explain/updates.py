@@ -1,7 +1,7 @@
 """What is known of an optimizer before it takes a step: its state, its temporary memory, and what LAMB or Muon send."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -13,6 +13,7 @@ from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
     choice_of,
     counterpart,
 )
+from ds_lgamp.integrations.deepspeed.explain.facts import LATER
 from ds_lgamp.optimizers.lamb import Lamb
 from ds_lgamp.optimizers.muon import DEFAULTS, Muon, NewtonSchulz
 from ds_lgamp.partition.unit import parts_of
@@ -20,6 +21,12 @@ from ds_lgamp.partition.zero_partition import ZeroPartition
 
 _NORMS, _EXACT_NORMS = (2 * 8,), (2 * 8, 2 * 3 * 8)
 """Bytes of what LAMB adds up of each tensor, by collective: two squares or, to the bit, two maxima and six counts."""
+
+
+def comes_later(_parameters: Any) -> NoReturn:
+    """Stands for the function that makes an optimizer in explanations of a script that gives it later. Explanations
+    make no optimizer."""
+    raise AssertionError
 
 
 class UpdateTraffic(NamedTuple):
@@ -120,7 +127,7 @@ def update_of(optimizer: Any, config: Any) -> Update:
     if isinstance(optimizer, torch.optim.Optimizer):
         return Update(type(optimizer).__name__, type(optimizer), optimizer.param_groups)
     if optimizer is not None:
-        return Update("made by a function", None, [])
+        return Update(LATER if optimizer is comes_later else "made by a function", None, [])
     device = torch.device(get_accelerator().current_device_name())
     choice = choice_of(config, device)
     groups = [choice.options]

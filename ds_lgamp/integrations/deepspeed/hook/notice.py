@@ -1,7 +1,7 @@
-"""Notices a block: what every process that imports DeepSpeed gets, with a block or without.
+"""Notices a block: what every process that imports DeepSpeed or Accelerate gets, with a block or without.
 
-Three functions of DeepSpeed look for a block and then call stock's. Nothing else of DeepSpeed is replaced, and nothing
-more is imported, until ``deepspeed.initialize`` is called with an enabled block.
+Three functions of DeepSpeed and one of Accelerate look for a block beside calling stock's. Nothing else of these is
+replaced, and nothing more is imported, until ``deepspeed.initialize`` is called with an enabled block.
 """
 
 import atexit
@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ds_lgamp.autoload import CONFIG_FILE, VARIABLE
+from ds_lgamp.autoload import CONFIG_FILE, VARIABLE, watch_imports
 from ds_lgamp.integrations.hosts import replace_attribute
 
 METHOD = "_ds_lgamp_partition_method"
@@ -34,9 +34,11 @@ _initializing = False
 
 
 def imported(module: ModuleType) -> None:
-    """Replaces what looks for a block in ``module``, a module of DeepSpeed that was just imported."""
+    """Replaces what looks for a block in ``module``, a module of a host that was just imported."""
     if hasattr(module, "PipelineModule"):
         _replace(module.PipelineModule, "__init__", _constructor)
+    if hasattr(module, "AcceleratorState"):
+        _replace(module.AcceleratorState, "__init__", _constructor_of_states)
     if hasattr(module, "DeepSpeedEngine"):
         _replace(module.DeepSpeedEngine, "__init__", _constructor_of_engines)
         # The package still runs its import, which defines this function last.
@@ -44,9 +46,12 @@ def imported(module: ModuleType) -> None:
 
 
 def notice_blocks() -> None:
-    """Replaces what looks for a block in DeepSpeed, if its import did not do so."""
-    for name in ("deepspeed.runtime.engine", "deepspeed.runtime.pipe.module"):
-        imported(sys.modules[name])
+    """Replaces what looks for a block in the hosts that are imported, if their imports did not do so, and in others
+    once they are."""
+    watch_imports()
+    for name in ("deepspeed.runtime.engine", "deepspeed.runtime.pipe.module", "accelerate.state"):
+        if name in sys.modules:
+            imported(sys.modules[name])
 
 
 def notice_nothing() -> None:
@@ -125,6 +130,29 @@ def _refuse_block(engine: str, config: Any) -> None:
             f"a {engine} made without deepspeed.initialize would ignore the {BLOCK} block; call "
             f"deepspeed.initialize(model=..., config=...), or remove the block"
         )
+
+
+def _constructor_of_states(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """The constructor of Accelerate's state, which refuses a block if Accelerate sets its plugin for DeepSpeed
+    aside."""
+
+    def construct(self: Any, *positional: Any, **arguments: Any) -> None:
+        stock(self, *positional, **arguments)
+        plugins = signature(stock).bind(self, *positional, **arguments).arguments.get("deepspeed_plugin")
+        if plugins is None or self.distributed_type.value == "DEEPSPEED":
+            return
+        for plugin in plugins.values() if isinstance(plugins, dict) else [plugins]:
+            if asks_for_engine(with_environment(plugin.deepspeed_config)):
+                from ds_lgamp.config import BLOCK, ConfigError
+
+                raise ConfigError(
+                    f"Accelerate trains without DeepSpeed (its distributed_type is {self.distributed_type.value}) and "
+                    f"would ignore the {BLOCK} block; unset ACCELERATE_USE_CPU, call PartialState(cpu=True) ahead of "
+                    "the Accelerator in place of its cpu=True, make none without the plugin before it, or remove the "
+                    "block"
+                )
+
+    return construct
 
 
 def _constructor(stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.utils import groups as stock_groups
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.integrations.deepspeed.config.client_optimizer import as_groups
@@ -190,12 +191,18 @@ _IN_PLACE = {
 
 def refuse_other_parallelism(model: torch.nn.Module) -> None:
     """Raises ConfigError if another library has split ``model``, or is asked to split it or its data."""
-    if getattr(model, "_device_mesh", None) is not None:
-        raise ConfigError(
-            f"transformers has split the {type(model).__name__} by {_sizes(model)}, but a {BLOCK} block splits the "
-            f"whole model; load it without distributed_config, tp_plan and tp_size, and set {BLOCK}.pipeline_ranks and "
-            "the ZeRO stage"
-        )
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            raise ConfigError(
+                f"the {type(module.module).__name__} is inside DistributedDataParallel, but a {BLOCK} block reduces "
+                "gradients itself; pass the model without it to deepspeed.initialize"
+            )
+        if getattr(module, "_device_mesh", None) is not None and _distributed(module) is not None:
+            raise ConfigError(
+                f"transformers has split the {type(module).__name__} by {_sizes(module)}, but a {BLOCK} block splits "
+                f"the whole model; load it without distributed_config, tp_plan, tp_size and ep_size, and set "
+                f"{BLOCK}.pipeline_ranks and the ZeRO stage"
+            )
     split = next((name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)), None)
     if split is not None:
         raise ConfigError(
@@ -208,9 +215,14 @@ def refuse_other_parallelism(model: torch.nn.Module) -> None:
             raise ConfigError(f"ParallelismConfig has {size} {ranks}, but beside a {BLOCK} block {reason}")
 
 
+def _distributed(model: Any) -> Any:
+    """Returns transformers' DistributedConfig of ``model``; None if it has none."""
+    return getattr(getattr(model, "config", None), "distributed_config", None)
+
+
 def _sizes(model: Any) -> str:
     """Returns the sizes with which transformers has split ``model``."""
-    config = model.config.distributed_config
+    config = _distributed(model)
     names = ("tp_size", "ep_size", "fsdp_size", "dp_replicate_size", "pp_size")
     sizes = {name: getattr(config, name, None) or 1 for name in names}
     return "DistributedConfig with " + ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)

@@ -24,6 +24,9 @@ SHARED_KEYS = {
 }
 """Keys of the configuration file, each with the argument of Megatron-LM that must have the same value."""
 ACCUMULATION = "gradient_accumulation_steps"
+_STEPS = "step_batch_size_schedule"
+"""The argument with the sizes of batches that grow, of releases from 0.18 on. ``global_batch_size`` means nothing
+then."""
 PRECISIONS = ("bf16", "fp16")
 MEANINGLESS = ("resident_chunks", "defer_gathers", "asynchronous_save", "keep_last")
 """Keys of the block that have no effect, because Megatron-LM has its own way. ``resident_chunks`` has one at stages 2
@@ -177,6 +180,9 @@ def _refuse_another_stage(args: Namespace, job: Job) -> None:
 
 def _refuse_disagreement(args: Namespace, job: Job) -> None:
     """Raises ConfigError if a key and its flag have different values, once Megatron-LM has filled in its defaults."""
+    for key in ("train_batch_size", ACCUMULATION) if getattr(args, _STEPS, None) else ():
+        if job.others.get(key) not in (None, "auto"):
+            raise ConfigError(f"{key} is {job.others[key]!r}, but {option_of(_STEPS)} has several sizes; remove {key}")
     for key, name in SHARED_KEYS.items():
         value, flag = job.others.get(key), getattr(args, name)
         if value not in (None, "auto") and value != flag:
@@ -224,16 +230,27 @@ def _validate_one_rank(args: Namespace, cut_as: Cut, validate: Callable[[], Any]
 
 
 def _check_batches(args: Namespace, job: Job) -> None:
-    """Raises ConfigError if the schedule does not take the number of micro-batches of any batch, during a ramp-up
+    """Raises ConfigError if the schedule does not take the number of micro-batches of any batch, of those that grow,
     too."""
     ranks = args.pipeline_model_parallel_size
     placement = placement_of(args.virtual_pipeline_model_parallel_size or 1, ranks)
-    ramp = range(0)
-    if args.rampup_batch_size:
-        start, increment, _samples = map(int, args.rampup_batch_size)
-        ramp = range(start, args.global_batch_size, increment)
-    for batch in (*ramp, args.global_batch_size):
+    for batch in _batches(args):
         program_spec(job.settings, placement, _micro_batches(args, batch), job.zero_stage)
+
+
+def _batches(args: Namespace) -> list[int]:
+    """Returns the sizes of all batches."""
+    if steps := getattr(args, _STEPS, None):
+        from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
+
+        # Only rank 0 logs.
+        counts = args.micro_batch_size, args.data_parallel_size, False, 1
+        return [batch for _, batch in StepBatchsizeNumMicroBatchesCalculator(*counts, steps, args.seq_length).schedule]
+    # Releases that have steps ignore a ramp-up.
+    if hasattr(args, _STEPS) or not args.rampup_batch_size:
+        return [args.global_batch_size]
+    start, increment, _samples = map(int, args.rampup_batch_size)
+    return [*range(start, args.global_batch_size, increment), args.global_batch_size]
 
 
 def _micro_batches(args: Namespace, batch: int) -> int:

@@ -133,7 +133,8 @@ def check_training_seams() -> None:
         importlib.import_module("megatron.training.training")
     except ImportError as error:
         raise ConfigError(
-            f"megatron.training cannot be imported ({error}); run a script of Megatron-LM's tree; no package has it"
+            f"megatron.training cannot be imported ({error}); run a script of Megatron-LM's tree, or install "
+            "megatron-core 0.17 or newer, whose package has it"
         ) from None
     missing = missing_parameters(TRAINING_PARAMETERS, optional_rest=True)
     if resolve(BUILDERS) is not None:

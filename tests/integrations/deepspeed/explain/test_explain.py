@@ -35,6 +35,7 @@ UNUSUAL_CONFIG = {
     "optimizer": {"type": "Adam", "params": {"lr": 0.1, "torch_adam": True}},
     "ds_lgamp": {"layers_per_chunk": 1, "micro_batch_group": 2},
 }
+WITHOUT_OPTIMIZER = {key: value for key, value in UNUSUAL_CONFIG.items() if key != "optimizer"}
 MODEL_CONFIG = {**BATCH, "zero_optimization": {"stage": 3}, "ds_lgamp": {"pipeline_ranks": 2}}
 INSIDE_CONFIG = {**MODEL_CONFIG, "ds_lgamp": {"pipeline_ranks": 2, "model": "inside"}}
 BY_HAND_CONFIG = {**MODEL_CONFIG, "gradient_accumulation_steps": 2 * 4, "ds_lgamp": {}}
@@ -57,6 +58,8 @@ def explained(tmp_path_factory):
         "model": ["--ranks", "4", "--json", str(folder / "model.py"), json.dumps(MODEL_CONFIG), "as it is"],
         "by hand": ["--ranks", "4", "--json", str(folder / "model.py"), json.dumps(BY_HAND_CONFIG), "by hand"],
         "inside": ["--ranks", "4", str(folder / "model.py"), json.dumps(INSIDE_CONFIG), "inside"],
+        "late": ["--json", str(folder / "data.py"), json.dumps(WITHOUT_OPTIMIZER), "patient"],
+        "late in words": [str(folder / "data.py"), json.dumps(WITHOUT_OPTIMIZER), "patient"],
         "picky": [str(folder / "data.py"), json.dumps(UNUSUAL_CONFIG), "picky"],
         "text": ["--ranks", "2", *on_example(folder, "text", LAYERED), "--stages", "1"],
         "cluster": ["--ranks", "4", "--json", "--cluster", on_islands(folder), *on_example(folder, "cluster", LAYERED)],
@@ -333,6 +336,20 @@ def test_a_model_of_transformers_is_explained_as_a_pipeline_of_its_layers(explai
 
 def test_the_model_inside_another_is_explained_with_all_its_outputs(explained):
     assert "8 micro-batches forward call by call, 2 in each" in explained["inside"].output
+
+
+def test_an_optimizer_that_comes_later_is_all_that_is_unknown(explained):
+    late, named = facts_of(explained["late"]), facts_of(explained["data"])
+    assert (late.pop("optimizer"), named.pop("optimizer")) == ("given later", "AdamW")
+    for rank in late["ranks"]:
+        assert rank["memory"]["optimizer_state"] is None and rank["memory"]["weights"] > 0
+    for rank in (*late["ranks"], *named["ranks"]):
+        for unknown in ("optimizer_state", "update", "peak"):
+            rank["memory"].pop(unknown)
+    assert late == named
+    words = explained["late in words"].output
+    assert "optimizer given later" in words and "The optimizer's state is unknown and left out of the peak." in words
+    assert "deepspeed.initialize got no optimizer: it is taken to come by engine._configure_optimizer, for all" in words
 
 
 def test_without_activations_the_explanation_says_why(explained):

@@ -162,6 +162,61 @@ def test_the_partition_method_of_a_subclass_is_remembered():
     assert run_on_ranks(1, method_of_subclasses) == ["type:Linear"]
 
 
+def made_accelerators(config, block_of_environment):
+    """Returns what each way to set DeepSpeed aside says; None if it says nothing."""
+    prepare()
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.state import AcceleratorState
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    def make(**arguments):
+        Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), **arguments)
+
+    def train():
+        os.environ["ACCELERATE_USE_CPU"] = "1"
+        model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=32))
+        Trainer(model, TrainingArguments("unused", deepspeed=config, report_to="none"))
+
+    os.environ[autoload.VARIABLE] = block_of_environment
+    ways = {
+        "an argument": lambda: make(cpu=True),
+        "several plugins": lambda: Accelerator(
+            deepspeed_plugins={name: DeepSpeedPlugin(hf_ds_config=config) for name in ("a", "b")}, cpu=True
+        ),
+        "an Accelerator ahead": lambda: (Accelerator(cpu=True), make()),
+        "the Trainer": train,
+        "nothing": make,
+    }
+    said = {}
+    for name, way in ways.items():
+        AcceleratorState._reset_state(reset_partial_state=True)
+        for variable in ("ACCELERATE_USE_CPU", "ACCELERATE_USE_DEEPSPEED"):
+            os.environ.pop(variable, None)
+        try:
+            way()
+            said[name] = None
+        except ConfigError as refused:
+            said[name] = str(refused)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("block", "block_of_environment", "is_refused"),
+    [({}, "", True), (None, "{}", True), ({"enabled": False}, "", False), (None, "", False)],
+    ids=["of the configuration", "of the environment", "disabled", "none"],
+)
+def test_a_block_is_refused_where_accelerate_sets_deepspeed_aside(block, block_of_environment, is_refused):
+    config = {"train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": 2}}
+    config |= {} if block is None else {"ds_lgamp": block}
+    (said,) = run_on_ranks(1, made_accelerators, config, block_of_environment)
+    assert said.pop("nothing") is None
+    for sentence in said.values():
+        assert (sentence is not None) == is_refused, said
+        if is_refused:
+            assert re.match(r"Accelerate trains without DeepSpeed \(its distributed_type is (NO|MULTI_CPU)\)", sentence)
+            assert "would ignore the ds_lgamp block; unset ACCELERATE_USE_CPU, call PartialState(cpu=True)" in sentence
+
+
 @pytest.fixture
 def environment(tmp_path):
     """The environment of processes in which torch finds the entry point of this package, as after its installation."""
@@ -184,6 +239,20 @@ def test_a_process_without_hosts_imports_nothing_more(environment):
     assert run_python(code, environment).stdout.split() == ["ds_lgamp", "ds_lgamp.autoload", "ds_lgamp.version"]
     off = run_python(code, {**environment, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
     assert off.returncode == 0 and off.stdout.split() == []
+
+
+INSTALLS_ITSELF = """
+import ds_lgamp
+ds_lgamp.install()
+from accelerate import Accelerator, DeepSpeedPlugin
+config = {"train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": 2}, "ds_lgamp": {}}
+Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), cpu=True)
+"""
+
+
+def test_hosts_are_waited_for_where_torch_calls_nobody(environment):
+    done = run_python(INSTALLS_ITSELF, {**environment, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
+    assert done.returncode == 1 and "ConfigError: Accelerate trains without DeepSpeed (its " in done.stderr
 
 
 TRAINS = """

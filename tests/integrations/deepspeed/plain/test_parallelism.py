@@ -1,5 +1,6 @@
 """Other ways to split a model or its data beside a block: refused by name, or without effect."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DeepSpeedPlugin, ParallelismConfig, PartialState
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
 
 import ds_lgamp
@@ -20,12 +24,18 @@ from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.plain.training import configuration, initialize
 
 VOCABULARY, LENGTH, RATE = 64, 16, 0.5
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
 
 
 def make_model() -> Any:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes, num_attention_heads=4))
+    return LlamaForCausalLM(LlamaConfig(**SIZES))
 
 
 def rows() -> torch.Tensor:
@@ -46,28 +56,70 @@ def sharded(model: Any) -> Any:
     return fully_shard(model)
 
 
+def parallelized(model: Any) -> Any:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.model.layers:
+        parallelize_module(layer.mlp, mesh, {"gate_proj": ColwiseParallel(), "down_proj": RowwiseParallel()})
+    return model
+
+
+def make_experts() -> Any:
+    sizes = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **sizes, num_key_value_heads=2, head_dim=8))
+
+
+class Around(torch.nn.Module):
+    """Holds a model, as policies and Lightning's modules do."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **arguments: Any) -> Any:
+        return self.model(**arguments)
+
+
+def loaded(folder: str, **sizes: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(**sizes))
+
+
+SPLIT: dict[str, Any] = {
+    "tp_size 2": lambda folder: loaded(f"{folder}/dense", tp_size=2),
+    "tp_size 2 by a plan": lambda folder: loaded(f"{folder}/dense", tp_size=2, tp_plan="auto"),
+    "fsdp_size 2": lambda folder: loaded(f"{folder}/dense", fsdp_size=2),
+    "dp_replicate_size 2": lambda folder: loaded(f"{folder}/dense", dp_replicate_size=2),
+    "pp_size 2": lambda folder: loaded(f"{folder}/dense", pp_size=2),
+    "pp_size 2 inside": lambda folder: Around(loaded(f"{folder}/dense", pp_size=2)),
+    "tp_size 2, ep_size 2": lambda folder: loaded(f"{folder}/experts", tp_size=2, ep_size=2),
+    "ep_size 2, fsdp_size 2": lambda folder: loaded(f"{folder}/experts", fsdp_size=2, ep_size=2),
+}
+"""Makes models that transformers has split, by what the refusal names."""
+DTENSORS: dict[str, Any] = {
+    "fully_shard": lambda: sharded(make_model()),
+    "parallelize_module": lambda: parallelized(make_model()),
+    "parallelize_module inside": lambda: Around(parallelized(make_model())),
+}
+
+
 def give_split_models(folder: str) -> dict[str, str]:
     ds_lgamp.install()
     prepare_rank()
-    errors = {}
-    for name, sizes in {
-        "tp": {"tp_size": 2},
-        "plan": {"tp_size": 2, "tp_plan": "auto"},
-        "fsdp": {"fsdp_size": 2},
-    }.items():
-        model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(**sizes))
-        errors[name] = refused(lambda model=model: initialize(model, configuration(2, {"pipeline_ranks": 2})))
-    errors["fully_shard"] = refused(lambda: initialize(sharded(make_model()), configuration(2, {"pipeline_ranks": 2})))
-    return errors
+    models = {name: partial(make, folder) for name, make in SPLIT.items()}
+    models |= {**DTENSORS, "DDP": lambda: DistributedDataParallel(make_model())}
+    config = configuration(2, {"pipeline_ranks": 2})
+    return {name: refused(partial(initialize, make(), config)) for name, make in models.items()}
 
 
 def test_models_that_are_split_already_are_refused_on_every_rank(tmp_path: Path):
-    make_model().save_pretrained(tmp_path)
+    make_model().save_pretrained(tmp_path / "dense")
+    make_experts().save_pretrained(tmp_path / "experts")
     for errors in run_on_ranks(2, give_split_models, str(tmp_path)):
-        assert "transformers has split the LlamaForCausalLM by DistributedConfig with tp_size 2, but" in errors["tp"]
-        assert "by DistributedConfig with tp_size 2, but a ds_lgamp block splits the whole model" in errors["plan"]
-        assert "by DistributedConfig with fsdp_size 2, but" in errors["fsdp"]
-        assert "is a DTensor, but a ds_lgamp block splits plain tensors; leave out" in errors["fully_shard"]
+        for name in SPLIT:
+            sizes = name.removesuffix(" inside").removesuffix(" by a plan")
+            assert f"ForCausalLM by DistributedConfig with {sizes}, but a ds_lgamp block splits the wh" in errors[name]
+        for name in DTENSORS:
+            assert "is a DTensor, but a ds_lgamp block splits plain tensors; leave out" in errors[name]
+        assert errors["DDP"].startswith("the LlamaForCausalLM is inside DistributedDataParallel, but a ds_lgamp block ")
 
 
 def give_a_mesh(config: dict[str, Any]) -> str:

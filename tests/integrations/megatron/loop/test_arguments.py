@@ -5,6 +5,7 @@ import json
 from argparse import Namespace
 
 import pytest
+from megatron.core import num_microbatches_calculator
 
 from ds_lgamp.config import ConfigError, LgampConfig, read_block
 from ds_lgamp.integrations.megatron.loop.arguments import check_file, validate_with_block
@@ -230,6 +231,31 @@ REFUSED = [
 def test_what_cannot_work_is_refused(config, block, given, words):
     with pytest.raises(ConfigError, match=words):
         validated(flags(**given), {**config, "ds_lgamp": block})
+
+
+needs_steps = pytest.mark.skipif(
+    not hasattr(num_microbatches_calculator, "StepBatchsizeNumMicroBatchesCalculator"),
+    reason="Megatron-core has --step-batch-size-schedule from 0.18 on",
+)
+STEPS = {"step_batch_size_schedule": "0:16,1K:32", "global_batch_size": 4, "seq_length": 32}
+"""Megatron-LM sets the size of a batch to that of a micro-batch on every rank if there is a schedule of sizes."""
+
+
+@needs_steps
+def test_batches_that_grow_by_steps_are_those_that_count():
+    validated(flags(**STEPS), {"ds_lgamp": {"schedule": "interleaved_1f1b"}, "train_batch_size": "auto"})
+    ignored = {"step_batch_size_schedule": None, "rampup_batch_size": ["8", "4", "100"]}
+    validated(flags(**ignored), {"ds_lgamp": {"schedule": "interleaved_1f1b"}})
+    odd = {**STEPS, "step_batch_size_schedule": "0:16,1K:20"}
+    with pytest.raises(ConfigError, match="but a batch has 5 .gradient_accumulation_steps, or Megatron-LM's"):
+        validated(flags(**odd), {"ds_lgamp": {"schedule": "interleaved_1f1b"}})
+
+
+@needs_steps
+@pytest.mark.parametrize("key", ["train_batch_size", "gradient_accumulation_steps"])
+def test_batches_that_grow_have_no_size_in_the_file(key):
+    with pytest.raises(ConfigError, match=f"{key} is 4, but --step-batch-size-schedule has several sizes; remove"):
+        validated(flags(**STEPS), {"ds_lgamp": {}, key: 4})
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,14 @@ from testing import ROOT
 from testing.pretraining import (
     EVALUATED_EVERY,
     ITERATIONS,
+    MODEL,
     PLACES,
     STOCK_CHUNKS,
     after_the_checkpoint,
     assert_close,
     block_flag,
     go_back,
+    has_flag,
     megatron_tree,
     pretrain,
     pretrain_with_block,
@@ -122,6 +124,29 @@ def test_a_run_with_a_block_resumes_to_the_bit(with_block, saved_with_block, tmp
 def test_iterations_may_be_skipped(start, tmp_path):
     flags = f"{start} --iterations-to-skip 2 5"
     assert_close(pretrain_with_block("P1 x N4", flags, tmp_path), pretrain(1, flags))
+
+
+def skip_without(flag):
+    if not has_flag(flag):
+        pytest.skip(f"the tree's release has no {flag}")
+
+
+@pytest.mark.parametrize("place", ["P1 x N4", "P2 x W2"])
+def test_evaluations_may_have_batches_of_other_sizes(place, start, tmp_path):
+    skip_without("--eval-micro-batch-size")
+    flags = f"{start} --eval-micro-batch-size 1 --eval-global-batch-size 6"
+    assert_close(pretrain_with_block(place, flags, tmp_path), pretrain(1, flags))
+
+
+@pytest.mark.parametrize(("place", "data_ranks"), [("P2 x N4", 1), ("P2 x W2", 2)])
+def test_batches_may_grow_by_steps(place, data_ranks, start, tmp_path):
+    """The learning rate depends on the number of data-parallel ranks then."""
+    skip_without("--step-batch-size-schedule")
+    ranks, own = PLACES[place]
+    flags, model = f"{start} --step-batch-size-schedule 0:8,1K:16", MODEL.partition("--global-batch-size")[0]
+    block = block_flag(own, tmp_path, schedule="interleaved_1f1b")
+    ours = pretrain(ranks, f"{flags} {own} {block}", "-m ds_lgamp run", model=model)
+    assert_close(ours, pretrain(data_ranks, flags, model=model))
 
 
 def test_a_trace_has_the_numbers_of_the_log(start, tmp_path):

@@ -14,6 +14,7 @@ from testing.pretraining import (
     PIPELINE,
     assert_close,
     block_flag,
+    has_flag,
     megatron_tree,
     pretrain,
 )
@@ -46,8 +47,12 @@ RUNS = {
     "Mamba, P2": ("pretrain_mamba.py", 2, 0, PIPELINE, 1),
     "Mamba, W2 at stage 1": ("pretrain_mamba.py", 2, 1, DISTRIBUTED_OPTIMIZER, 1),
     "Mamba, P2 x W2 at stage 3": ("pretrain_mamba.py", 4, 3, PIPELINE, 1),
+    "Mamba, P1 x N2": ("pretrain_mamba.py", 1, 0, "", 2),
+    "Mamba, P2 x N2": ("pretrain_mamba.py", 2, 0, PIPELINE, 2),
 }
 """Script, ranks, stage, flags, and chunks per rank."""
+CUTS_MAMBA = "--hybrid-layer-pattern"
+"""A flag of the releases whose MambaModel has chunks, from 0.17 on."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -103,12 +108,16 @@ def data_of(script, corpus):
 
 
 def of(script):
+    if script != "pretrain_mamba.py" and not has_flag("--legacy-tokenizer"):
+        pytest.skip("from release 0.17 on, stock BERT draws other words in every process, and T5 has no special tokens")
     return {"script": script, "model": SCRIPTS[script]}
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_other_models_train_with_a_block_as_without(stock, name, tmp_path):
     script, ranks, stage, flags, chunks = RUNS[name]
+    if script == "pretrain_mamba.py" and chunks > 1 and not has_flag(CUTS_MAMBA):
+        pytest.skip("the MambaModel of the tree's release has no chunks")
     start, losses = stock(script)
     block = block_flag(flags, tmp_path, stage, chunks_per_rank=chunks)
     ours = pretrain(ranks, f"{start} {flags} {block}", "-m ds_lgamp run", **of(script))
@@ -124,6 +133,8 @@ def test_other_models_train_with_a_block_as_without(stock, name, tmp_path):
     ],
 )
 def test_models_without_chunks_are_refused_with_a_way_out(corpus, script, ranks, flags, words, tmp_path):
+    if script == "pretrain_mamba.py" and has_flag(CUTS_MAMBA):
+        pytest.skip("the MambaModel of the tree's release has chunks")
+    model, block = of(script), block_flag("", tmp_path, chunks_per_rank=2)
     with pytest.raises(AssertionError, match=f"ds_lgamp: .*{words}"):
-        block = block_flag("", tmp_path, chunks_per_rank=2)
-        pretrain(ranks, f"{data_of(script, corpus)} {flags} {block}", "-m ds_lgamp run", **of(script))
+        pretrain(ranks, f"{data_of(script, corpus)} {flags} {block}", "-m ds_lgamp run", **model)

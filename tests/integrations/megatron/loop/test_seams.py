@@ -64,6 +64,6 @@ def test_without_the_tree_it_is_said(monkeypatch):
     # Packages of releases from 0.17 on have it.
     monkeypatch.setitem(sys.modules, "megatron.training.training", None)
     with pytest.raises(
-        ConfigError, match="megatron.training cannot be imported .*; run a script of Megatron-LM's tree"
+        ConfigError, match="megatron.training cannot be imported .*; run a script of Megatron-LM's tree, or install meg"
     ):
         check_training_seams()

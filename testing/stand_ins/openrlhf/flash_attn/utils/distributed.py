@@ -1,0 +1,3 @@
+"""A name that nobody calls here."""
+
+all_gather = None
