@@ -28,6 +28,8 @@ class UnitParameter(NamedTuple):
     """The dimension along which each tensor-parallel rank has a slice; None if each rank has the whole parameter."""
     partial_gradient: bool = False
     """Whether each tensor-parallel rank computes a part of the gradient, as under sequence parallelism."""
+    sharing: dist.ProcessGroup | None = None
+    """The data-parallel ranks that have it, if it is an expert's; None if all do."""
     name_in_model: str | None = None
     """Its name in the model of the script; None if that is the global one."""
 

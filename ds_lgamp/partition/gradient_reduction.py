@@ -43,14 +43,14 @@ class GradientReduction:
         self._storage = storage
         self._master_dtype = master_dtype
         self._tie_group = tie_group
-        self._ranks = policy.data_group.size()
+        self._ranks, self._mean_ranks = policy.data_group.size(), policy.mean_ranks
         self._group, self._nodes = policy.gather_group, policy.nodes
         self._partitioned, self._hosted = policy.partitioned, policy.host is not None
         self._in_rank_order = policy.in_rank_order
         self._dtype = policy.gradient_dtype or storage.flat.dtype
         self._communication_dtype = policy.communication_dtype or self._dtype
         # Sums of fp16 numbers leave its range soon.
-        self._averages_first = self._communication_dtype == torch.float16 and self._ranks > 1
+        self._averages_first = self._communication_dtype == torch.float16 and self._mean_ranks > 1
         self.users = 1
         """How many chunks of this rank use the unit."""
         self._users_done = 0
@@ -118,7 +118,7 @@ class GradientReduction:
         gradient = self._gradient
         assert gradient is not None, "a unit is reduced after its gradient accumulated"
         if self._averages_first:
-            gradient.div_(self._ranks)
+            gradient.div_(self._mean_ranks)
         if self._partitioned:
             # In another dtype a copy travels, and the accumulated gradient is freed.
             gradient = self._gradient = in_pool(gradient.device, partial(gradient.to, self._communication_dtype))
@@ -174,8 +174,8 @@ class GradientReduction:
         the dtype of the master weights."""
         assert self.shard_gradient is not None, "every unit is reduced before the step"
         gradient = self.shard_gradient = self.shard_gradient.to(self._master_dtype)
-        if self._ranks > 1 and not self._averages_first:
-            gradient.div_(self._ranks)
+        if self._mean_ranks > 1 and not self._averages_first:
+            gradient.div_(self._mean_ranks)
         if self._tie_group is not None:
             sum_in_rank_order(gradient, self._tie_group)
         self.is_final = True

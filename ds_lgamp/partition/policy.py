@@ -41,6 +41,8 @@ class ZeroPolicy(NamedTuple):
     """The groups of hierarchical shards; None without them."""
     host: Host | None = None
     """What the host does for the units, at stages 1 to 3; None if everything stays on the device."""
+    averaged_ranks: int | None = None
+    """Over how many ranks gradients are means; None is the number of data-parallel ranks."""
 
     def of_chunk(self, chunk: int) -> "ZeroPolicy":
         """Returns the policy of the units that ``chunk`` alone uses."""
@@ -50,6 +52,16 @@ class ZeroPolicy(NamedTuple):
     def of_tied(self) -> "ZeroPolicy":
         """Returns the policy of the units of tied modules."""
         return self._replace(host=None) if self.host is not None and self.host.on_device else self
+
+    def of_experts(self, sharing: dist.ProcessGroup) -> "ZeroPolicy":
+        """Returns the policy of a unit of experts that only the ranks in ``sharing`` have. Each of them has computed
+        with the tokens of several ranks, so that gradients are means over all."""
+        return self._replace(data_group=sharing, averaged_ranks=self.mean_ranks)
+
+    @property
+    def mean_ranks(self) -> int:
+        """Over how many ranks gradients are means."""
+        return self.averaged_ranks or self.data_group.size()
 
     @property
     def gather_group(self) -> dist.ProcessGroup:

@@ -261,6 +261,21 @@ class ZeroPartition:
                 unit.storage.drop(block)
 
 
+def _kinds(
+    name: str, parameters: Sequence[UnitParameter]
+) -> Iterator[tuple[str, dist.ProcessGroup | None, list[UnitParameter]]]:
+    """Yields the name of every unit of ``parameters``, the ranks that have it if not all do, and its parameters."""
+    groups = dict.fromkeys([None, *(entry.sharing for entry in parameters)])
+    for number, sharing in enumerate(groups):
+        of = name if sharing is None else f"{name} experts{'' if number == 1 else f' {number}'}"
+        for kind, trains in ((of, True), (f"{of} frozen", False)):
+            members = [
+                entry for entry in parameters if entry.sharing is sharing and entry.parameter.requires_grad == trains
+            ]
+            if members:
+                yield kind, sharing, members
+
+
 def build_partition(
     chunk_parameters: Mapping[int, Sequence[UnitParameter]],
     tied: Sequence[TiedParameters],
@@ -269,7 +284,8 @@ def build_partition(
     materialise: Callable[[Sequence[UnitParameter]], Sequence[UnitParameter]] | None = None,
 ) -> ZeroPartition:
     """Builds one unit for every chunk's own parameters and one for every tied module, which moves beside the chunks
-    that use it. Frozen parameters of a chunk or of a tied module have a unit of their own.
+    that use it. Frozen parameters of a chunk or of a tied module have a unit of their own, and so have experts that not
+    all data-parallel ranks have.
 
     Args:
         chunk_parameters: the own parameters of every chunk of this rank.
@@ -288,11 +304,10 @@ def build_partition(
         tie_group: dist.ProcessGroup | None = None,
     ) -> list[Unit]:
         made = parameters if materialise is None else materialise(parameters)
-        kinds = (
-            (name, [entry for entry in made if entry.parameter.requires_grad]),
-            (f"{name} frozen", [entry for entry in made if not entry.parameter.requires_grad]),
-        )
-        units = [Unit(kind, members, policy, tied, tie_group) for kind, members in kinds if members]
+        units = [
+            Unit(kind, members, policy if sharing is None else policy.of_experts(sharing), tied, tie_group)
+            for kind, sharing, members in _kinds(name, made)
+        ]
         if materialise is not None:
             for unit in units:
                 unit.storage.release()

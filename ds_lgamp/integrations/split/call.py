@@ -49,6 +49,8 @@ class BlockArguments(NamedTuple):
     """In which it calls the block; None until a dry run finds it."""
     attributes: Mapping[Attribute, Any] = MappingProxyType({})
     """The attributes of the block that it has set."""
+    records: bool = False
+    """Whether the forward records by-products of the block."""
     in_tuple: bool = False
     """Whether the block gets hidden states and positional arguments in one tuple, as layers of a pipeline do."""
 
@@ -83,6 +85,10 @@ class Survey(NamedTuple):
     """All other parts, by name."""
     other_outputs: tuple[bool, ...] | None
     """Which of what a block returns besides hidden states are tensors; None if it returns no tuple."""
+    byproduct_places: tuple[int, ...]
+    """Where blocks return what the code after them computes with, besides hidden states."""
+    byproducts: list[list[Tensor]]
+    """What stood for the by-products of every block: those at these places, then recorded ones."""
     tensor_attributes: list[Attribute]
     """The attributes of blocks that they set to tensors which depend on parameters."""
     travels_to_blocks: frozenset[Result]

@@ -6,7 +6,7 @@ states. A stand-in for a module before the blocks, such as the embedding, return
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from copy import copy
 from functools import partial
 from itertools import starmap
@@ -18,8 +18,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
+from ds_lgamp.integrations.split.byproducts import Byproducts
 from ds_lgamp.integrations.split.call import Autocast, BlockArguments, Call, Calls, DryRun, Needs, Survey
-from ds_lgamp.integrations.split.outputs import LossGraph, lacking_outputs, without
+from ds_lgamp.integrations.split.outputs import LossGraph, Reduced, lacking_outputs, without
 from ds_lgamp.integrations.split.parts import Attribute, Original, Part, Result, Sides, place_of
 from ds_lgamp.integrations.split.stand_ins import (
     NONE,
@@ -57,8 +58,8 @@ class SplitForward:
         self.original, self.loss_in = original, loss_in
         self.blocks = list(blocks.named.values())
         self.sides = sides = Sides.of(model, shown.before, shown.after, shown.reads_after)
-        self._other_outputs = shown.other_outputs
-        self._forward = ForwardWithoutBlocks(original, sides, shown.other_outputs)
+        self._other_outputs, self._byproducts = shown.other_outputs, Byproducts(original, shown)
+        self._forward = ForwardWithoutBlocks(original, sides, shown)
         self.attributes, self.own_state = self._forward.attributes, self._forward.own_state
         self._watched: set[Any] = set()
         """Of which calls the attributes of all blocks have been watched."""
@@ -116,14 +117,15 @@ class SplitForward:
         """
         needs = self.needs_of(calls.current)
         places = needs.places[index]
-        outputs, travels = dict(zip(places, others)), others[len(places) :]
+        outputs, others = dict(zip(places, others)), others[len(places) :]
+        travels, carried = others[: len(needs.travels)], others[len(needs.travels) :]
         hidden, arguments = self._input(index, calls, hidden, travels)
         if outputs:
             arguments = tree_map_only(Placeholder, lambda stand_in: outputs[stand_in.place], arguments)
         assert arguments.autocast is not None, "found with the arguments"
         given = [(each, copy(each)) for each in arguments.values if isinstance(each, MutableSequence | MutableMapping)]
         self.attributes.set(index, arguments.attributes)
-        with arguments.autocast.entered():
+        with arguments.autocast.entered(), self._byproducts.recording(arguments.records) as recorded:
             result = self.blocks[index](*arguments.after(hidden), **arguments.named)
         if not all(starmap(holds_the_same, given)):
             raise ConfigError(
@@ -136,12 +138,13 @@ class SplitForward:
         if (
             isinstance(result, tuple) != (self._other_outputs is not None)
             or len(results) != 1 + len(self._other_outputs or ())
-            or not all(isinstance(results[1 + place], Tensor) for place in following)
+            or not all(isinstance(results[1 + place], Tensor) for place in (*following, *self._byproducts.places))
         ):
             raise ConfigError(
                 f"block {index} of the model returned other things than block 0; remove the {BLOCK} block"
             )
-        return results[0], [*(results[1 + place] for place in following), *travels]
+        carried = self._byproducts.after_block(index, calls.current, carried, results, recorded)
+        return results[0], [*(results[1 + place] for place in following), *travels, *carried]
 
     def _input(
         self, index: int, calls: Calls, hidden: Tensor, travels: Sequence[Tensor]
@@ -230,18 +233,24 @@ class SplitForward:
 
     def _complete(self, index: int, hidden: Tensor, arguments: BlockArguments) -> BlockArguments:
         """Adds to the arguments of a block the autocast and the attributes that hold now."""
-        return arguments._replace(autocast=Autocast.on(hidden.device.type), attributes=self.attributes.of(index))
+        return arguments._replace(
+            autocast=Autocast.on(hidden.device.type),
+            attributes=self.attributes.of(index),
+            records=self._byproducts.records(),
+        )
 
-    def finish(self, call: Call, hidden: Tensor, travels: Sequence[Tensor] = ()) -> Any:
-        """Returns the model's output, from the hidden states that the last block returned, and what ``travels`` with
-        them."""
+    def finish(self, call: Call, hidden: Tensor, others: Sequence[Tensor] = ()) -> Any:
+        """Returns the model's output, from the hidden states that the last block returned, and the ``others`` that
+        travel with them."""
+        number = len(self.needs_of(call).travels) if others else 0
+        travels, carried = others[:number], others[number:]
         given = self.given(call, travels) if travels else NONE
         checks = call.checks_graph(call.signature not in self._loss_graph.checked) and torch.is_grad_enabled()
         # Before the forward, which may change them in place.
-        inputs = [get_gradient_edge(each).node for each in (hidden, *travels) if each.requires_grad] if checks else []
+        inputs = [get_gradient_edge(each).node for each in (hidden, *others) if each.requires_grad] if checks else []
         leaves = self.parts_before.no_leaves() if checks else None
         with self.parts_before.absent(call.shapes, given, leaves):
-            output = self.output(call, lambda: hidden, leaves)
+            output = self.output(call, lambda: hidden, leaves, carried)
         if leaves is not None:
             roots = output if self.loss_in is None else self.loss_in(output)
             self._loss_graph.check(call.signature, roots, inputs, leaves)
@@ -249,7 +258,7 @@ class SplitForward:
             return output
         kind = call.signature, call.needs
         if kind not in self._lacking:
-            run = partial(self._output_again, call, hidden, given)
+            run = partial(self._output_again, call, hidden, carried, given)
             self._lacking[kind] = lacking_outputs(tree_leaves(output), self.parts_before.no_leaves(), run)
         return without(output, self._lacking[kind]) if self._lacking[kind] else output
 
@@ -258,20 +267,32 @@ class SplitForward:
         self,
         call: Call,
         hidden: Tensor,
+        carried: Sequence[Tensor],
         travels: Mapping[Result, Tensor],
         given: Mapping[Result, Tensor],
         leaves: Leaves | None,
     ) -> tuple[Any, Results]:
         """Returns the model's output once more, and all results: the ``given`` ones, and zeros for the rest. With
         ``leaves``, what is absent depends on them."""
-        copies = tree_map_only(Tensor, Tensor.clone, (call.positional, call.named, hidden, {**given, **travels}))
-        positional, named, hidden, known = copies
+        values = call.positional, call.named, hidden, [*carried], {**given, **travels}
+        positional, named, hidden, carried, known = tree_map_only(Tensor, Tensor.clone, values)
         with self.original.undisturbed(), self.parts_before.absent(call.shapes, known, leaves) as results:
-            return self.output(call.with_arguments(positional, named), lambda: hidden, leaves), results
+            return self.output(call.with_arguments(positional, named), lambda: hidden, leaves, carried), results
 
-    def output(self, call: Call, returned: Callable[[], Tensor], leaves: Leaves | None = None) -> Any:
-        """Returns the model's output, from the hidden states that are ``returned`` for the last block. With ``leaves``,
-        what depends on the hidden states after other blocks depends on a leaf that is entered there."""
+    def output(
+        self,
+        call: Call,
+        returned: Callable[[], Tensor],
+        leaves: Leaves | None = None,
+        carried: Sequence[Tensor] | None = None,
+    ) -> Any:
+        """Returns the model's output.
+
+        Args:
+            returned: returns the hidden states after the last block.
+            leaves: if given, what depends on hidden states after other blocks depends on a leaf that is entered here.
+            carried: the by-products of blocks; by default such numbers as those of the small call.
+        """
         last = len(self.blocks) - 1
 
         def visit(index: int, hidden: Tensor, _: BlockArguments) -> Tensor:
@@ -286,8 +307,12 @@ class SplitForward:
         sets = self.original.model.training
         attributes = ((vars(module), name, absent) for module, name, absent in self._tensor_attributes)
         absent = [each for each in attributes if sets or each[1] in each[0]]
-        with replacing(absent), unchanged_tensors((call.positional, call.named)):
-            return self._forward.run(call, visit)
+        with ExitStack() as stack:
+            stack.enter_context(replacing(absent))
+            stack.enter_context(unchanged_tensors((call.positional, call.named)))
+            stack.enter_context(self._byproducts.at_end(call, carried))
+            output = self._forward.run(call, visit, self._byproducts.of_block)
+        return tree_map_only(Placeholder, lambda _: Reduced(), output) if carried else output
 
     def _absent(self, path: str, part: Part) -> AbsentModule | AbsentTensor:
         refuse = partial(self._refuse_absent, path)

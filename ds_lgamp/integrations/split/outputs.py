@@ -55,6 +55,18 @@ class NotComputed(NotReturned):
         )
 
 
+class Reduced(NotReturned):
+    """Stands in for a by-product of a block of which only a sum has reached the last layer."""
+
+    @staticmethod
+    def _refusal() -> MissingOutput:
+        return MissingOutput(
+            f"with a {BLOCK} block router_logits stay on the ranks of their blocks in training, because the model's "
+            "loss needs sums of them only; read aux_loss, or read them in evaluation, or set router_aux_loss_coef to 0 "
+            "in the model's config if the script computes that loss"
+        )
+
+
 Run = Callable[[Mapping[Result, Tensor], Leaves | None], tuple[Any, Results]]
 """Computes the output once more, with the results that are given. With lists for leaves, what the last layer lacks
 depends on them. Returns all results, too."""

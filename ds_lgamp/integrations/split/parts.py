@@ -2,11 +2,11 @@
 no block."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain, groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.runtime.recompute import RandomSource, undisturbed
@@ -35,7 +35,7 @@ class Blocks(NamedTuple):
         """The first block of every kind. Blocks of one kind have modules of the same classes under the same names."""
         kinds: dict[Any, nn.Module] = {}
         for block in self.named.values():
-            kinds.setdefault(tuple((path, type(module)) for path, module in block.named_modules()), block)
+            kinds.setdefault(kind_of(block), block)
         return [*kinds.values()]
 
     @property
@@ -43,6 +43,11 @@ class Blocks(NamedTuple):
         """The names of the modules that contain the list, outermost first. The first one is the model, ""."""
         parts = self.path.split(".")
         return [".".join(parts[:depth]) for depth in range(len(parts))]
+
+
+def kind_of(block: nn.Module) -> Any:
+    """Returns what blocks of one kind have in common."""
+    return tuple((path, type(module)) for path, module in block.named_modules())
 
 
 INSIDE = "_ds_lgamp_inside"
@@ -131,6 +136,64 @@ def _elements(*modules: nn.Module) -> int:
     return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
 
 
+class Recorder(Protocol):
+    """Where a host collects by-products of blocks while a model runs, as transformers does by hooks."""
+
+    def learning(self) -> AbstractContextManager[None]:
+        """Finds out, from the forwards that run inside, what the loss needs of by-products."""
+        ...
+
+    def records(self) -> bool:
+        """Whether the forward that runs collects any."""
+        ...
+
+    def recording(self) -> AbstractContextManager[list[Tensor]]:
+        """Yields the list of those of a block that runs inside."""
+        ...
+
+    def give(self, made: list[Tensor]) -> None:
+        """Gives the forward that runs those of a block."""
+        ...
+
+    def reduces(self, arguments: Any) -> bool:
+        """Whether the loss of a call with these arguments needs less than all by-products."""
+        ...
+
+    def reduced(self, arguments: Any, carried: Sequence[Tensor], made: list[Tensor]) -> list[Tensor]:
+        """Returns what it needs of those of all blocks up to one.
+
+        Args:
+            carried: what it needs of those before.
+            made: those of the block.
+        """
+        ...
+
+    def needing_only(self, arguments: Any, carried: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """Lets the code after the blocks compute with what was ``carried`` inside."""
+        ...
+
+
+class NoRecorder:
+    """The recorder of a model of which nothing is collected."""
+
+    def learning(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def records(self) -> bool:
+        return False
+
+    def recording(self) -> AbstractContextManager[list[Tensor]]:
+        return nullcontext([])
+
+    def reduces(self, arguments: Any) -> bool:
+        return False
+
+    def _never(self, *_: Any) -> NoReturn:
+        raise AssertionError("nothing is collected")
+
+    give = reduced = needing_only = _never
+
+
 class Original(NamedTuple):
     """A model that becomes layers."""
 
@@ -140,6 +203,7 @@ class Original(NamedTuple):
     """Generators that the model may draw from."""
     settings: LgampConfig
     """The block."""
+    recorder: Recorder = NoRecorder()
 
     @property
     def only_loss(self) -> bool:

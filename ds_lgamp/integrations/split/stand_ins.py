@@ -148,6 +148,20 @@ class Placeholder(Tensor):
         raise PlaceholderUsed
 
 
+_NO_BLOCK = -2
+
+
+class Unknown(Placeholder):
+    """Stands in for a by-product of a block where blocks do not compute. What is computed with it belongs to none."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, positional: Any = (), named: Any = None) -> Any:
+        if function.__name__ == "__get__":
+            # Of an attribute such as the device.
+            return super().__torch_function__(function, types, positional, named)
+        return cls.of(_NO_BLOCK, 0)
+
+
 @contextmanager
 def replacing(stand_ins: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
     """Runs stand-ins inside the block, each given with the dictionary of a module and its name there, which may be

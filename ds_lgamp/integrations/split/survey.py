@@ -1,8 +1,8 @@
 """Finds out, by one small forward of the model, which of its modules run before the blocks and which after them."""
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import count
 from typing import Any
@@ -20,35 +20,41 @@ from ds_lgamp.integrations.split.parts import (
     Attribute,
     Original,
     Result,
+    kind_of,
     parameters_of,
     parts_of,
     place_of,
 )
 from ds_lgamp.integrations.split.stand_ins import BlockStandIn, Placeholder, PlaceholderUsed, replacing, watch_calls
 from ds_lgamp.integrations.split.state import Buffers
-from ds_lgamp.integrations.split.travelling import Uses, reached
+from ds_lgamp.integrations.split.travelling import Uses, numbers_like, reached
 from ds_lgamp.integrations.split.trial_arguments import in_words
 
 
 def survey(original: Original, dummy: Arguments) -> Survey:
     """Runs the model's forward on ``dummy`` arguments, with the first block of every kind only, and returns what it
     showed. Raises ConfigError if the model cannot be split at its blocks."""
+    device = next(original.model.parameters()).device
+    dummy = tree_map_only(Tensor, lambda tensor: tensor.to(device), dummy)
+    try:
+        return _walked(_Walk(original), dummy)
+    except PlaceholderUsed:
+        # Blocks return what others need, or what the code after them does.
+        return _walked(_Walk(original, has_byproducts=True), dummy)
+
+
+def _walked(walk: "_Walk", dummy: Arguments) -> Survey:
+    """Runs the forward, and returns what it showed."""
+    original, (positional, named) = walk.original, dummy
     model = original.model
-    walk = _Walk(original)
     walk.check_parameters()
-    device = next(model.parameters()).device
-    positional, named = tree_map_only(Tensor, lambda tensor: tensor.to(device), dummy)
     with original.undisturbed(), walk.watching():
         try:
             output = run_uncompiled(model, *positional, **named)
             register_dataclasses(output)
             walk.check_output(output)
-        except ConfigError:
+        except (ConfigError, PlaceholderUsed):
             raise
-        except PlaceholderUsed:
-            raise walk.refusal(
-                "its forward computes with what a block returned besides hidden states, or checkpoints it"
-            ) from None
         except Exception as error:
             raise ConfigError(
                 f"{type(model).__name__} cannot be split at its blocks '{original.blocks.path}': its forward failed "
@@ -56,15 +62,20 @@ def survey(original: Original, dummy: Arguments) -> Survey:
                 f"{BLOCK}.dummy_inputs to arguments that it takes, or {BLOCK}.model to the model inside that has the "
                 "blocks, unless these change the shape of hidden states, which no split model may"
             ) from error
-    return walk.result((positional, named), output)
+    return walk.result(dummy, output)
 
 
 class _Walk:
-    """Watches one forward."""
+    """Watches one forward.
 
-    def __init__(self, original: Original) -> None:
+    Args:
+        original: the model.
+        has_byproducts: whether the code after the blocks computes with what they return besides hidden states.
+    """
+
+    def __init__(self, original: Original, has_byproducts: bool = False) -> None:
         model, blocks = original.model, original.blocks
-        self._original, self._model = original, model
+        self.original, self._model, self._has_byproducts = original, model, has_byproducts
         self._blocks, self._kinds = [*blocks.named.values()], blocks.kinds
         self._parts = dict(parts_of(model, blocks))
         self._owners: dict[int, list[str]] = {}
@@ -119,6 +130,14 @@ class _Walk:
         self._attributes = SetAttributes(self._blocks)
         self._tensor_attributes: list[Attribute] = []
         self._other_outputs: tuple[bool, ...] | None = None
+        self._returns: dict[int, Tensor] = {}
+        """What the first block returns besides hidden states, by place."""
+        self._recorded: dict[Any, list[Tensor]] = {}
+        """What is recorded of blocks, by kind."""
+        self._byproducts: list[list[Tensor]] = []
+        """What stood for those of every block that ran."""
+        self._made: list[Mapping[int, Tensor]] = []
+        """What the forward got for the by-products that each returned, by place."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -126,7 +145,7 @@ class _Walk:
             for buffers in self._buffers.values():
                 stack.enter_context(buffers.restored())
             training = [each for part in self._without_parameters.values() for each in part.modules()]
-            stack.enter_context(self._original.evaluating(training))
+            stack.enter_context(self.original.evaluating(training))
             for path, part in self._parts.items():
                 if isinstance(part, nn.Parameter):
                     # Whatever depends on a frozen one must be seen, too.
@@ -134,7 +153,7 @@ class _Walk:
                     part.requires_grad_()
                     continue
                 watch_calls(part, partial(self._starts, path), partial(self._ends, path), stack)
-            blocks = self._original.blocks
+            blocks = self.original.blocks
             stand_ins = [
                 (*place_of(blocks.container, name), BlockStandIn(block, index, self._attributes, self._visit))
                 for index, (name, block) in enumerate(blocks.named.items())
@@ -163,6 +182,8 @@ class _Walk:
             before=[path for path in before if path not in free],
             after=[path for path in self._parts if path not in before and path not in free],
             other_outputs=self._other_outputs,
+            byproduct_places=(*self._returns,) if self._has_byproducts else (),
+            byproducts=self._byproducts,
             tensor_attributes=self._tensor_attributes,
             travels_to_blocks=frozenset(each for each in self._travels_to_blocks if each.path not in free),
             travels_to_loss=frozenset(each for each in self._travels_to_loss if each.path not in free),
@@ -175,7 +196,7 @@ class _Walk:
 
     def _precedes_blocks(self, path: str) -> bool:
         """Whether the model has a part before its blocks, such as the encoder of images that text does not need."""
-        blocks = self._original.blocks
+        blocks = self.original.blocks
         names = [name for name, _ in self._model.named_modules(remove_duplicate=False)]
         return path not in names or names.index(path) < names.index(f"{blocks.path}.{next(iter(blocks.named))}")
 
@@ -194,7 +215,7 @@ class _Walk:
         results, leaves = reached(outputs, self._results)
         self._travels_to_output |= results
         # Frozen blocks may run without gradients.
-        if self._original.only_loss and self._hidden.requires_grad:
+        if self.original.only_loss and self._hidden.requires_grad:
             results, leaves = reached([leaf for leaf in outputs if _depends(leaf, self._hidden)], self._results)
         if any(leaf is inside for leaf in leaves for inside in self._inside):
             raise self.refusal(_BESIDE)
@@ -280,7 +301,7 @@ class _Walk:
         block = self._blocks[index]
         if self._has_returned:
             raise ConfigError(
-                f"{type(self._model).__name__} checkpoints its blocks '{self._original.blocks.path}' together with "
+                f"{type(self._model).__name__} checkpoints its blocks '{self.original.blocks.path}' together with "
                 "other code, so that its backward would call them again; take the checkpoints out of the forward, "
                 f"because {BLOCK}.recompute decides what is computed again"
             )
@@ -301,21 +322,45 @@ class _Walk:
         # Forwards may change it in place, which is forbidden with a leaf.
         self._hidden = hidden = self._returned[-1].clone()
         self._version = hidden._version
+        returned = self._others_of(index)
         if self._other_outputs is None:
             return hidden
-        places = enumerate(self._other_outputs)
-        return hidden, *(Placeholder.of(self._visits - 1, place) if tensor else None for place, tensor in places)
+        return hidden, *map(returned.get, range(len(self._other_outputs)))
+
+    def _others_of(self, index: int) -> Mapping[int, Tensor]:
+        """Returns what the forward gets of a block besides hidden states, by place. The recorder gets the rest."""
+        recorded = self._recorded.get(kind_of(self._blocks[index]), []) if self._records() else []
+        shown = [*(self._returns.values() if self._has_byproducts else ()), *recorded]
+        self._byproducts.append([tensor.detach() for tensor in shown])
+        made = [*map(_tracked_like, shown)]
+        if self._records():
+            self.original.recorder.give(made[len(made) - len(recorded) :])
+        if self._has_byproducts:
+            self._made.append(dict(zip(self._returns, made)))
+            return self._made[-1]
+        return {place: Placeholder.of(index, place) for place in self._returns}
+
+    def _records(self) -> bool:
+        """Whether the forward records by-products of blocks."""
+        return self.original.recorder.records()
+
+    def _recording(self) -> AbstractContextManager[list[Tensor]]:
+        return self.original.recorder.recording() if self._records() else nullcontext([])
 
     def _run(self, block: nn.Module, hidden: Any, others: BlockArguments) -> None:
         """Runs a block, which shows what it returns, and which attributes it sets."""
         self._inside += block.parameters()
         named = {name: self._entering(value) for name, value in others.named.items()}
         run = partial(block, *map(self._entering, others.after(hidden)), **named)
-        self._tensor_attributes += tensors_set_in_training(block, run)
+        with self._recording():
+            self._tensor_attributes += tensors_set_in_training(block, run)
+        if self._visits == 0 or self._records():
+            with self._recording() as self._recorded[kind_of(block)]:
+                result = run()
         if self._visits == 0:
-            result = run()
             if isinstance(result, tuple):
-                self._other_outputs = tuple(isinstance(each, Tensor) for each in result[1:])
+                self._returns = {place: each for place, each in enumerate(result[1:]) if isinstance(each, Tensor)}
+                self._other_outputs = tuple(place in self._returns for place in range(len(result) - 1))
                 result = result[0]
             if not isinstance(result, Tensor) or not isinstance(hidden, Tensor) or result.shape != hidden.shape:
                 raise self.refusal("its blocks return something else than tensors of the shape that they get")
@@ -339,10 +384,12 @@ class _Walk:
         for leaf in leaves:
             self._uses(leaf)
         if any(isinstance(leaf, Placeholder) and leaf.block != self._visits - 1 for leaf in leaves):
-            raise self.refusal("a block gets what another one returned than the one right before it")
-        results, foreign = reached(
-            [leaf for leaf in leaves if type(leaf) is not Placeholder and leaf.requires_grad], self._results
-        )
+            raise self.refusal(_EARLIER)
+        own = [*self._made[-1].values()] if self._made else []
+        if any(leaf is made for returned in self._made[:-1] for made in returned.values() for leaf in leaves):
+            raise self.refusal(_EARLIER)
+        given = [leaf for leaf in leaves if not isinstance(leaf, Placeholder) and all(leaf is not each for each in own)]
+        results, foreign = reached([leaf for leaf in given if leaf.requires_grad], self._results)
         if self._are_foreign(foreign):
             raise self.refusal("its blocks get another tensor that depends on parameters, besides hidden states")
         self._anywhere |= {result.path for result in results} & self._changing
@@ -372,18 +419,19 @@ class _Walk:
         parts = [block, *(self._parts[path] for path in self._before)]
         if not torch.is_grad_enabled() and not self._trained.isdisjoint(map(id, parameters_of(parts))):
             raise ConfigError(
-                f"{type(self._model).__name__} calls its blocks '{self._original.blocks.path}' without gradients, but "
+                f"{type(self._model).__name__} calls its blocks '{self.original.blocks.path}' without gradients, but "
                 f"with a {BLOCK} block they would train; freeze the parameters of all that runs under torch.no_grad(), "
                 "and take reentrant checkpointing out of the forward"
             )
 
     def refusal(self, reason: str) -> ConfigError:
         return ConfigError(
-            f"{type(self._model).__name__} cannot be split at its blocks '{self._original.blocks.path}': {reason}; "
+            f"{type(self._model).__name__} cannot be split at its blocks '{self.original.blocks.path}': {reason}; "
             f"remove the {BLOCK} block, write the model as a PipelineModule, or name another list in {BLOCK}.blocks"
         )
 
 
+_EARLIER = "a block gets what another one returned than the one right before it"
 _BESIDE = (
     "its output depends on what a block computes, but not through what the block returns: it comes by a list, a global "
     "variable, a hook or an attribute, which stay on the rank of the block"
@@ -393,3 +441,10 @@ _BESIDE = (
 def _depends(output: Tensor, hidden: Tensor) -> bool:
     (gradient,) = torch.autograd.grad(output.sum(), hidden, retain_graph=True, allow_unused=True)
     return gradient is not None
+
+
+def _tracked_like(like: Tensor) -> Tensor:
+    """Returns numbers of the shape of a tensor, which autograd follows. Forwards may change them in place."""
+    if not like.is_floating_point():
+        return like.clone()
+    return numbers_like(like.detach()).requires_grad_().clone()

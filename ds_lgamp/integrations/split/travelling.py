@@ -203,7 +203,7 @@ def uses(run: DryRun, results: Mapping[Result, Tensor]) -> set[Result]:
         return set()
     given = (*run.entries.values(), *_others(run))
     tensors = [
-        each for each in given if isinstance(each, Tensor) and type(each) is not Placeholder and each.requires_grad
+        each for each in given if isinstance(each, Tensor) and not isinstance(each, Placeholder) and each.requires_grad
     ]
     return reached(tensors, results.items())[0] if tensors else set()
 

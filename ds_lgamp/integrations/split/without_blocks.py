@@ -1,20 +1,21 @@
 """Runs a model's own forward with something else in place of its blocks."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.attributes import OwnState, SetAttributes
-from ds_lgamp.integrations.split.call import BlockArguments, Call, run_uncompiled
+from ds_lgamp.integrations.split.call import BlockArguments, Call, Survey, run_uncompiled
 from ds_lgamp.integrations.split.parts import Original, Sides, place_of
 from ds_lgamp.integrations.split.stand_ins import (
     BlockStandIn,
     Placeholder,
     PlaceholderUsed,
+    Unknown,
     Visit,
     replacing,
 )
@@ -36,12 +37,12 @@ class ForwardWithoutBlocks:
     Args:
         original: the model.
         sides: its other parts.
-        other_outputs: which of what a block returns besides hidden states are tensors; None if it returns no tuple.
+        shown: what a small call of the model showed.
     """
 
-    def __init__(self, original: Original, sides: Sides, other_outputs: tuple[bool, ...] | None) -> None:
+    def __init__(self, original: Original, sides: Sides, shown: Survey) -> None:
         model, blocks = original.model, original.blocks
-        self._model, self._other_outputs = model, other_outputs
+        self._model, self._other_outputs = model, shown.other_outputs
         self.attributes = SetAttributes([*blocks.named.values()])
         self.own_state = OwnState(sides.own_modules(original))
         self._of_layers = {id(module) for module in model.modules()} - {id(each) for each in self.own_state.modules}
@@ -52,35 +53,38 @@ class ForwardWithoutBlocks:
         # The forward of its engine calls the engine.
         self._stand_ins.append((vars(model), "forward", model.forward))
         self._placeholders = [
-            [Placeholder.of(index, place) if is_tensor else None for place, is_tensor in enumerate(other_outputs or ())]
+            {
+                place: (Unknown if place in shown.byproduct_places else Placeholder).of(index, place)
+                for place, is_tensor in enumerate(shown.other_outputs or ())
+                if is_tensor
+            }
             for index in range(len(blocks.named))
         ]
         """What stands in for tensors that blocks return besides hidden states, up to the last block."""
         # Their code runs several times for every micro-batch.
         self._buffers = Buffers((path, model.get_submodule(path)) for path in blocks.chain)
         self._visit: Callable[[int, Tensor, BlockArguments], Any] = _not_running
-        self._returns_placeholders = False
+        self._others: Callable[[int], Mapping[int, Any]] = _not_running
         self.visits = 0
         """How many calls of blocks the forward that runs has made."""
 
-    def run(self, call: Call, visit: Visit, returns_placeholders: bool = False) -> Any:
+    def run(self, call: Call, visit: Visit, others: Callable[[int], Mapping[int, Any]]) -> Any:
         """Runs the forward for a call. Returns the model's output.
 
         Args:
             visit: called in place of every block.
-            returns_placeholders: whether the forward gets placeholders where blocks return tensors besides hidden
-                states.
+            others: returns what the forward gets of a block besides hidden states, by place.
 
         Raises ConfigError if the forward does what it may not do several times for a micro-batch.
         """
-        with self._visiting(visit, returns_placeholders), self.own_state.counted_once(call):
+        with self._visiting(visit, others), self.own_state.counted_once(call):
             return run_uncompiled(self._model, *call.positional, **call.named)
 
     def run_until_stop(self, call: Call, visit: Visit) -> None:
         """Runs the forward until ``visit`` raises :class:`Stop`."""
         with unchanged_tensors((call.positional, call.named)):
             try:
-                self.run(call, visit, returns_placeholders=True)
+                self.run(call, visit, self._placeholders.__getitem__)
             except Stop:
                 return
             except PlaceholderUsed:
@@ -88,9 +92,9 @@ class ForwardWithoutBlocks:
         raise ConfigError(SKIPPED)
 
     @contextmanager
-    def _visiting(self, visit: Visit, returns_placeholders: bool) -> Iterator[None]:
+    def _visiting(self, visit: Visit, others: Callable[[int], Mapping[int, Any]]) -> Iterator[None]:
         """Runs the stand-ins of blocks inside the block, where the model has its own forward."""
-        self._visit, self.visits, self._returns_placeholders = visit, 0, returns_placeholders
+        self._visit, self.visits, self._others = visit, 0, others
         # It sees all modules, also modules that a forward makes.
         registration = register_module_module_registration_hook(self._refuse_module)
         try:
@@ -98,18 +102,17 @@ class ForwardWithoutBlocks:
                 yield
         finally:
             registration.remove()
-            self._visit = _not_running
+            self._visit = self._others = _not_running
 
     def _visit_block(self, index: int, hidden: Tensor, arguments: BlockArguments) -> Any:
         """Returns what the forward gets in place of the result of block ``index``."""
         if self.visits < len(self._placeholders) and index != self.visits:
             raise ConfigError(SKIPPED)
         self.visits += 1
-        hidden = self._visit(index, hidden, arguments)
+        hidden, others = self._visit(index, hidden, arguments), self._others(index)
         if self._other_outputs is None:
             return hidden
-        others = self._placeholders[index] if self._returns_placeholders else [None] * len(self._other_outputs)
-        return (hidden, *others)
+        return hidden, *map(others.get, range(len(self._other_outputs)))
 
     @contextmanager
     def _unchanged_buffers(self) -> Iterator[None]:
@@ -139,5 +142,5 @@ _USES_PLACEHOLDER = (
 )
 
 
-def _not_running(index: int, hidden: Tensor, arguments: BlockArguments) -> Tensor:
+def _not_running(*_: Any) -> NoReturn:
     raise RuntimeError("the stand-in for a block is called outside of a forward")

@@ -12,21 +12,24 @@ from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.integrations.split.call import Arguments
 from ds_lgamp.integrations.split.layers import SplitLayers
 from ds_lgamp.integrations.split.outputs import NotInTraining
-from ds_lgamp.integrations.split.parts import Original, find_blocks, model_of
+from ds_lgamp.integrations.split.parts import NoRecorder, Original, find_blocks, model_of
 from ds_lgamp.integrations.split.state import untouched
 from ds_lgamp.integrations.split.survey import survey
 from ds_lgamp.integrations.split.trial_arguments import given_inputs
 from ds_lgamp.integrations.transformers.models import (
+    ROUTERS,
     ForwardSettings,
     OwnCheckpointing,
     attending_anywhere,
     inputs_of,
     planned_names,
+    records_routers,
     refuse_arguments,
     refuse_model,
     whole_to_layers,
     without_cache,
 )
+from ds_lgamp.integrations.transformers.routers import RouterLogits
 from ds_lgamp.runtime.recompute import RandomSource
 
 
@@ -48,11 +51,13 @@ class ModelLayers(SplitLayers):
         self._checkpointing.switch_off()
         self._without_cache = without_cache(model)
         self._names = list(signature(model.forward).parameters)
+        self._config, self._records_routers = model_of(model).config, records_routers(model_of(model).config)
         given = settings.dummy_inputs
         dummy = inputs_of(model_of(model)) if given is None else given_inputs(given)
         blocks = find_blocks(model, settings.blocks, planned_names(model))
-        original = Original(model, blocks, random_sources, settings)
-        with untouched(model) as before, attending_anywhere(model_of(model)), whole_to_layers():
+        recorder = RouterLogits(model) if self._records_routers else NoRecorder()
+        original = Original(model, blocks, random_sources, settings, recorder)
+        with untouched(model) as before, attending_anywhere(model_of(model)), whole_to_layers(), recorder.learning():
             shown = survey(original, ((), {**dummy, **self._without_cache}))
             super().__init__(original, shown, _loss_in if original.only_loss else None, before)
 
@@ -60,7 +65,13 @@ class ModelLayers(SplitLayers):
         """Returns the arguments for a call of the model without a cache of keys and values. Raises ConfigError for
         arguments that a split model cannot take."""
         self._checkpointing.switch_off()
-        refuse_arguments({**dict(zip(self._names, positional)), **named})
+        given = {**dict(zip(self._names, positional)), **named}
+        refuse_arguments(given)
+        if not self._records_routers and (given.get(ROUTERS) or records_routers(self._config)):
+            raise ConfigError(
+                f"{ROUTERS} is on, but was off in the model's config when the engine was made, which decides what "
+                f"layers pass on with a {BLOCK} block; set it there before deepspeed.initialize"
+            )
         return positional, {**named, **self._without_cache}
 
     @staticmethod

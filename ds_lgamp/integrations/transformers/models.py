@@ -54,10 +54,11 @@ def inputs_of(model: Any) -> Mapping[str, Tensor]:
     return {name: value[None] for name, value in rows.items()}
 
 
+ROUTERS = "output_router_logits"
+"""The switch for the logits of routers, which a split model can return."""
 _COLLECTED = {
     "output_hidden_states": "the hidden states of every block",
     "output_attentions": "the attention weights of every block",
-    "output_router_logits": "the router logits of every block, which its auxiliary loss needs,",
 }
 """Switches of transformers, and what they make the model return. It stays on the ranks of the blocks."""
 _CACHES = ("cache", "past_key_values", "cache_params")
@@ -84,6 +85,11 @@ def refuse_model(model: Any, has_inputs: bool) -> None:
                 raise ConfigError(f"{key} of {name}'s config is {value}; with a {BLOCK} block, set it to 0")
         if getattr(config, "return_dict", True) is False:
             raise ConfigError(_tuple(f"return_dict of {name}'s config"))
+
+
+def records_routers(config: Any) -> bool:
+    """Whether a model's configuration asks for the logits of routers."""
+    return any(getattr(each, ROUTERS, False) for each in _configs(config))
 
 
 def refuse_arguments(arguments: Mapping[str, Any]) -> None:

@@ -241,6 +241,45 @@ class SequentialGpt(nn.Module):
         return cross_entropy(given, labels)
 
 
+class Experts(Attention):
+    """A block with experts, of which each token chooses one. Returns the logits of its router, too, and their mean
+    square logarithm."""
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__(causal)
+        self.router = nn.Linear(WIDTH, 5)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(5))
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        hidden = super().forward(hidden)
+        logits = self.router(hidden)
+        weights, chosen = logits.softmax(-1).max(-1)
+        made = torch.zeros_like(hidden)
+        for number, expert in enumerate(self.experts):
+            # Some get no tokens.
+            if (own := chosen == number).any():
+                made[own] = weights[own, None] * expert(hidden[own])
+        return hidden + made, logits, logits.logsumexp(-1).square().mean()
+
+
+class ExpertsGpt(Gpt):
+    """Its loss balances experts, over the tokens of all blocks, and keeps the logits of routers small."""
+
+    def __init__(self) -> None:
+        super().__init__(Experts)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        hidden, routers, penalty = self.embedding(tokens), [], torch.zeros(())
+        for block in self.blocks:
+            hidden, logits, square = block(hidden)
+            routers.append(logits)
+            penalty = penalty + square
+        probabilities = torch.cat(routers).softmax(-1).flatten(0, 1)
+        shares = functional.one_hot(probabilities.argmax(-1), 5).float().mean(0)
+        balance = (shares * probabilities.mean(0)).sum()
+        return cross_entropy(self.head(hidden), labels) + 0.5 * balance + 0.1 * penalty
+
+
 MODELS = {
     "a tied GPT": TiedGpt,
     "a GPT with positions": PositionsGpt,
@@ -248,6 +287,7 @@ MODELS = {
     "a GPT that mixes": MixingGpt,
     "a GPT with a shared table": SharedTableGpt,
     "a GPT in a sequence": SequentialGpt,
+    "a GPT with experts": ExpertsGpt,
     "a classifier": Classifier,
 }
 

@@ -35,6 +35,8 @@ ARCHITECTURES = {
     "MPT": ("MptConfig", CAUSAL),
     "Mixtral": ("MixtralConfig", CAUSAL),
     "Qwen3-MoE": ("Qwen3MoeConfig", CAUSAL),
+    "GPT-OSS": ("GptOssConfig", CAUSAL),
+    "DeepSeek-V3": ("DeepseekV3Config", CAUSAL),
 }
 """By name: the configuration, and the class that makes a model with a head."""
 
@@ -49,6 +51,8 @@ PLANNED = (
     "Starcoder2 VaultGemma"
 ).split()
 """Architectures of causal language models with a pipeline plan, without the ending Config."""
+BALANCED = {f"{name} with balance": name for name in ("Mixtral", "Qwen3-MoE", "GPT-OSS")}
+"""Models whose loss balances experts, with the names of their architectures."""
 DRAWN = [f"{name}Config" for name in random.Random(4).sample(PLANNED, 4)]
 
 
@@ -79,6 +83,8 @@ def make(name: str, head: str | None = None, **settings: Any) -> Any:
     if name == "Llama with LoRA":
         settings = peft.LoraConfig(r=2, init_lora_weights=False, modules_to_save=["lm_head"])
         return peft.get_peft_model(make("Llama"), settings)
+    if name in BALANCED:
+        return make(BALANCED[name], output_router_logits=True, router_aux_loss_coef=0.5, **settings)
     if name == "GPT-2 with dropout":
         return make("GPT-2", resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
     if name == "Llama with a functional head":

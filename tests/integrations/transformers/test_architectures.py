@@ -76,7 +76,6 @@ REFUSED_MODELS = {
         "ViTForImageClassification takes pixel_values; set ds_lgamp.dummy_inputs to small arguments that it takes",
     ),
     "layerdrop": ("OPTConfig", None, {"layerdrop": 0.1}, "layerdrop of OPTForCausalLM's config is 0.1; .* set it to 0"),
-    "router logits": ("MixtralConfig", None, {"output_router_logits": True}, "output_router_logits of Mixtral"),
     "hidden states": ("GPT2Config", None, {"output_hidden_states": True}, "output_hidden_states of GPT2"),
     "tuples": ("GPT2Config", None, {"return_dict": False}, "return_dict of GPT2LMHeadModel's config is False"),
     "one block many times": (
@@ -162,11 +161,13 @@ def passing_to_the_last(model, hidden, arguments):
     return hidden
 
 
-def touching_more(model, hidden, arguments):
-    """Computes with what a block returns besides hidden states."""
+def counting_later(model, hidden, arguments):
+    """Gives blocks what the block before the one before them returns besides hidden states."""
+    extras = [None, None]
     for layer in model.layers:
-        hidden, extra = layer(hidden, **arguments)
-    return hidden + extra.mean()
+        hidden, extra = layer(hidden, extra=extras[-2], **arguments)
+        extras.append(extra)
+    return hidden + torch.stack(extras[2:]).mean()
 
 
 def skipping_one(model, hidden, arguments):
@@ -177,7 +178,7 @@ def skipping_one(model, hidden, arguments):
 
 ODD = {
     passing_to_the_last: (True, "a block gets what another one returned than the one right before it"),
-    touching_more: (True, "its forward computes with what a block returned besides hidden states"),
+    counting_later: (True, "a block gets what another one returned than the one right before it"),
     skipping_one: (False, "its forward called 3 of 4 blocks"),
 }
 
@@ -207,6 +208,32 @@ def passing_the_embedding(model, hidden, arguments):
     return hidden
 
 
+def touching_the_last(model, hidden, arguments):
+    """Computes with what the last block returns besides hidden states."""
+    for layer in model.layers:
+        hidden, extra = layer(hidden, **arguments)
+    return hidden + extra.mean()
+
+
+def adding_up(model, hidden, arguments):
+    """Computes between blocks with what they return besides hidden states."""
+    total = 0
+    for layer in model.layers:
+        hidden, extra = layer(hidden, **arguments)
+        total = total + extra.square().mean()
+    return hidden * total
+
+
+def collecting(model, hidden, arguments):
+    """Computes after the blocks with all that they return besides hidden states, and gives each that of the one before
+    it."""
+    extras = [None]
+    for layer in model.layers:
+        hidden, extra = layer(hidden, extra=extras[-1], **arguments)
+        extras.append(extra)
+    return hidden + torch.stack(extras[1:]).softmax(0)[0, ..., None]
+
+
 def passing_more_on(model, hidden, arguments):
     """Passes what a block returns besides hidden states to the next one."""
     extra = None
@@ -215,11 +242,18 @@ def passing_more_on(model, hidden, arguments):
     return hidden
 
 
-@pytest.mark.parametrize(("walk", "returns_more"), [(passing_the_embedding, False), (passing_more_on, True)])
-def test_blocks_may_get_more_than_hidden_states(walk, returns_more):
-    """What is computed before them, and what the block right before returns."""
-    model, batch = with_walk(walk, returns_more), {"input_ids": micro_batch(0, 0, 0)["input_ids"]}
-    assert_same(whole(model, batch), in_layers(model, batch))
+@pytest.mark.parametrize(
+    "walk",
+    [passing_the_embedding, passing_more_on, touching_the_last, adding_up, collecting],
+    ids=lambda walk: walk.__name__,
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_blocks_and_what_follows_them_may_get_more_than_hidden_states(walk, ranks):
+    """What is computed before the blocks, and what blocks return."""
+    model = with_walk(walk, returns_more=walk is not passing_the_embedding)
+    batch = {"input_ids": micro_batch(0, 0, 0)["input_ids"]}
+    assert_same(whole(model, batch), in_layers(model, batch, pipeline_ranks=ranks))
+    assert_equal(model.eval()(**batch, **without_cache(model)), evaluated(layers_of(model), batch))
 
 
 def with_walk(walk, returns_more):

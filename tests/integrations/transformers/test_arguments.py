@@ -83,7 +83,7 @@ def test_a_forward_that_is_recomputed_leaves_blocks_what_they_got_first():
 REFUSED = {
     "output_hidden_states": (True, "the argument output_hidden_states is on"),
     "output_attentions": (True, "the argument output_attentions is on"),
-    "output_router_logits": (True, "the argument output_router_logits is on"),
+    "output_router_logits": (True, "output_router_logits is on, but was off in the model's config"),
     **{name: (((),), f"^{name} is given, .* leave it out") for name in ("past_key_values", "cache", "cache_params")},
     "return_dict": (False, "the argument return_dict is False"),
     "inputs_embeds": (torch.zeros(2, LENGTH, 32, requires_grad=True), "inputs_embeds requires gradients"),
@@ -94,13 +94,13 @@ REFUSED = {
 def test_an_argument_that_a_split_model_cannot_take_is_refused_by_name(name):
     value, sentence = REFUSED[name]
     with pytest.raises(ConfigError, match=sentence):
-        layers_of(make("Llama")).arguments((), {**micro_batch(0, 0, 0), name: value})
+        layers_of(make("Mixtral")).arguments((), {**micro_batch(0, 0, 0), name: value})
 
 
 def test_positional_arguments_are_known_by_name():
     ids, mask = (micro_batch(0, 0, 0)[name] for name in ("input_ids", "attention_mask"))
     with pytest.raises(ConfigError, match="^(past_key_values|cache) is given"):
-        layers_of(make("Llama")).arguments((ids, mask, None, ((),)), {})
+        layers_of(make("Mixtral")).arguments((ids, mask, None, ((),)), {})
 
 
 HEADS = {

@@ -16,11 +16,11 @@ from ds_lgamp.checkpoint.names import Share, name_of_first
 from ds_lgamp.checkpoint.schema import COUNTERS, PULLED
 from ds_lgamp.checkpoint.values import UnsupportedValue, encode, name_of_dtype
 from ds_lgamp.integrations.deepspeed.config.precision import parameter_dtype, scaler_state
+from ds_lgamp.integrations.deepspeed.model.experts import divided, whole_names
 from ds_lgamp.integrations.deepspeed.model.module import (
     PlacedModule,
     built_layers,
     empty_extra_states,
-    global_names,
     layer_types,
     persistent_buffers,
     shown_name,
@@ -107,13 +107,14 @@ def describe_parameters(run: Run, exclude_frozen: bool = False) -> dict[str, dic
         if unit.trains or not exclude_frozen
         for part in parts_of(unit)
     }
-    return {name: infos[name] for name, _ in global_names(run.lgamp.placed) if name in infos}
+    return {name: infos[name] for name, _ in whole_names(run.lgamp.placed) if name in infos}
 
 
 def share_of(run: Run, exclude_frozen: bool = False) -> Share:
     """Returns this rank's share of the description, without the scalars of the optimizer, which change."""
-    # The same on all data-parallel ranks, so the first one's suffice.
-    parameters = describe_parameters(run, exclude_frozen) if run.grid.data_parallel_id == 0 else {}
+    # Without experts the same on all data-parallel ranks, so the first one's suffice.
+    describes = run.grid.data_parallel_id == 0 or divided(run.lgamp.placed)
+    parameters = describe_parameters(run, exclude_frozen) if describes else {}
     return Share(parameters, {}, set(empty_extra_states(run.lgamp.placed)))
 
 

@@ -43,7 +43,8 @@ from ds_lgamp.integrations.deepspeed.checkpoint.rank_state import (
 )
 from ds_lgamp.integrations.deepspeed.checkpoint.stock_files import has_layer_files, read_client_state, read_layers
 from ds_lgamp.integrations.deepspeed.config.precision import load_scaler_state
-from ds_lgamp.integrations.deepspeed.model.module import over_pipeline, persistent_buffers
+from ds_lgamp.integrations.deepspeed.model.experts import divided
+from ds_lgamp.integrations.deepspeed.model.module import over_data, over_pipeline, persistent_buffers
 from ds_lgamp.partition.agreement import Term, everyone, refuse_differing_terms
 
 
@@ -209,7 +210,10 @@ def load(run: Run, folder: Path, parts: Parts) -> dict[str, Any]:
     sizes = {name: entry.size for name, entry in reader.tensors.items()}
     dtypes = {name: entry.properties.dtype for name, entry in reader.tensors.items()}
     parameters = everywhere(partial(describe_parameters, run))
-    own = {name: info for rank in over_pipeline(run.lgamp.placed, parameters) for name, info in rank.items()}
+    module = run.lgamp.placed
+    if divided(module):
+        parameters = {name: info for rank in over_data(module, parameters) for name, info in rank.items()}
+    own = {name: info for rank in over_pipeline(module, parameters) for name, info in rank.items()}
 
     of_parameters = (state["optimizer"] or {}).get("of_parameters", {})
 

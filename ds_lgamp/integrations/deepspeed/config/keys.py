@@ -337,7 +337,7 @@ _PARALLELISM = (
     ),
     *_switched("tensor_parallel.autotp_size", "AutoTP does not cut pipelines; remove it", (0, 1)),
     *_switched("expert_parallel.enabled", _SO_FAR),
-    Key("use_data_before_expert_parallelism", MEANINGLESS, "only with expert parallelism"),
+    Key("use_data_before_expert_parallelism", HONOURED, "for experts of deepspeed.moe"),
     Key("sequence_parallel_size", HONOURED, "with the mpu of DeepSpeed's Ulysses", takes=COUNT),
     Key("seq_parallel_communication_data_type", MEANINGLESS, "only with sequence parallelism"),
     Key("data_parallel_size", MEANINGLESS, "the module's topology decides"),

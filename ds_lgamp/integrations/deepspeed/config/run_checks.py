@@ -23,6 +23,7 @@ from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
 from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype, refuse_cast_parameter, refuse_precision
 from ds_lgamp.integrations.deepspeed.config.zero import device_of_updates
 from ds_lgamp.integrations.deepspeed.model.construction import DeferredParameter
+from ds_lgamp.integrations.deepspeed.model.experts import is_of_unknown_group
 from ds_lgamp.integrations.deepspeed.model.materialise import changed_layer
 from ds_lgamp.integrations.deepspeed.model.module import (
     TIED_MODULES,
@@ -304,10 +305,11 @@ def _complaint_about_tensors(module: PipelineModule) -> str | None:
                 f"parameter {shown} is a {type(parameter.data).__name__}, but units hold plain tensors; build its "
                 "layer without fp8_model_init, quantization or DTensor"
             )
-        if not getattr(parameter, "allreduce", True) or hasattr(parameter, "ds_optim_param"):
+        if is_of_unknown_group(parameter) or hasattr(parameter, "ds_optim_param"):
             return (
-                f"parameter {shown} differs between data-parallel ranks, such as that of an expert, but units are the "
-                "same on all of them; keep every expert on every rank (ep_size 1), and layers without sharded weights"
+                f"parameter {shown} differs between data-parallel ranks, but not as experts of deepspeed.moe in a "
+                "training, which --explain does not know; let every rank have all experts (ep_size 1), and use layers "
+                "without sharded weights"
             )
     shared = complaint_about_memory((shown_name(module, name), tensor) for name, tensor in global_names(module))
     if shared is not None:

@@ -21,6 +21,7 @@ from ds_lgamp.integrations.deepspeed.engine.data import OwnData
 from ds_lgamp.integrations.deepspeed.engine.optimizer import PartitionedOptimizer
 from ds_lgamp.integrations.deepspeed.engine.training import Training
 from ds_lgamp.integrations.deepspeed.model.construction import children_with_memory, showing
+from ds_lgamp.integrations.deepspeed.model.experts import expert_group
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import share_values, values_of
 from ds_lgamp.schedule.spec import ProgramSpec
@@ -85,7 +86,7 @@ class LgampDoor(DeepSpeedEngine):
     def _broadcast_model(self) -> None:
         """Gives the layers that :attr:`module` shows the values of data-parallel rank 0, buffers too."""
         if self.trains:
-            share_values(values_of(self.module), self.lgamp.data_group, self.device)
+            share_values(values_of(self.module), self.lgamp.data_group, self.device, expert_group)
 
     def _cast_and_move(self) -> None:
         """Casts the tensors of :attr:`module` as DeepSpeed does, and moves them to the device."""

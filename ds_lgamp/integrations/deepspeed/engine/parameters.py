@@ -10,6 +10,7 @@ from deepspeed.runtime.pipe.module import TiedLayerSpec
 from ds_lgamp.config import ConfigError, LgampConfig
 from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype
 from ds_lgamp.integrations.deepspeed.config.zero import disk_path, on_disk_of
+from ds_lgamp.integrations.deepspeed.model.experts import expert_group, whole_names
 from ds_lgamp.integrations.deepspeed.model.materialise import DeferredLayers
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, global_names, shown_name
 from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources
@@ -126,11 +127,12 @@ def _parameters_by_unit(
     is_tensor_parallel = tensor_group(module) is not None
     chunks: dict[int, list[UnitParameter]] = {chunk: [] for chunk in layout.chunks_of(module.stage_id)}
     tied: dict[str, list[UnitParameter]] = {key: [] for key in module.tied_modules}
-    for name, tensor in global_names(module):
+    for (local, _), (name, tensor) in zip(global_names(module), whole_names(module)):
         if isinstance(tensor, torch.nn.Parameter):
             group = groups.get(id(tensor)) if tensor.requires_grad else None
             sharing = sharing_of(name, tensor) if is_tensor_parallel else Sharing()
-            entry = UnitParameter(name, tensor, group, *sharing, name_in_model=shown_name(module, name))
+            shown = shown_name(module, local)
+            entry = UnitParameter(name, tensor, group, *sharing, sharing=expert_group(tensor), name_in_model=shown)
             first = name.split(".")
             if first[0] == "tied_modules":
                 tied[first[1]].append(entry)

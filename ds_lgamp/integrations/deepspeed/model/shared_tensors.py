@@ -1,7 +1,7 @@
 """Tensors that several share: ranks their first values, tensor-parallel ranks slices, layers memory or buffers."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain, combinations, compress
 from typing import NamedTuple
 
@@ -25,7 +25,12 @@ _PIECE = 2**26
 
 
 @torch.no_grad()
-def share_values(tensors: Iterable[Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
+def share_values(
+    tensors: Iterable[Tensor],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    narrower: Callable[[Tensor], dist.ProcessGroup | None] = lambda _: None,
+) -> None:
     """Gives ``tensors`` the values that they have on the first rank of ``group``. Collective over the group, with
     tensors of the same shapes in the same order.
 
@@ -33,6 +38,7 @@ def share_values(tensors: Iterable[Tensor], group: dist.ProcessGroup, device: to
 
     Args:
         device: where the group's messages lie.
+        narrower: returns the part of the group whose first rank's values a tensor gets; None if it is all.
     """
     if dist.get_world_size(group) == 1:
         return
@@ -40,7 +46,7 @@ def share_values(tensors: Iterable[Tensor], group: dist.ProcessGroup, device: to
         # Layers without memory are built later, and parameters of other kinds refused.
         if tensor.numel() and not tensor.is_meta and not _is_refused(tensor):
             with torch.inference_mode(tensor.is_inference()):
-                _share(tensor, group, device)
+                _share(tensor, narrower(tensor) or group, device)
 
 
 def _is_refused(tensor: Tensor) -> bool:

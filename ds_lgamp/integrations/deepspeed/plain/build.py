@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.integrations.deepspeed.config.client_optimizer import as_groups
 from ds_lgamp.integrations.deepspeed.model.construction import make_whole
+from ds_lgamp.integrations.deepspeed.model.experts import make_groups, with_groups
 from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import check_tensors, share_over_pipeline
 from ds_lgamp.integrations.deepspeed.plain.engine import ModelEngine
@@ -46,7 +47,11 @@ def build_engine(settings: LgampConfig, arguments: dict[str, Any]) -> ModelEngin
     needed = [*needed_to_split(split, settings)]
     check_tensors(model)
     make_whole(needed)
-    layers = layers_of(split, layer_sources(next(model.parameters()).device), settings)
+    size = max(dist.get_world_size() // (settings.pipeline_ranks or 1), 1)
+    first = dist.get_rank() // size * size
+    make_groups(model, range(first, first + size), bool(arguments["config_class"].use_data_before_expert_parallel_))
+    with with_groups(model):
+        layers = layers_of(split, layer_sources(next(model.parameters()).device), settings)
     module = pipeline_module(layers, topology_of(layers, settings))
     share_over_pipeline(model.buffers(), module)
     _keep_own_values(layers, module)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ds_lgamp.checkpoint.files import everywhere
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.deepspeed.checkpoint.description import Run
+from ds_lgamp.integrations.deepspeed.model.experts import divided
 from ds_lgamp.integrations.deepspeed.model.layer_moves import transfer
 from ds_lgamp.integrations.deepspeed.model.module import built_layers, over_pipeline, prefix_of, tensors_of
 from ds_lgamp.integrations.deepspeed.plain.agreement import Next, agree
@@ -212,8 +213,14 @@ def whole_state(engine: Engine, exclude_frozen_parameters: bool = False) -> dict
     """
     agree(Next.READ_STATE)
     broken = engine.optimizer.is_half_updated
-    raise_everywhere("the last batch failed, and weights are of two steps" if broken else None, ConfigError)
     placed, partition = engine.lgamp.placed, engine.optimizer.partition
+    complaint = "the last batch failed, and weights are of two steps" if broken else None
+    if divided(placed):
+        complaint = (
+            "the state of the whole model is read, but ranks divide its experts, which have the same names on all of "
+            "them; call engine.save_checkpoint, and run zero_to_fp32.py in its folder"
+        )
+    raise_everywhere(complaint, ConfigError)
     state = _references(engine.module)
     names = {id(tensor): name for name, tensor in reversed(state.items())}
     own = {prefix: _described(layer, names) for prefix, layer in built_layers(placed).items()}

@@ -152,7 +152,7 @@ MODULES = {
     "parameters of half precision": (lambda: pipeline().bfloat16(), "bf16.enabled is false; set it or remove the cast"),
     "a forward of its own": (lambda: pipeline(kind=WithForward), "the WithForward has a forward of its own, or hooks"),
     "hooks of the whole": (with_hook, "the PipelineModule has a forward of its own, or hooks, but its layers are"),
-    "experts": (with_expert, "weight differs between data-parallel ranks, such as that of an expert"),
+    "experts": (with_expert, "weight differs between data-parallel ranks, but not as experts of deepspeed.moe"),
     "a key for two classes": (
         tied_classes,
         "the TiedLayerSpecs of key 'ends' build Linear and Head, but the whole module is shared",

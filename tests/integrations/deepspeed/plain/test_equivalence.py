@@ -11,7 +11,7 @@ from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.plain.training import Course, train_all_on_rank, train_alone
 from tests.integrations.split import own_models
 from tests.integrations.transformers import encoders, images
-from tests.integrations.transformers.models import DRAWN
+from tests.integrations.transformers.models import BALANCED, DRAWN
 
 LAYOUTS = [(pipeline, data) for pipeline in (1, 2, 4) for data in (1, 2)]
 COMBINATIONS = [(*layout, stage) for stage in range(4) for layout in LAYOUTS]
@@ -28,6 +28,8 @@ NAMES = [
     "BERT",
     "BERT in pretraining",
     *DRAWN,
+    *BALANCED,
+    "DeepSeek-V3",
     ADAPTED,
     FUNCTIONAL,
     *images.MODELS,
@@ -52,6 +54,8 @@ DEFAULT = [
     ("a GPT with a shared table", 2, 1, 3),
     ("a GPT in a sequence", 2, 1, 3),
     ("a classifier", 2, 1, 3),
+    ("Qwen3-MoE with balance", 2, 1, 3),
+    ("a GPT with experts", 2, 1, 3),
 ]
 CHOOSING = [("BERT with choices", 1, 1, 1), ("BERT with choices", 2, 1, 2)]
 """No more, because choices share a bias whose gradient is a small sum of large terms."""
