@@ -62,7 +62,13 @@ PARTS = {
         "examples/by_feature/deepspeed_with_config_support.py",
         transformers_scripts.loop_cases,
     ),
-    "trl": Part("trl's sft.py, dpo.py, kto.py and reward.py", "TRL_PATH", "trl/scripts/dpo.py", trl_scripts.cases),
+    "trl": Part(
+        "trl's sft.py, dpo.py, kto.py and reward.py",
+        "TRL_PATH",
+        "trl/scripts/dpo.py",
+        trl_scripts.cases,
+        trl_scripts.version_of,
+    ),
     **{
         name: Part(
             stack.package,

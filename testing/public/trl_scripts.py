@@ -8,10 +8,11 @@ packages trl and datasets.
 import json
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from testing.public.outcome import Case, compared, without_block
+from testing.public.outcome import Case, commit_of, compared, without_block
 from testing.public.transformers_scripts import (
     CAUSAL,
     LENGTH,
@@ -97,6 +98,12 @@ def cases(tree: Path, folder: Path) -> Iterable[Case]:
         for stage in (0, 2, 3):
             yield Case(f"sft.py, {model}, P2, ZeRO-{stage}", partial(compare, "sft", model, stage, SPLIT))
         yield Case(f"sft.py, {model}, W{RANKS}, ZeRO-3", partial(compare, "sft", model, 3, {"outputs": "all"}))
+
+
+def version_of(tree: Path) -> str:
+    """Returns the commit of a tree of trl, or the version that pip has installed there."""
+    installed = next(distributions(name="trl", path=[str(tree)]), None)
+    return commit_of(tree) if installed is None else installed.version
 
 
 def _make(kind: str, sizes: Mapping[str, Any], text: Path, folder: Path) -> Path:
