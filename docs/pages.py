@@ -113,6 +113,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "gpu-offload": gpu_tables.offloading,
     },
     "docs/python.md": {"functions": reference.functions},
+    "docs/transformers.md": {"experts": partial(page_block, RECORDED.with_name("experts.json"))},
     "docs/stacks.md": {"stacks": partial(page_block, RECORDED.with_name("stacks.json"))},
     "docs/optimizers.md": {"machine": partial(tables.machine, "optimizers"), "optimizers": tables.optimizers},
     "docs/tracing.md": {"machine": partial(tables.machine, "tracing"), "tracing": tables.tracing},

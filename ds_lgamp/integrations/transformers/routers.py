@@ -86,6 +86,11 @@ class RouterLogits:
             self._balance = balance
             self._replaced = [each for each in self._known if balance.is_computed_by(each[_LOSS])]
 
+    @property
+    def sums(self) -> tuple[int, int]:
+        experts = None if self._balance is None else self._balance.experts
+        return (0, 0) if experts is None else (4 * experts + 4 * (experts + 1), 4 * experts)
+
     def reduces(self, arguments: Any) -> bool:
         mask = self._mask(arguments)
         return self._balance is not None and (mask is None or mask.dim() == 2)

@@ -52,6 +52,8 @@ def test_two_vectors_of_experts_travel_for_any_mask_of_tokens(name, mask):
         torch.testing.assert_close(got.gradients[key], gradient, rtol=1e-4, atol=1e-7)
     experts = layers.modules[-1]._split.original.model.num_experts
     assert [tuple(each.shape) for each in found] == [(experts,), (experts + 1,)]
+    sent = sum(each.nbytes for each in found), sum(each.nbytes for each in found if each.requires_grad)
+    assert sent == layers.sums
 
 
 @pytest.mark.parametrize("name", BALANCED)

@@ -56,6 +56,7 @@ def explained(tmp_path_factory):
         "data in words": [str(folder / "data.py"), json.dumps(UNUSUAL_CONFIG), "patient"],
         "model": ["--ranks", "4", "--json", str(folder / "model.py"), json.dumps(MODEL_CONFIG), "as it is"],
         "by hand": ["--ranks", "4", "--json", str(folder / "model.py"), json.dumps(BY_HAND_CONFIG), "by hand"],
+        "experts": ["--ranks", "4", str(folder / "model.py"), json.dumps(MODEL_CONFIG), "experts"],
         "inside": ["--ranks", "4", str(folder / "model.py"), json.dumps(INSIDE_CONFIG), "inside"],
         "picky": [str(folder / "data.py"), json.dumps(UNUSUAL_CONFIG), "picky"],
         "text": ["--ranks", "2", *on_example(folder, "text", LAYERED), "--stages", "1"],
@@ -333,6 +334,15 @@ def test_a_model_of_transformers_is_explained_as_a_pipeline_of_its_layers(explai
 
 def test_the_model_inside_another_is_explained_with_all_its_outputs(explained):
     assert "8 micro-batches forward call by call, 2 in each" in explained["inside"].output
+
+
+def test_what_travels_for_the_balance_of_experts_is_told(explained):
+    """For 8 experts, test_routers.py measures the same."""
+    sentence = (
+        "Every message of hidden states takes 68 B more along for the loss that balances experts, and every message"
+    )
+    assert f"{sentence} of gradients 32 B." in explained["experts"].output
+    assert "experts" not in explained["inside"].output
 
 
 def test_without_activations_the_explanation_says_why(explained):
