@@ -209,3 +209,15 @@ def test_hidden_states_between_blocks_may_not_depend_on_what_else_these_return(n
     monkeypatch.setattr(comparison, "_LARGEST", 0)
     with pytest.raises(ConfigError, match="between its blocks the forward of the model needs|computes between blocks"):
         layers_of(Looking(LOOKS[name]), dummy_inputs=DUMMY)
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_what_the_model_only_returns_travels_where_the_script_gets_it(is_whole):
+    model = Model(["metric"], [Returning(["logits"]) for _ in range(3)])
+    layers, seen = layers_of(model, dummy_inputs=DUMMY), []
+    layers.modules[-1].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    (output,) = in_turn(layers, BATCHES[:1], is_whole)
+    torch.testing.assert_close(output["loss"], model(*BATCHES[0])["loss"])
+    assert isinstance(seen[0], Tensor) != is_whole
+    if is_whole:
+        torch.testing.assert_close(output["metrics"], model(*BATCHES[0])["metrics"])
