@@ -15,7 +15,7 @@ from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.attributes import SetAttributes, in_training
 from ds_lgamp.integrations.split.call import Arguments, BlockArguments, Survey, run_uncompiled
 from ds_lgamp.integrations.split.imagined import shapes_in
-from ds_lgamp.integrations.split.outputs import register_dataclasses
+from ds_lgamp.integrations.split.outputs import NotReturned, register_dataclasses
 from ds_lgamp.integrations.split.parts import (
     Attribute,
     Original,
@@ -53,7 +53,7 @@ def _walked(walk: "_Walk", dummy: Arguments) -> Survey:
         try:
             output = run_uncompiled(model, *positional, **named)
             register_dataclasses(output)
-            walk.check_output(output)
+            output = walk.check_output(output)
         except (ConfigError, PlaceholderUsed):
             raise
         except Exception as error:
@@ -196,10 +196,13 @@ class _Walk:
         names = [name for name, _ in self._model.named_modules(remove_duplicate=False)]
         return path not in names or names.index(path) < names.index(f"{blocks.path}.{next(iter(blocks.named))}")
 
-    def check_output(self, output: Any) -> None:
-        """Finds on which results before the blocks the output depends in another way than through hidden states.
-        Where only the loss counts, training needs no outputs that depend on no hidden states, such as features of
-        images. Raises ConfigError if blocks were left out."""
+    def check_output(self, output: Any) -> Any:
+        """Returns the output, with stand-ins for what blocks return.
+
+        Finds on which results before the blocks the output depends in another way than through hidden states. Where
+        only the loss counts, training needs no outputs that depend on no hidden states, such as features of images.
+        Raises ConfigError if blocks were left out.
+        """
         if self._visits != len(self._blocks):
             raise self.refusal(f"its forward called {self._visits} of {len(self._blocks)} blocks")
         if not self._in_turn:
@@ -208,6 +211,7 @@ class _Walk:
         self._owners.clear()
         if self._use is Use.NONE and any(isinstance(leaf, Placeholder) for leaf in tree_leaves(output)):
             self._use = Use.RETURN
+        output = tree_map_only(Placeholder, lambda _: NotReturned(), output)
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
         self._check_backward([output for output in outputs if output.is_floating_point()])
         results, leaves = reached(outputs, self._results)
@@ -220,6 +224,7 @@ class _Walk:
         if any(leaf is earlier for leaf in leaves for earlier in self._returned[:-1]):
             raise self.refusal("after the blocks its forward computes with what an earlier one than the last returned")
         self._travels_to_loss |= results
+        return output
 
     def _check_backward(self, outputs: list[Tensor]) -> None:
         """Raises ConfigError if the backward of what the forward computes around blocks calls these again, as with
