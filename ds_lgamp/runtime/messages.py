@@ -13,6 +13,8 @@ from ds_lgamp.runtime.chunk import Tensors, as_tuple
 
 HEADER_ELEMENTS = 128
 """Of every header, all int64."""
+_TOGETHER = 7
+"""How many tensors' kinds, each one byte, are one number of a header."""
 _ALIGNMENT = 16
 """In bytes. Every tensor of a message starts at a multiple, which every dtype divides."""
 _ALIGNMENT_OF_MEMORY = 64
@@ -49,16 +51,24 @@ class MessageSpec(NamedTuple):
     def to_header(self) -> torch.Tensor:
         """Returns an int64 tensor of 128 elements on the host, padded with zeros.
 
-        It holds is_tuple, the number of tensors, then the dtype, number of dimensions and sizes of each tensor. Raises
+        It holds is_tuple, the number of tensors, how many kinds of them there are, then the dtype, number of dimensions
+        and sizes of each kind, then the kind of each tensor: blocks may add many tensors of the same kinds. Raises
         TypeError for a dtype that no link carries, ValueError if the tensors do not fit.
         """
-        numbers = [int(self.is_tuple), len(self.tensors)]
-        for shape, dtype in self.tensors:
+        kinds = [*dict.fromkeys(self.tensors)]
+        numbers = [int(self.is_tuple), len(self.tensors), len(kinds)]
+        for shape, dtype in kinds:
             if dtype not in _DTYPES:
                 raise TypeError(f"a chunk returned a tensor of {dtype}, which no link carries; convert it")
             numbers += [_DTYPES.index(dtype), len(shape), *shape]
+        places = {kind: place for place, kind in enumerate(kinds)}
+        own = bytes(places[tensor] for tensor in self.tensors) if len(kinds) <= HEADER_ELEMENTS else b""
+        numbers += [int.from_bytes(own[start : start + _TOGETHER], "big") for start in range(0, len(own), _TOGETHER)]
         if len(numbers) > HEADER_ELEMENTS:
-            raise ValueError(f"{len(self.tensors)} tensors between two chunks are too many for a header; return fewer")
+            raise ValueError(
+                f"{len(self.tensors)} tensors of {len(kinds)} kinds between two chunks are too many for a header; "
+                "return fewer"
+            )
         numbers += [0] * (HEADER_ELEMENTS - len(numbers))
         return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
@@ -66,11 +76,13 @@ class MessageSpec(NamedTuple):
     def from_header(cls, header: torch.Tensor) -> "MessageSpec":
         numbers = iter(header.tolist())
         is_tuple, count = bool(next(numbers)), next(numbers)
-        tensors = []
-        for _ in range(count):
+        kinds = []
+        for _ in range(next(numbers)):
             dtype, dimensions = _DTYPES[next(numbers)], next(numbers)
-            tensors.append((torch.Size(next(numbers) for _ in range(dimensions)), dtype))
-        return cls(is_tuple, tuple(tensors))
+            kinds.append((torch.Size(next(numbers) for _ in range(dimensions)), dtype))
+        sizes = (min(_TOGETHER, count - start) for start in range(0, count, _TOGETHER))
+        own = b"".join(next(numbers).to_bytes(size, "big") for size in sizes)
+        return cls(is_tuple, tuple(kinds[place] for place in own))
 
 
 def pack(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

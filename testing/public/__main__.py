@@ -74,7 +74,13 @@ PARTS = {
         "examples/complete_nlp_example.py",
         accelerate_scripts.cases,
     ),
-    "trl": Part("trl's sft.py, dpo.py, kto.py and reward.py", "TRL_PATH", "trl/scripts/dpo.py", trl_scripts.cases),
+    "trl": Part(
+        "trl's sft.py, dpo.py, kto.py and reward.py",
+        "TRL_PATH",
+        "trl/scripts/dpo.py",
+        trl_scripts.cases,
+        trl_scripts.version_of,
+    ),
     "openrlhf": Part(
         "openrlhf",
         "OPENRLHF_ENVIRONMENT",

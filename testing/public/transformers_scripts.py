@@ -22,6 +22,8 @@ TRAINED = (
     f"--do_train --use_cpu --report_to none --per_device_train_batch_size 2 --gradient_accumulation_steps 4 "
     f"--max_steps {STEPS} --logging_steps 1 --learning_rate 1e-3"
 ).split()
+MakeModel = Callable[[Path, Path], Path]
+"""Makes a model and its tokenizer by a text, in a folder, which it returns."""
 OWN_LOOP = (
     f"--validation_split_percentage 2 --per_device_train_batch_size 2 --per_device_eval_batch_size 2 "
     f"--gradient_accumulation_steps 4 --max_train_steps {4 * STEPS} --learning_rate 1e-3 --seed 1 --block_size {LENGTH}"
@@ -124,23 +126,32 @@ def launch(
     assert not has_block or recorded(record), "the script trained, but not with the block"
 
 
-def make_material(folder: Path) -> tuple[Path, dict[str, Path]]:
-    """Writes a text and, for each of the Trainer's scripts, a model with its tokenizer. Returns their paths."""
+def make_material(folder: Path, more: Mapping[str, MakeModel] = {}) -> tuple[Path, dict[str, Path]]:
+    """Writes a text and, for each of the Trainer's scripts and whatever ``more`` has, a model with its tokenizer.
+    Returns their paths."""
     text = folder / "text.txt"
     text.write_text("\n".join(page.read_text() for page in sorted((ROOT / "docs").glob("*.md"))))
-    return text, {script: make(text, folder / script) for script, make in ((CAUSAL, _causal), (MASKED, _masked))}
+    makers = {CAUSAL: _causal, MASKED: _masked, **more}
+    return text, {name: make(text, folder / name) for name, make in makers.items()}
 
 
-def _causal(text: Path, folder: Path) -> Path:
+def byte_pairs(text: Path) -> Any:
+    """Returns a vocabulary of byte pairs of a text."""
     from tokenizers import ByteLevelBPETokenizer
-    from transformers import GPT2Config, GPT2LMHeadModel
 
     vocabulary = ByteLevelBPETokenizer()
     vocabulary.train([str(text)], vocab_size=1024, special_tokens=["<|endoftext|>"])
+    return vocabulary
+
+
+def _causal(text: Path, folder: Path) -> Path:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    vocabulary = byte_pairs(text)
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     shape = {"n_positions": LENGTH, "n_embd": 64, "n_layer": 4, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0}
     config = GPT2Config(vocab_size=vocabulary.get_vocab_size(), **shape, **dropout)
-    return _save(GPT2LMHeadModel, config, vocabulary, {"eos_token": "<|endoftext|>"}, folder)
+    return save(GPT2LMHeadModel, config, vocabulary, {"eos_token": "<|endoftext|>"}, folder)
 
 
 def _masked(text: Path, folder: Path) -> Path:
@@ -160,10 +171,11 @@ def _masked(text: Path, folder: Path) -> Path:
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )
-    return _save(BertForMaskedLM, config, vocabulary, special, folder)
+    return save(BertForMaskedLM, config, vocabulary, special, folder)
 
 
-def _save(model: Callable[[Any], Any], config: Any, vocabulary: Any, special: dict[str, str], folder: Path) -> Path:
+def save(model: Callable[[Any], Any], config: Any, vocabulary: Any, special: dict[str, str], folder: Path) -> Path:
+    """Saves a new model with its tokenizer, and returns the folder."""
     import torch
     from transformers import PreTrainedTokenizerFast
 

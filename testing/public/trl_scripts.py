@@ -1,4 +1,5 @@
-"""Runs sft.py, dpo.py, kto.py and reward.py of trl, whose trainers compute losses of what the model returns.
+"""Runs sft.py, dpo.py, kto.py and reward.py of trl, whose trainers compute losses of what the model returns. Of models
+with experts they log the loss of balance, too.
 
 The model, its vocabulary and the data are small and made here, of this project's documentation. The scripts need the
 packages trl and datasets.
@@ -7,11 +8,23 @@ packages trl and datasets.
 import json
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from testing.public.outcome import Case, compared, without_block
-from testing.public.transformers_scripts import CAUSAL, RANKS, STEPS, STOCK_STAGE, launch, make_material, write_config
+from testing.public.outcome import Case, commit_of, compared, without_block
+from testing.public.transformers_scripts import (
+    CAUSAL,
+    LENGTH,
+    RANKS,
+    STEPS,
+    STOCK_STAGE,
+    byte_pairs,
+    launch,
+    make_material,
+    save,
+    write_config,
+)
 
 ROWS, WORDS = 64, 6
 """Of the data, and of each of its texts."""
@@ -21,6 +34,17 @@ TRAINED = (
     f"--save_steps {STEPS}"
 ).split()
 SPLIT = {"pipeline_ranks": 2, "chunks_per_rank": 2, "outputs": "all"}
+_SIZES = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4}
+_SIZES |= {"max_position_embeddings": LENGTH, "num_experts_per_tok": 2}
+_LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+_GROUPED = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Mixtral": ("mixtral", {"intermediate_size": 64, "num_local_experts": 4, "router_aux_loss_coef": 0.02}),
+    "Qwen3-MoE": ("qwen3_moe", {"moe_intermediate_size": 32, "num_experts": 8, "head_dim": 16}),
+    "GPT-OSS": ("gpt_oss", {"intermediate_size": 64, "num_local_experts": 4, "head_dim": 16}),
+    "DeepSeek-V3": ("deepseek_v3", {"intermediate_size": 128, "moe_intermediate_size": 32, **_LATENT, **_GROUPED}),
+}
+"""By name: the type of a model, and its sizes. The last one balances its experts without a loss."""
 
 
 def _texts(parts: list[str]) -> dict[str, Any]:
@@ -48,28 +72,47 @@ ROWS_OF: dict[str, Callable[[list[str]], dict[str, Any]]] = {
 def cases(tree: Path, folder: Path) -> Iterable[Case]:
     """Returns the cases on two ranks. Stock trains at stage 2. The losses of all steps are compared."""
     sizes = {name: "auto" for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")}
-    material = cache(partial(make_material, folder))
+    material = cache(partial(make_material, folder, {name: partial(_make, *of) for name, of in EXPERTS.items()}))
 
-    def train(script: str, stage: int, block: Mapping[str, Any]) -> list[float]:
+    def train(script: str, model: str, stage: int, block: Mapping[str, Any]) -> list[float]:
         text, models = material()
         output = folder / "trained" / str(len(list(folder.glob("trained/*"))))
         config = {**sizes, "zero_optimization": {"stage": stage}, **block}
-        data = ["--model_name_or_path", str(models[CAUSAL]), "--dataset_name", str(_written(text, folder, script))]
+        data = ["--model_name_or_path", str(models[model]), "--dataset_name", str(_written(text, folder, script))]
         named = ["--deepspeed", str(write_config(folder, config)), "--output_dir", str(output)]
         launch(config, [str(tree / "trl" / "scripts" / f"{script}.py"), *data, *TRAINED, *named], folder)
         history = json.loads((output / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())["log_history"]
-        return [entry["loss"] for entry in history if "loss" in entry]
+        return [entry[name] for entry in history for name in ("loss", "aux_loss") if name in entry]
 
-    stock = cache(lambda script: without_block(lambda: train(script, STOCK_STAGE, {})))
+    stock = cache(lambda script, model: without_block(lambda: train(script, model, STOCK_STAGE, {})))
 
-    def compare(script: str, stage: int, block: Mapping[str, Any]) -> str:
-        alone = stock(script)
-        return compared(train(script, stage, {"ds_lgamp": block}), alone)
+    def compare(script: str, model: str, stage: int, block: Mapping[str, Any]) -> str:
+        alone = stock(script, model)
+        return compared(train(script, model, stage, {"ds_lgamp": block}), alone)
 
     for script in ROWS_OF:
-        yield Case(f"{script}.py, P2, ZeRO-2", partial(compare, script, 2, SPLIT))
+        yield Case(f"{script}.py, P2, ZeRO-2", partial(compare, script, CAUSAL, 2, SPLIT))
     for script in ("sft", "dpo"):
-        yield Case(f"{script}.py, W{RANKS}, ZeRO-3", partial(compare, script, 3, {"outputs": "all"}))
+        yield Case(f"{script}.py, W{RANKS}, ZeRO-3", partial(compare, script, CAUSAL, 3, {"outputs": "all"}))
+    for model in EXPERTS:
+        for stage in (0, 2, 3):
+            yield Case(f"sft.py, {model}, P2, ZeRO-{stage}", partial(compare, "sft", model, stage, SPLIT))
+        yield Case(f"sft.py, {model}, W{RANKS}, ZeRO-3", partial(compare, "sft", model, 3, {"outputs": "all"}))
+
+
+def version_of(tree: Path) -> str:
+    """Returns the commit of a tree of trl, or the version that pip has installed there."""
+    installed = next(distributions(name="trl", path=[str(tree)]), None)
+    return commit_of(tree) if installed is None else installed.version
+
+
+def _make(kind: str, sizes: Mapping[str, Any], text: Path, folder: Path) -> Path:
+    """Makes a small model of a ``kind`` of transformers, and its tokenizer."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    vocabulary, ends = byte_pairs(text), {"bos_token_id": 0, "eos_token_id": 0}
+    config = AutoConfig.for_model(kind, vocab_size=vocabulary.get_vocab_size(), **_SIZES, **sizes, **ends)
+    return save(AutoModelForCausalLM.from_config, config, vocabulary, {"eos_token": "<|endoftext|>"}, folder)
 
 
 def _written(text: Path, folder: Path, script: str) -> Path:

@@ -21,6 +21,23 @@ def test_a_message_holds_the_bytes_of_its_tensors(members):
     assert all(torch.equal(tensor, member) for tensor, member in zip(tensors, taken))
 
 
+SHAPES = st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 2**40), max_size=3))
+
+
+@given(st.lists(SHAPES, min_size=1, max_size=15), st.lists(st.integers(0, 14), max_size=300), st.booleans())
+def test_a_header_holds_the_shapes_of_many_tensors_of_few_kinds(kinds, places, is_tuple):
+    """As those of the routers of all layers."""
+    chosen = tuple((torch.Size(shape), dtype) for place in places for dtype, shape in [kinds[place % len(kinds)]])
+    spec = MessageSpec(is_tuple, chosen)
+    assert MessageSpec.from_header(spec.to_header()) == spec
+
+
+def test_too_many_kinds_of_tensors_for_a_header_are_refused():
+    spec = MessageSpec(True, tuple((torch.Size([number]), torch.float32) for number in range(300)))
+    with pytest.raises(ValueError, match="300 tensors of 300 kinds between two chunks are too many for a header"):
+        spec.to_header()
+
+
 def test_one_tensor_travels_without_a_copy():
     tensor = torch.ones(3)
     assert pack([tensor], CPU) is tensor

@@ -103,19 +103,20 @@ class OwnState:
         return Snapshot(self.modules) if self._last is None or any(self._last.changed()) else self._last
 
 
-def tensors_set_in_training(block: nn.Module, call: Callable[[], Any]) -> list[Attribute]:
-    """Returns the attributes of ``block`` that its ``call`` sets, in training, to tensors that depend on parameters,
-    such as the balancing loss of experts. Afterwards they have their old values again."""
-    before, found = Snapshot(block.modules()), []
+def in_training(block: nn.Module, call: Callable[[], Any]) -> tuple[Any, list[Attribute]]:
+    """Returns what the ``call`` of a ``block`` returns in training, None if it fails, and the attributes that it sets
+    there to tensors that depend on parameters, such as the balancing loss of experts. Afterwards they have their old
+    values again."""
+    before, found, result = Snapshot(block.modules()), [], None
     paths = {id(vars(module)): (path, vars(module)) for path, module in block.named_modules()}
     with restored_modes(block), Buffers(block.named_modules()).restored(), suppress(Exception):
         block.train()
         # Training may need more than the dummy inputs have, such as several rows for BatchNorm.
-        call()
+        result = call()
     for holder, name, _ in before.changed():
         path, attributes = paths[holder]
         value = attributes.get(name)
         if isinstance(value, Tensor) and value.requires_grad:
             found.append(Attribute(path, name))
     before.restore()
-    return found
+    return result, found

@@ -3,19 +3,21 @@ computes, such as the logits of routers. They travel with the hidden states from
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from itertools import islice, repeat
 
 from torch import Tensor
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.call import Call, Survey
 from ds_lgamp.integrations.split.parts import Original
+from ds_lgamp.integrations.split.returned import Returned, Use
 from ds_lgamp.integrations.split.stand_ins import Placeholder
 from ds_lgamp.integrations.split.travelling import numbers_like
 
 
 class Byproducts:
-    """The by-products of a model's blocks: members of the tuples that they return, and what the model's recorder finds.
+    """The by-products of a model's blocks: tensors that they return beside hidden states, and what the model's recorder
+    finds. First those that are recorded travel, then the others.
 
     Args:
         original: the model.
@@ -23,10 +25,12 @@ class Byproducts:
     """
 
     def __init__(self, original: Original, shown: Survey) -> None:
-        self.places = shown.byproduct_places
-        self._shown, self._model, self._recorder = shown.byproducts, original.model, original.recorder
-        self._left: Iterator[Tensor] | None = None
-        """What the code after the blocks has not found yet; None where it needs no by-products themselves."""
+        self._returned, self._recorded, self._use = shown.returned, shown.recorded, shown.use
+        self._model, self._recorder = original.model, original.recorder
+        self._blocks = [*original.blocks.named.values()]
+        self._left: tuple[Iterator[Tensor] | None, Iterator[Tensor] | None] = None, None
+        """What the code after the blocks has not found yet of recorded ones, and of the others; None where it needs
+        none of them."""
 
     def records(self) -> bool:
         """Whether the forward that runs records by-products."""
@@ -41,50 +45,86 @@ class Byproducts:
         return self._recorder.recording() if records else nullcontext([])
 
     def after_block(
-        self, index: int, call: Call, carried: Sequence[Tensor], result: Any, recorded: list[Tensor]
+        self, index: int, call: Call, carried: Sequence[Tensor], returned: Returned, recorded: list[Tensor]
     ) -> list[Tensor]:
         """Returns the by-products that travel on after block ``index``.
 
         Args:
             carried: those that came to it.
-            result: what it returned.
+            returned: what it returned besides hidden states.
             recorded: what was recorded of it.
 
         Raises ConfigError if that is more or less than in the small call.
         """
-        if recorded and len(recorded) != len(self._shown[index]) - len(self.places):
+        if returned.kinds != self._shown(index).kinds:
+            raise ConfigError(
+                f"block {index} of the model returned other things besides hidden states than for the dummy inputs; "
+                f"let it return tensors, not numbers, or set {BLOCK}.dummy_inputs to arguments such as the script's"
+            )
+        if recorded and len(recorded) != len(self._recorded[index]):
             raise ConfigError(
                 f"block {index} of the model left {len(recorded)} tensors to hooks, but another number for the dummy "
                 f"inputs; set {BLOCK}.dummy_inputs to arguments such as the script's"
             )
+        travels = self._travel(call)
+        before, others = self._apart(index, carried) if travels else (carried, ())
         if self._are_reduced(call):
-            return self._recorder.reduced((call.positional, call.named), carried, recorded)
-        return [*carried, *(result[1 + place] for place in self.places), *recorded]
+            known = self._recorder.reduced((call.positional, call.named), [*before], recorded)
+        else:
+            known = [*before, *recorded]
+        return [*known, *others, *(returned.tensors if travels else ())]
+
+    def _shown(self, index: int) -> Returned:
+        """Returns what a block returned in the small call besides hidden states."""
+        return self._returned[index][self._blocks[index].training]
+
+    def _travel(self, call: Call) -> bool:
+        """Whether the tensors travel that blocks return besides hidden states."""
+        return self._use is Use.COMPUTE or (self._use is Use.RETURN and call.is_whole)
+
+    def _apart(self, blocks: int, carried: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Returns which of the by-products of the first ``blocks`` were recorded, or made of recorded ones, and which
+        were returned."""
+        recorded = len(carried) - sum(len(self._shown(index).tensors) for index in range(blocks))
+        return carried[:recorded], carried[recorded:]
 
     def _are_reduced(self, call: Call) -> bool:
-        """Whether the code after the blocks needs less than all by-products of a call. In evaluation, the script may
-        read them."""
+        """Whether the code after the blocks needs less than all that is recorded in a call. In evaluation, the script
+        may read it."""
         return self._model.training and self._recorder.reduces((call.positional, call.named))
 
     @contextmanager
     def at_end(self, call: Call, carried: Sequence[Tensor] | None) -> Iterator[None]:
         """Lets :meth:`of_block` find inside what was ``carried`` to the end; if None, numbers as in the small call."""
-        are_reduced = carried is not None and self._are_reduced(call)
+        are_reduced, travels = carried is not None and self._are_reduced(call), self._travel(call)
+        blocks = range(len(self._blocks))
         if carried is None:
-            carried = [numbers_like(tensor) for made in self._shown for tensor in made]
-        self._left = None if are_reduced else iter(carried)
+            carried = [number_like(tensor) for index in blocks for tensor in self._recorded[index]]
+            carried += [number_like(tensor) for index in blocks if travels for tensor in self._shown(index).tensors]
+        recorded, returned = self._apart(len(blocks), carried) if travels else (carried, ())
+        self._left = None if are_reduced else iter(recorded), iter(returned) if travels else None
+        arguments = call.positional, call.named
         try:
-            with self._recorder.needing_only((call.positional, call.named), carried) if are_reduced else nullcontext():
+            with self._recorder.needing_only(arguments, recorded) if are_reduced else nullcontext():
                 yield
         finally:
-            self._left = None
+            self._left = None, None
 
-    def of_block(self, index: int) -> dict[int, Tensor]:
-        """Returns what the code after the blocks finds of block ``index``, by place. The recorder gets the rest."""
-        found = {place: self._next(index) for place in self.places}
+    def of_block(self, index: int) -> list[Tensor] | None:
+        """Returns the tensors that the code after the blocks finds of block ``index`` besides hidden states; None if
+        they have not travelled. The recorder gets the rest."""
+        recorded, returned = self._left
         if self.records():
-            self._recorder.give([self._next(index) for _ in self._shown[index][len(self.places) :]])
-        return found
+            number = len(self._recorded[index])
+            made = repeat(Placeholder.of(index, REDUCED)) if recorded is None else recorded
+            self._recorder.give([*islice(made, number)])
+        return None if returned is None else [*islice(returned, len(self._shown(index).tensors))]
 
-    def _next(self, index: int) -> Tensor:
-        return Placeholder.of(index, 0) if self._left is None else next(self._left)
+
+REDUCED = -1
+"""The place of placeholders for what is recorded, if only sums have travelled."""
+
+
+def number_like(tensor: Tensor) -> Tensor:
+    """Returns other numbers, or the same integers, because these may choose."""
+    return numbers_like(tensor) if tensor.is_floating_point() else tensor.clone()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ds_lgamp.integrations.split.parts import Attribute, Result, ShapesOfCalls
+from ds_lgamp.integrations.split.returned import Returned, Use
 from ds_lgamp.integrations.split.state import Snapshot
 
 
@@ -83,12 +84,12 @@ class Survey(NamedTuple):
     """The parts that ran before the blocks, and unused ones that the model has before them, by name."""
     after: list[str]
     """All other parts, by name."""
-    other_outputs: tuple[bool, ...] | None
-    """Which of what a block returns besides hidden states are tensors; None if it returns no tuple."""
-    byproduct_places: tuple[int, ...]
-    """Where blocks return what the code after them computes with, besides hidden states."""
-    byproducts: list[list[Tensor]]
-    """What stood for the by-products of every block: those at these places, then recorded ones."""
+    returned: list[Mapping[bool, Returned]]
+    """What every block returned besides hidden states, in training (True) and in evaluation (False)."""
+    recorded: list[list[Tensor]]
+    """What was recorded of every block."""
+    use: Use
+    """What the code after the blocks does with what they return besides hidden states."""
     tensor_attributes: list[Attribute]
     """The attributes of blocks that they set to tensors which depend on parameters."""
     travels_to_blocks: frozenset[Result]

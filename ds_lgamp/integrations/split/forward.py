@@ -18,10 +18,11 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
-from ds_lgamp.integrations.split.byproducts import Byproducts
+from ds_lgamp.integrations.split.byproducts import REDUCED, Byproducts
 from ds_lgamp.integrations.split.call import Autocast, BlockArguments, Call, Calls, DryRun, Needs, Survey
-from ds_lgamp.integrations.split.outputs import LossGraph, Reduced, lacking_outputs, without
+from ds_lgamp.integrations.split.outputs import LossGraph, NotComputed, NotReturned, Reduced, lacking_outputs, without
 from ds_lgamp.integrations.split.parts import Attribute, Original, Part, Result, Sides, place_of
+from ds_lgamp.integrations.split.returned import Returned
 from ds_lgamp.integrations.split.stand_ins import (
     NONE,
     AbsentModule,
@@ -58,7 +59,9 @@ class SplitForward:
         self.original, self.loss_in = original, loss_in
         self.blocks = list(blocks.named.values())
         self.sides = sides = Sides.of(model, shown.before, shown.after, shown.reads_after)
-        self._other_outputs, self._byproducts = shown.other_outputs, Byproducts(original, shown)
+        self._byproducts = Byproducts(original, shown)
+        self._returns_more = any(each.tensors for returned in shown.returned for each in returned.values())
+        """Whether blocks return tensors besides hidden states."""
         self._forward = ForwardWithoutBlocks(original, sides, shown)
         self.attributes, self.own_state = self._forward.attributes, self._forward.own_state
         self._watched: set[Any] = set()
@@ -134,17 +137,9 @@ class SplitForward:
                 "it adds, or write the model as a PipelineModule"
             )
         following = needs.places[index + 1] if index + 1 < len(self.blocks) else ()
-        results = result if isinstance(result, tuple) else (result,)
-        if (
-            isinstance(result, tuple) != (self._other_outputs is not None)
-            or len(results) != 1 + len(self._other_outputs or ())
-            or not all(isinstance(results[1 + place], Tensor) for place in (*following, *self._byproducts.places))
-        ):
-            raise ConfigError(
-                f"block {index} of the model returned other things than block 0; remove the {BLOCK} block"
-            )
-        carried = self._byproducts.after_block(index, calls.current, carried, results, recorded)
-        return results[0], [*(results[1 + place] for place in following), *travels, *carried]
+        hidden, returned = Returned.of(result)
+        carried = self._byproducts.after_block(index, calls.current, carried, returned, recorded)
+        return hidden, [*map(returned.tensors.__getitem__, following), *travels, *carried]
 
     def _input(
         self, index: int, calls: Calls, hidden: Tensor, travels: Sequence[Tensor]
@@ -213,7 +208,7 @@ class SplitForward:
             elif hidden is not last:
                 entries[index] = hidden
             blocks.append(self._complete(index, hidden, arguments))
-            places.append(_places(index, blocks[-1]) if any(self._other_outputs or ()) else ())
+            places.append(_places(index, blocks[-1]) if self._returns_more else ())
             if index == len(self.blocks) - 1:
                 raise Stop
             if fill is not None:
@@ -312,7 +307,7 @@ class SplitForward:
             stack.enter_context(unchanged_tensors((call.positional, call.named)))
             stack.enter_context(self._byproducts.at_end(call, carried))
             output = self._forward.run(call, visit, self._byproducts.of_block)
-        return tree_map_only(Placeholder, lambda _: Reduced(), output) if carried else output
+        return tree_map_only(Placeholder, _not_here, output) if carried or self._returns_more else output
 
     def _absent(self, path: str, part: Part) -> AbsentModule | AbsentTensor:
         refuse = partial(self._refuse_absent, path)
@@ -339,6 +334,10 @@ def _modules_at(path: str, blocks: Iterable[nn.Module]) -> Iterator[nn.Module]:
         module = dict(block.named_modules()).get(path)
         if module is not None:
             yield module
+
+
+def _not_here(placeholder: Placeholder) -> NotReturned:
+    return Reduced() if placeholder.place == REDUCED else NotComputed()
 
 
 def _places(index: int, arguments: BlockArguments) -> tuple[int, ...]:

@@ -135,6 +135,11 @@ class SplitLayers:
                 f"model return it, and set {BLOCK}.outputs to 'all'"
             )
 
+    @property
+    def sums(self) -> tuple[int, int]:
+        """The bytes that travel beside the hidden states of a micro-batch for what hosts collect, forward and back."""
+        return self._split.original.recorder.sums
+
     def compile(self, **options: Any) -> None:
         """Compiles the blocks with torch.compile's ``options``."""
         for block in self._split.blocks:

@@ -155,6 +155,11 @@ class Recorder(Protocol):
         """Gives the forward that runs those of a block."""
         ...
 
+    @property
+    def sums(self) -> tuple[int, int]:
+        """The bytes that travel of them per micro-batch in training, forward and back, if that is always the same."""
+        ...
+
     def reduces(self, arguments: Any) -> bool:
         """Whether the loss of a call with these arguments needs less than all by-products."""
         ...
@@ -175,6 +180,8 @@ class Recorder(Protocol):
 
 class NoRecorder:
     """The recorder of a model of which nothing is collected."""
+
+    sums = 0, 0
 
     def learning(self) -> AbstractContextManager[None]:
         return nullcontext()

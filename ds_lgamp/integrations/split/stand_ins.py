@@ -127,7 +127,7 @@ class AbsentTensor(Tensor):
 
 
 class PlaceholderUsed(Exception):
-    """A forward computes with what a block returned besides hidden states."""
+    """A forward computes with what a block returned besides hidden states. The message is for the user."""
 
 
 class Placeholder(Tensor):
@@ -138,17 +138,24 @@ class Placeholder(Tensor):
     place: int
 
     @classmethod
-    def of(cls, block: int, place: int) -> "Placeholder":
-        stand_in = torch.empty(0).as_subclass(cls)
+    def of(cls, block: int, place: int, like: Tensor | None = None) -> "Placeholder":
+        stand_in = (torch.empty(0) if like is None else like.new_empty(0)).as_subclass(cls)
         stand_in.block, stand_in.place = block, place
         return stand_in
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, positional: Any = (), named: Any = None) -> Any:
-        raise PlaceholderUsed
+        raise PlaceholderUsed(
+            "with these arguments the forward of the model computes with what a block returned besides hidden states; "
+            f"with a {BLOCK} block, set {BLOCK}.dummy_inputs to arguments with which it does, or leave that out"
+        )
 
 
 _NO_BLOCK = -2
+
+
+_KNOWN = {"device", "dtype", "layout", "requires_grad"}
+_IN_PYTHON = {f"__{name}__" for name in "bool int float complex index len iter contains array format".split()}
 
 
 class Unknown(Placeholder):
@@ -156,10 +163,24 @@ class Unknown(Placeholder):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, positional: Any = (), named: Any = None) -> Any:
-        if function.__name__ == "__get__":
-            # Of an attribute such as the device.
-            return super().__torch_function__(function, types, positional, named)
+        attribute = function.__self__.__name__ if function.__name__ == "__get__" else ""
+        if attribute in _KNOWN or attribute.startswith("is_") or function.__name__ in ("__hash__", "__repr__"):
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*positional, **(named or {}))
+        if function.__name__ in _IN_PYTHON:
+            raise PlaceholderUsed(
+                "between its blocks the forward of the model needs the values or the shape of what a block returned "
+                f"besides hidden states, which other ranks lack; with a {BLOCK} block, compute that in the block, or "
+                "after all blocks"
+            )
         return cls.of(_NO_BLOCK, 0)
+
+    @property
+    def values(self) -> Any:
+        """As of the tuples that ``max`` and ``topk`` return."""
+        return self.of(_NO_BLOCK, 0)
+
+    indices = values
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Finds out, by one small forward of the model, which of its modules run before the blocks and which after them."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import count
@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
-from ds_lgamp.integrations.split.attributes import SetAttributes, tensors_set_in_training
+from ds_lgamp.integrations.split.attributes import SetAttributes, in_training
 from ds_lgamp.integrations.split.call import Arguments, BlockArguments, Survey, run_uncompiled
 from ds_lgamp.integrations.split.imagined import shapes_in
-from ds_lgamp.integrations.split.outputs import register_dataclasses
+from ds_lgamp.integrations.split.outputs import NotReturned, register_dataclasses
 from ds_lgamp.integrations.split.parts import (
     Attribute,
     Original,
@@ -25,6 +25,7 @@ from ds_lgamp.integrations.split.parts import (
     parts_of,
     place_of,
 )
+from ds_lgamp.integrations.split.returned import Returned, Use
 from ds_lgamp.integrations.split.stand_ins import BlockStandIn, Placeholder, PlaceholderUsed, replacing, watch_calls
 from ds_lgamp.integrations.split.state import Buffers
 from ds_lgamp.integrations.split.travelling import Uses, numbers_like, reached
@@ -40,7 +41,7 @@ def survey(original: Original, dummy: Arguments) -> Survey:
         return _walked(_Walk(original), dummy)
     except PlaceholderUsed:
         # Blocks return what others need, or what the code after them does.
-        return _walked(_Walk(original, has_byproducts=True), dummy)
+        return _walked(_Walk(original, Use.COMPUTE), dummy)
 
 
 def _walked(walk: "_Walk", dummy: Arguments) -> Survey:
@@ -52,7 +53,7 @@ def _walked(walk: "_Walk", dummy: Arguments) -> Survey:
         try:
             output = run_uncompiled(model, *positional, **named)
             register_dataclasses(output)
-            walk.check_output(output)
+            output = walk.check_output(output)
         except (ConfigError, PlaceholderUsed):
             raise
         except Exception as error:
@@ -70,13 +71,13 @@ class _Walk:
 
     Args:
         original: the model.
-        has_byproducts: whether the code after the blocks computes with what they return besides hidden states.
+        use: what the code after the blocks is known to do with what they return besides hidden states.
     """
 
-    def __init__(self, original: Original, has_byproducts: bool = False) -> None:
+    def __init__(self, original: Original, use: Use = Use.NONE) -> None:
         model, blocks = original.model, original.blocks
-        self.original, self._model, self._has_byproducts = original, model, has_byproducts
-        self._blocks, self._kinds = [*blocks.named.values()], blocks.kinds
+        self.original, self._model, self._use = original, model, use
+        self._blocks = [*blocks.named.values()]
         self._parts = dict(parts_of(model, blocks))
         self._owners: dict[int, list[str]] = {}
         """The parts that have a parameter, by its id."""
@@ -129,15 +130,10 @@ class _Walk:
         """How often they had been changed in place by then."""
         self._attributes = SetAttributes(self._blocks)
         self._tensor_attributes: list[Attribute] = []
-        self._other_outputs: tuple[bool, ...] | None = None
-        self._returns: dict[int, Tensor] = {}
-        """What the first block returns besides hidden states, by place."""
-        self._recorded: dict[Any, list[Tensor]] = {}
-        """What is recorded of blocks, by kind."""
-        self._byproducts: list[list[Tensor]] = []
-        """What stood for those of every block that ran."""
-        self._made: list[Mapping[int, Tensor]] = []
-        """What the forward got for the by-products that each returned, by place."""
+        self._shown: dict[Any, tuple[Mapping[bool, Returned], list[Tensor]]] = {}
+        """What blocks return besides hidden states, in training or not, and what is recorded of them, by kind."""
+        self._made: list[Sequence[Tensor]] = []
+        """What the forward got for the tensors that each returned besides hidden states."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -181,9 +177,9 @@ class _Walk:
         return Survey(
             before=[path for path in before if path not in free],
             after=[path for path in self._parts if path not in before and path not in free],
-            other_outputs=self._other_outputs,
-            byproduct_places=(*self._returns,) if self._has_byproducts else (),
-            byproducts=self._byproducts,
+            returned=[self._shown[kind_of(block)][0] for block in self._blocks],
+            recorded=[self._shown[kind_of(block)][1] for block in self._blocks],
+            use=self._use,
             tensor_attributes=self._tensor_attributes,
             travels_to_blocks=frozenset(each for each in self._travels_to_blocks if each.path not in free),
             travels_to_loss=frozenset(each for each in self._travels_to_loss if each.path not in free),
@@ -200,16 +196,22 @@ class _Walk:
         names = [name for name, _ in self._model.named_modules(remove_duplicate=False)]
         return path not in names or names.index(path) < names.index(f"{blocks.path}.{next(iter(blocks.named))}")
 
-    def check_output(self, output: Any) -> None:
-        """Finds on which results before the blocks the output depends in another way than through hidden states.
-        Where only the loss counts, training needs no outputs that depend on no hidden states, such as features of
-        images. Raises ConfigError if blocks were left out."""
+    def check_output(self, output: Any) -> Any:
+        """Returns the output, with stand-ins for what blocks return.
+
+        Finds on which results before the blocks the output depends in another way than through hidden states. Where
+        only the loss counts, training needs no outputs that depend on no hidden states, such as features of images.
+        Raises ConfigError if blocks were left out.
+        """
         if self._visits != len(self._blocks):
             raise self.refusal(f"its forward called {self._visits} of {len(self._blocks)} blocks")
         if not self._in_turn:
             raise self.refusal("its forward calls them in another order than that of the list, or one of them twice")
         # What follows reads parameters for itself.
         self._owners.clear()
+        if self._use is Use.NONE and any(isinstance(leaf, Placeholder) for leaf in tree_leaves(output)):
+            self._use = Use.RETURN
+        output = tree_map_only(Placeholder, lambda _: NotReturned(), output)
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
         self._check_backward([output for output in outputs if output.is_floating_point()])
         results, leaves = reached(outputs, self._results)
@@ -222,6 +224,7 @@ class _Walk:
         if any(leaf is earlier for leaf in leaves for earlier in self._returned[:-1]):
             raise self.refusal("after the blocks its forward computes with what an earlier one than the last returned")
         self._travels_to_loss |= results
+        return output
 
     def _check_backward(self, outputs: list[Tensor]) -> None:
         """Raises ConfigError if the backward of what the forward computes around blocks calls these again, as with
@@ -315,30 +318,21 @@ class _Walk:
         if self._visits:
             self._check_between(hidden)
         self._check_others(others)
-        if any(block is each for each in self._kinds):
+        if kind_of(block) not in self._shown:
             self._run(block, hidden, others)
         self._visits += 1
         self._returned.append(hidden.detach().requires_grad_())
         # Forwards may change it in place, which is forbidden with a leaf.
         self._hidden = hidden = self._returned[-1].clone()
         self._version = hidden._version
-        returned = self._others_of(index)
-        if self._other_outputs is None:
-            return hidden
-        return hidden, *map(returned.get, range(len(self._other_outputs)))
-
-    def _others_of(self, index: int) -> Mapping[int, Tensor]:
-        """Returns what the forward gets of a block besides hidden states, by place. The recorder gets the rest."""
-        recorded = self._recorded.get(kind_of(self._blocks[index]), []) if self._records() else []
-        shown = [*(self._returns.values() if self._has_byproducts else ()), *recorded]
-        self._byproducts.append([tensor.detach() for tensor in shown])
-        made = [*map(_tracked_like, shown)]
+        returned, recorded = self._shown[kind_of(block)]
         if self._records():
-            self.original.recorder.give(made[len(made) - len(recorded) :])
-        if self._has_byproducts:
-            self._made.append(dict(zip(self._returns, made)))
-            return self._made[-1]
-        return {place: Placeholder.of(index, place) for place in self._returns}
+            self.original.recorder.give([*map(_tracked_like, recorded)])
+        shown = returned[False].tensors
+        if self._use is Use.COMPUTE:
+            self._made.append([*map(_tracked_like, shown)])
+            return returned[False].with_tensors(hidden, self._made[-1])
+        return returned[False].with_tensors(hidden, [Placeholder.of(index, place) for place in range(len(shown))])
 
     def _records(self) -> bool:
         """Whether the forward records by-products of blocks."""
@@ -353,17 +347,18 @@ class _Walk:
         named = {name: self._entering(value) for name, value in others.named.items()}
         run = partial(block, *map(self._entering, others.after(hidden)), **named)
         with self._recording():
-            self._tensor_attributes += tensors_set_in_training(block, run)
-        if self._visits == 0 or self._records():
-            with self._recording() as self._recorded[kind_of(block)]:
-                result = run()
-        if self._visits == 0:
-            if isinstance(result, tuple):
-                self._returns = {place: each for place, each in enumerate(result[1:]) if isinstance(each, Tensor)}
-                self._other_outputs = tuple(place in self._returns for place in range(len(result) - 1))
-                result = result[0]
-            if not isinstance(result, Tensor) or not isinstance(hidden, Tensor) or result.shape != hidden.shape:
-                raise self.refusal("its blocks return something else than tensors of the shape that they get")
+            result, attributes = in_training(block, run)
+        self._tensor_attributes += attributes
+        training = None if result is None else Returned.of(result)[1].detached()
+        with self._recording() as recorded:
+            result, returned = Returned.of(run())
+        if not isinstance(result, Tensor) or not isinstance(hidden, Tensor) or result.shape != hidden.shape:
+            raise self.refusal("its blocks return something else than tensors of the shape that they get")
+        returned = returned.detached()
+        self._shown[kind_of(block)] = {False: returned, True: training or returned}, [*map(Tensor.detach, recorded)]
+        if training is not None and training.kinds != returned.kinds and self._use is not Use.COMPUTE:
+            # This forward does not show what becomes of that in training.
+            raise PlaceholderUsed
 
     def _entering(self, given: Any) -> Any:
         """Returns an argument of a block, with tensors of the same numbers on which all depends that the block
@@ -385,8 +380,8 @@ class _Walk:
             self._uses(leaf)
         if any(isinstance(leaf, Placeholder) and leaf.block != self._visits - 1 for leaf in leaves):
             raise self.refusal(_EARLIER)
-        own = [*self._made[-1].values()] if self._made else []
-        if any(leaf is made for returned in self._made[:-1] for made in returned.values() for leaf in leaves):
+        own = [*self._made[-1]] if self._made else []
+        if any(leaf is made for returned in self._made[:-1] for made in returned for leaf in leaves):
             raise self.refusal(_EARLIER)
         given = [leaf for leaf in leaves if not isinstance(leaf, Placeholder) and all(leaf is not each for each in own)]
         results, foreign = reached([leaf for leaf in given if leaf.requires_grad], self._results)

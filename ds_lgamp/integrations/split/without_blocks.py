@@ -1,7 +1,9 @@
 """Runs a model's own forward with something else in place of its blocks."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import starmap
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -11,6 +13,7 @@ from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.attributes import OwnState, SetAttributes
 from ds_lgamp.integrations.split.call import BlockArguments, Call, Survey, run_uncompiled
 from ds_lgamp.integrations.split.parts import Original, Sides, place_of
+from ds_lgamp.integrations.split.returned import Use
 from ds_lgamp.integrations.split.stand_ins import (
     BlockStandIn,
     Placeholder,
@@ -25,6 +28,14 @@ SKIPPED = (
     "the forward of the model skipped blocks, or called them in another order than that of their list; let it call "
     "every block in its turn, and set layerdrop to 0 in the model's config"
 )
+
+
+Others = Callable[[int], Sequence[Tensor] | None]
+"""Returns what stands for the tensors that a block, by its number, returns besides hidden states."""
+
+
+def _no_others(_: int) -> None:
+    return None
 
 
 class Stop(Exception):
@@ -42,7 +53,7 @@ class ForwardWithoutBlocks:
 
     def __init__(self, original: Original, sides: Sides, shown: Survey) -> None:
         model, blocks = original.model, original.blocks
-        self._model, self._other_outputs = model, shown.other_outputs
+        self._model, self._returned, self._blocks = model, shown.returned, [*blocks.named.values()]
         self.attributes = SetAttributes([*blocks.named.values()])
         self.own_state = OwnState(sides.own_modules(original))
         self._of_layers = {id(module) for module in model.modules()} - {id(each) for each in self.own_state.modules}
@@ -52,47 +63,49 @@ class ForwardWithoutBlocks:
         ]
         # The forward of its engine calls the engine.
         self._stand_ins.append((vars(model), "forward", model.forward))
+        kind = Unknown if shown.use is Use.COMPUTE else Placeholder
         self._placeholders = [
             {
-                place: (Unknown if place in shown.byproduct_places else Placeholder).of(index, place)
-                for place, is_tensor in enumerate(shown.other_outputs or ())
-                if is_tensor
+                training: [*starmap(partial(kind.of, index), enumerate(each.tensors))]
+                for training, each in returned.items()
             }
-            for index in range(len(blocks.named))
+            for index, returned in enumerate(shown.returned)
         ]
         """What stands in for tensors that blocks return besides hidden states, up to the last block."""
         # Their code runs several times for every micro-batch.
         self._buffers = Buffers((path, model.get_submodule(path)) for path in blocks.chain)
         self._visit: Callable[[int, Tensor, BlockArguments], Any] = _not_running
-        self._others: Callable[[int], Mapping[int, Any]] = _not_running
+        self._others: Others = _not_running
         self.visits = 0
         """How many calls of blocks the forward that runs has made."""
 
-    def run(self, call: Call, visit: Visit, others: Callable[[int], Mapping[int, Any]]) -> Any:
+    def run(self, call: Call, visit: Visit, others: Others = _no_others) -> Any:
         """Runs the forward for a call. Returns the model's output.
 
         Args:
             visit: called in place of every block.
-            others: returns what the forward gets of a block besides hidden states, by place.
+            others: returns what stands for the tensors that a block returns besides hidden states; None for
+                placeholders.
 
         Raises ConfigError if the forward does what it may not do several times for a micro-batch.
         """
         with self._visiting(visit, others), self.own_state.counted_once(call):
-            return run_uncompiled(self._model, *call.positional, **call.named)
+            try:
+                return run_uncompiled(self._model, *call.positional, **call.named)
+            except PlaceholderUsed as used:
+                raise ConfigError(str(used)) from None
 
     def run_until_stop(self, call: Call, visit: Visit) -> None:
         """Runs the forward until ``visit`` raises :class:`Stop`."""
         with unchanged_tensors((call.positional, call.named)):
             try:
-                self.run(call, visit, self._placeholders.__getitem__)
+                self.run(call, visit)
             except Stop:
                 return
-            except PlaceholderUsed:
-                raise ConfigError(_USES_PLACEHOLDER) from None
         raise ConfigError(SKIPPED)
 
     @contextmanager
-    def _visiting(self, visit: Visit, others: Callable[[int], Mapping[int, Any]]) -> Iterator[None]:
+    def _visiting(self, visit: Visit, others: Others) -> Iterator[None]:
         """Runs the stand-ins of blocks inside the block, where the model has its own forward."""
         self._visit, self.visits, self._others = visit, 0, others
         # It sees all modules, also modules that a forward makes.
@@ -110,9 +123,9 @@ class ForwardWithoutBlocks:
             raise ConfigError(SKIPPED)
         self.visits += 1
         hidden, others = self._visit(index, hidden, arguments), self._others(index)
-        if self._other_outputs is None:
-            return hidden
-        return hidden, *map(others.get, range(len(self._other_outputs)))
+        trains = self._blocks[index].training
+        others = self._placeholders[index][trains] if others is None else others
+        return self._returned[index][trains].with_tensors(hidden, others)
 
     @contextmanager
     def _unchanged_buffers(self) -> Iterator[None]:
@@ -134,12 +147,6 @@ class ForwardWithoutBlocks:
                 f"{type(module).__name__}, for good; with a {BLOCK} block, call it with arguments with which it does "
                 "not, such as longer sequences for BigBird"
             )
-
-
-_USES_PLACEHOLDER = (
-    "with these arguments the forward of the model computes with what a block returned besides hidden states; with a "
-    f"{BLOCK} block, leave that out, or write the model as a PipelineModule"
-)
 
 
 def _not_running(*_: Any) -> NoReturn:

@@ -31,6 +31,7 @@ class RouterLogits:
     def __init__(self, model: Any) -> None:
         try:
             # Here, because importing transformers takes seconds, and only its models need it.
+            from transformers.models.mixtral import modeling_mixtral
             from transformers.utils.output_capturing import _active_collector, maybe_install_capturing_hooks
         except ImportError:
             raise ConfigError(
@@ -43,6 +44,11 @@ class RouterLogits:
         maybe_install_capturing_hooks(self._model)
         self._names = list(signature(model.forward).parameters)
         self._globals: dict[str, Any] = getattr(unwrap(type(self._model).forward), "__globals__", {})
+        # trl's forwards call Mixtral's loss for all models.
+        self._known = {id(each): each for each in (self._globals, vars(modeling_mixtral))}.values()
+        """The variables of modules whose loss the forward may call."""
+        self._replaced: list[dict[str, Any]] = []
+        """Those among them whose loss needs only ``balance``."""
         self._balance: Balance | None = None
         """What the loss needs; None if that is all logits."""
 
@@ -78,6 +84,12 @@ class RouterLogits:
             yield
         if len(seen) == 1 and (balance := seen.pop()).is_computed_by(function):
             self._balance = balance
+            self._replaced = [each for each in self._known if balance.is_computed_by(each[_LOSS])]
+
+    @property
+    def sums(self) -> tuple[int, int]:
+        experts = None if self._balance is None else self._balance.experts
+        return (0, 0) if experts is None else (4 * experts + 4 * (experts + 1), 4 * experts)
 
     def reduces(self, arguments: Any) -> bool:
         mask = self._mask(arguments)
@@ -106,7 +118,7 @@ class RouterLogits:
                 )
             return self._balance.loss(*carried)
 
-        with replacing([(self._globals, _LOSS, loss)]):
+        with replacing([(variables, _LOSS, loss) for variables in self._replaced]):
             yield
 
 

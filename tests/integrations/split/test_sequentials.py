@@ -127,16 +127,11 @@ def paired_members():
     return [*members, Function(lambda pair: pair[0]), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)]
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "checkpoints"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("ranks", "run"), [(1, in_layers), (2, in_layers), (2, in_layers_apart)])
 def test_blocks_may_pass_a_tuple_on(way, ranks, run):
     model = Wrapper(paired_members(), way, takes_pair=True)
     assert_same(model, *BATCH, run=run, pipeline_ranks=ranks, blocks="sequential")
-
-
-def test_checkpoints_of_blocks_that_pass_a_tuple_on_are_refused():
-    with pytest.raises(ConfigError, match="computes with what a block returned besides hidden states"):
-        layers_of(Wrapper(paired_members(), "checkpoints", takes_pair=True))
 
 
 class Logits(Wrapper):

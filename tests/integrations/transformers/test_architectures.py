@@ -358,7 +358,7 @@ def test_a_block_that_returns_other_things_than_the_first_one_is_named():
     layers, block = layers_of(model), model.model.layers[2]
     stock = block.forward
     block.forward = lambda *positional, **named: (stock(*positional, **named), None)
-    with pytest.raises(ConfigError, match="block 2 of the model returned other things than block 0"):
+    with pytest.raises(ConfigError, match="block 2 of the model returned other things besides hidden states than"):
         computed_by(layers, model, micro_batch(0, 0, 0))
 
 

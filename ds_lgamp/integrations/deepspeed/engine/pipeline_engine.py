@@ -60,6 +60,10 @@ class LgampEngine(LgampDoor, PipelineEngine):
     """
 
     total_additional_losses: Any
+    shapes_advice = (
+        "where shapes change between batches, call engine.reset_activation_shape() on every rank first; where they "
+        "change within one, build the PipelineModule with dynamic_shape=True"
+    )
 
     def __init__(self, settings: LgampConfig, partition_method: str, **arguments: Any) -> None:
         self._lgamp_initialising = True

@@ -57,11 +57,6 @@ from ds_lgamp.runtime.ring import ring_links
 from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.watch.this_rank import this_rank
 
-_SHAPES_ADVICE = (
-    "where shapes change between batches, call engine.reset_activation_shape() on every rank first; where they change "
-    "within one, build the PipelineModule with dynamic_shape=True"
-)
-
 
 class Door(Run, Protocol):
     """An engine of DeepSpeed, through which a script trains. What its training asks of it."""
@@ -72,6 +67,8 @@ class Door(Run, Protocol):
     """The client_state of the states in ``live_checkpoint``."""
     optimizer: Any
     """The :class:`PartitionedOptimizer`."""
+    shapes_advice: str
+    """What to do where micro-batches have other shapes than those before, as a clause."""
 
     def loss_of(self, outputs: Any, labels: Any) -> Any:
         """Returns the loss of a micro-batch, or outputs, from what the last layer returned."""
@@ -220,7 +217,7 @@ class Training:
                 for chunk, functions in module.chunk_functions.items()
             },
             Storage(self.partition, self.partition.owns if self.partition.frees_weights else None, stored_inputs),
-            ring_links(self.grid.pipe_groups, self.device, host_group(), module.dynamic_shape, _SHAPES_ADVICE),
+            ring_links(self.grid.pipe_groups, self.device, host_group(), module.dynamic_shape, door.shapes_advice),
             Calls(door.loss_of, self._step, door.optimizer.update, self._loss_gradient),
             # Seeded before every layer, generators need not be restored.
             [] if settings.reproducible else sources,

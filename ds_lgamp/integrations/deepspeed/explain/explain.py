@@ -136,7 +136,7 @@ def explain_plain(settings: LgampConfig, arguments: dict[str, Any]) -> Explanati
     config[BLOCK] = {**config[BLOCK], "outputs": settings.outputs}
     config_class = DeepSpeedConfig(for_deepspeed(config), module.mpu())
     of_engine = {**arguments, "model": module, "config": config, "config_class": config_class}
-    return explain(of_engine, "uniform", calls_engine=True)
+    return replace(explain(of_engine, "uniform", calls_engine=True), balance_bytes=layers.sums)
 
 
 def _configuration_of_pipelines(arguments: dict[str, Any], pipeline_ranks: int) -> dict[str, Any]:

@@ -99,6 +99,8 @@ class Explanation:
     activations_unknown: str | None
     """Why ``memory`` of the ranks is without the bytes of activations, a clause; None if it has them."""
     ranks: list[RankFacts]
+    balance_bytes: tuple[int, int] = (0, 0)
+    """What a message of hidden states takes along for the loss that balances experts, and what its gradient does."""
 
     @property
     def placement(self) -> str:

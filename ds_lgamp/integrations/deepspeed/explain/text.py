@@ -226,6 +226,12 @@ def _words(facts: Explanation) -> str:
             f"Over a bus of {with_bytes(_BUS)}/s in each direction (PCIe 4.0 x16), a step's loads take at least "
             f"{loaded / _BUS:.3g} s, its stores {unloaded / _BUS:.3g} s{always}."
         )
+    if any(facts.balance_bytes) and facts.spec.pipeline_ranks > 1:
+        there, back = map(with_bytes, facts.balance_bytes)
+        sentences.append(
+            f"Every message of hidden states takes {there} more along for the loss that balances experts, and every "
+            f"message of gradients {back}."
+        )
     if facts.spec.pipeline_ranks > 1:
         sentences.append("Layers of other pipeline ranks are taken as their specifications build them.")
     if any((rank.memory.host or rank.memory).optimizer_state is None for rank in facts.ranks):

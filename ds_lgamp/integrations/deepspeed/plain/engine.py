@@ -40,6 +40,11 @@ class ModelEngine(LgampDoor):
         arguments: those of DeepSpeedEngine, with the layers as a PipelineModule.
     """
 
+    shapes_advice = (
+        f"with {BLOCK}.outputs 'loss' shapes may depend on those of the arguments, not on values; set it to 'all', or "
+        "let blocks return such tensors padded"
+    )
+
     def __init__(
         self, user_model: torch.nn.Module, layers: Layers, settings: LgampConfig, arguments: dict[str, Any]
     ) -> None:

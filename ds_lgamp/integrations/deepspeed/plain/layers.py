@@ -41,6 +41,11 @@ class Layers(Protocol):
         """What a forward sets in the model's configuration; None if the model has none."""
         ...
 
+    @property
+    def sums(self) -> tuple[int, int]:
+        """The bytes that travel beside the hidden states of a micro-batch for what hosts collect, forward and back."""
+        ...
+
     def arguments(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Arguments:
         """Returns the arguments with which the model is called if the script passes these. Raises ConfigError if the
         model does not take them."""
@@ -67,6 +72,7 @@ class SequentialLayers:
     """The layers of an nn.Sequential."""
 
     settings = None
+    sums = 0, 0
 
     def __init__(self, model: nn.Sequential) -> None:
         self.calls, self.modules, self.partition_method = Calls(), list(model), "uniform"

@@ -60,6 +60,9 @@ if sys.argv[2] == "by hand":
     body = model.model
     end = torch.nn.Sequential(body.norm, model.lm_head)
     model = PipelineModule([body.embed_tokens, *body.layers, end], num_stages=2, partition_method="uniform")
+if sys.argv[2] == "experts":
+    routers = {"num_local_experts": 8, "num_attention_heads": 4, "num_key_value_heads": 4, "output_router_logits": True}
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **routers))
 if sys.argv[2] == "inside":
     around = torch.nn.Linear(64, 1)
     around.inside, model = model, around

@@ -57,6 +57,7 @@ def explained(tmp_path_factory):
         "data in words": [str(folder / "data.py"), json.dumps(UNUSUAL_CONFIG), "patient"],
         "model": ["--ranks", "4", "--json", str(folder / "model.py"), json.dumps(MODEL_CONFIG), "as it is"],
         "by hand": ["--ranks", "4", "--json", str(folder / "model.py"), json.dumps(BY_HAND_CONFIG), "by hand"],
+        "experts": ["--ranks", "4", str(folder / "model.py"), json.dumps(MODEL_CONFIG), "experts"],
         "inside": ["--ranks", "4", str(folder / "model.py"), json.dumps(INSIDE_CONFIG), "inside"],
         "late": ["--json", str(folder / "data.py"), json.dumps(WITHOUT_OPTIMIZER), "patient"],
         "late in words": [str(folder / "data.py"), json.dumps(WITHOUT_OPTIMIZER), "patient"],
@@ -350,6 +351,15 @@ def test_an_optimizer_that_comes_later_is_all_that_is_unknown(explained):
     words = explained["late in words"].output
     assert "optimizer given later" in words and "The optimizer's state is unknown and left out of the peak." in words
     assert "deepspeed.initialize got no optimizer: it is taken to come by engine._configure_optimizer, for all" in words
+
+
+def test_what_travels_for_the_balance_of_experts_is_told(explained):
+    """For 8 experts, test_routers.py measures the same."""
+    sentence = (
+        "Every message of hidden states takes 68 B more along for the loss that balances experts, and every message"
+    )
+    assert f"{sentence} of gradients 32 B." in explained["experts"].output
+    assert "experts" not in explained["inside"].output
 
 
 def test_without_activations_the_explanation_says_why(explained):
