@@ -10,6 +10,7 @@ PASSED_ON = {
     ("integrations/deepspeed/engine/parameters.py", "complaint"),
     ("integrations/deepspeed/model/materialise.py", "ConfigError(complaint)"),
     ("integrations/deepspeed/plain/model_state.py", "complaint"),
+    ("integrations/split/without_blocks.py", "ConfigError(str(used))"),
     ("partition/disk.py", "OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))"),
     ("partition/disk.py", "OSError(errno.EIO, os.strerror(errno.EIO))"),
     ("partition/guard.py", "str(error)"),
