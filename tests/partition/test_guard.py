@@ -151,7 +151,12 @@ def test_what_has_no_values_waits_for_nothing(case):
     assert type(values.parameter) is not nn.Parameter
 
 
-@pytest.mark.parametrize("case", [*(case for case in READS if case != "detach"), *WRITES])
+def test_parameters_whose_values_cannot_come_are_counted_by_their_addresses():
+    first, second = Absent().parameter, Absent().parameter
+    assert len({first.data_ptr(), second.data_ptr(), first.data_ptr(), 0}) == 3
+
+
+@pytest.mark.parametrize("case", [*(case for case in READS if case not in ("detach", "address")), *WRITES])
 def test_values_that_cannot_come_are_refused(case):
     values = Absent()
     if case in ("text", "formatted"):
