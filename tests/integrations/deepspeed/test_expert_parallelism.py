@@ -2,16 +2,18 @@
 
 from collections import Counter
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.cost.units import offsets, part_size
+from ds_lgamp.integrations.deepspeed.plain.build import refuse_shared_experts
 from ds_lgamp.partition import flat_storage, gradient_reduction
 from ds_lgamp.partition.collectives import start_all_gather, start_reduce_scatter
 from testing.ranks import run_on_ranks
-from tests.integrations.deepspeed.moe import EXPERTS, STEPS, Mode, train_alone, train_on_rank
+from tests.integrations.deepspeed.moe import EXPERTS, STEPS, Mode, MoeGpt, train_alone, train_on_rank
 from tests.integrations.split.own_models import WIDTH
 
 alone = cache(train_alone)
@@ -117,6 +119,13 @@ def test_a_step_gathers_and_reduces_experts_as_often_as_the_rest_of_their_chunk(
             of_rest = [number for (each, size, _), number in seen.items() if (each, size) == (kind, 4)]
             assert of_experts == {2 * part_size(end, 2): times}
             assert sum(of_rest) == times
+
+
+def test_ranks_that_share_sequences_do_not_divide_experts():
+    shared = SimpleNamespace(get_sequence_parallel_world_size=lambda: 2)
+    refuse_shared_experts(shared, MoeGpt())
+    with pytest.raises(ConfigError, match="2 ranks share a sequence and 4 divide the experts of a layer"):
+        refuse_shared_experts(shared, MoeGpt(expert_ranks=4))
 
 
 REFUSED = {

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.integrations.deepspeed.config.client_optimizer import as_groups
 from ds_lgamp.integrations.deepspeed.model.construction import make_whole
-from ds_lgamp.integrations.deepspeed.model.experts import make_groups, with_groups
+from ds_lgamp.integrations.deepspeed.model.experts import divided, make_groups, with_groups
 from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import check_tensors, share_over_pipeline
 from ds_lgamp.integrations.deepspeed.plain.engine import ModelEngine
@@ -47,6 +47,7 @@ def build_engine(settings: LgampConfig, arguments: dict[str, Any]) -> ModelEngin
     needed = [*needed_to_split(split, settings)]
     check_tensors(model)
     make_whole(needed)
+    refuse_shared_experts(arguments.get("mpu"), model)
     size = max(dist.get_world_size() // (settings.pipeline_ranks or 1), 1)
     first = dist.get_rank() // size * size
     make_groups(model, range(first, first + size), bool(arguments["config_class"].use_data_before_expert_parallel_))
@@ -152,6 +153,15 @@ def check_sequence_key(config: dict[str, Any], mpu: Any) -> None:
             f"{SEQUENCE_KEY} is {size}, but deepspeed.initialize got no mpu by which {size} ranks share a sequence; "
             "pass that of UlyssesSPAttentionHF.register_with_transformers, or remove the key, which is not for a "
             "PipelineModule"
+        )
+
+
+def refuse_shared_experts(mpu: Any, model: torch.nn.Module) -> None:
+    """Raises ConfigError if ranks share a sequence, and divide experts among each other."""
+    if (ranks := sequence_ranks(mpu)) > 1 and (layers := divided(model)):
+        raise ConfigError(
+            f"{ranks} ranks share a sequence and {layers[0].ep_size} divide the experts of a layer, which nobody has "
+            "tried together; let every rank have all experts (ep_size 1), or whole sequences"
         )
 
 
