@@ -28,6 +28,9 @@ class Byproducts:
         self._returned, self._recorded, self._use = shown.returned, shown.recorded, shown.use
         self._model, self._recorder = original.model, original.recorder
         self._blocks = [*original.blocks.named.values()]
+        self._kinds = [{mode: each.kinds for mode, each in modes.items()} for modes in self._returned]
+        self._numbers = [{mode: len(each.tensors) for mode, each in modes.items()} for modes in self._returned]
+        """How many tensors every block returns besides hidden states, in training or not."""
         self._left: tuple[Iterator[Tensor] | None, Iterator[Tensor] | None] = None, None
         """What the code after the blocks has not found yet of recorded ones, and of the others; None where it needs
         none of them."""
@@ -37,12 +40,8 @@ class Byproducts:
         return self._recorder.records()
 
     def recording(self, records: bool) -> AbstractContextManager[list[Tensor]]:
-        """Returns a context manager that yields the list of what is recorded of a block inside.
-
-        Args:
-            records: whether the forward records anything.
-        """
-        return self._recorder.recording() if records else nullcontext([])
+        """Yields the list of what is recorded of a block inside, if the forward ``records`` anything."""
+        return self._recorder.recording(records)
 
     def after_block(
         self, index: int, call: Call, carried: Sequence[Tensor], returned: Returned, recorded: list[Tensor]
@@ -56,7 +55,7 @@ class Byproducts:
 
         Raises ConfigError if that is more or less than in the small call.
         """
-        if returned.kinds != self._shown(index).kinds:
+        if returned.kinds != self._kinds[index][self._blocks[index].training]:
             raise ConfigError(
                 f"block {index} of the model returned other things besides hidden states than for the dummy inputs; "
                 f"let it return tensors, not numbers, or set {BLOCK}.dummy_inputs to arguments such as the script's"
@@ -74,9 +73,9 @@ class Byproducts:
             known = [*before, *recorded]
         return [*known, *others, *(returned.tensors if travels else ())]
 
-    def _shown(self, index: int) -> Returned:
-        """Returns what a block returned in the small call besides hidden states."""
-        return self._returned[index][self._blocks[index].training]
+    def _number(self, index: int) -> int:
+        """Returns how many tensors a block returns besides hidden states."""
+        return self._numbers[index][self._blocks[index].training]
 
     def _travel(self, call: Call) -> bool:
         """Whether the tensors travel that blocks return besides hidden states."""
@@ -85,7 +84,7 @@ class Byproducts:
     def _apart(self, blocks: int, carried: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Returns which of the by-products of the first ``blocks`` were recorded, or made of recorded ones, and which
         were returned."""
-        recorded = len(carried) - sum(len(self._shown(index).tensors) for index in range(blocks))
+        recorded = len(carried) - sum(map(self._number, range(blocks)))
         return carried[:recorded], carried[recorded:]
 
     def _are_reduced(self, call: Call) -> bool:
@@ -100,7 +99,8 @@ class Byproducts:
         blocks = range(len(self._blocks))
         if carried is None:
             carried = [number_like(tensor) for index in blocks for tensor in self._recorded[index]]
-            carried += [number_like(tensor) for index in blocks if travels for tensor in self._shown(index).tensors]
+            shown = [modes[block.training] for modes, block in zip(self._returned, self._blocks)] if travels else []
+            carried += [number_like(tensor) for each in shown for tensor in each.tensors]
         recorded, returned = self._apart(len(blocks), carried) if travels else (carried, ())
         self._left = None if are_reduced else iter(recorded), iter(returned) if travels else None
         arguments = call.positional, call.named
@@ -118,7 +118,7 @@ class Byproducts:
             number = len(self._recorded[index])
             made = repeat(Placeholder.of(index, REDUCED)) if recorded is None else recorded
             self._recorder.give([*islice(made, number)])
-        return None if returned is None else [*islice(returned, len(self._shown(index).tensors))]
+        return None if returned is None else [*islice(returned, self._number(index))]
 
 
 REDUCED = -1

@@ -147,8 +147,8 @@ class Recorder(Protocol):
         """Whether the forward that runs collects any."""
         ...
 
-    def recording(self) -> AbstractContextManager[list[Tensor]]:
-        """Yields the list of those of a block that runs inside."""
+    def recording(self, records: bool) -> AbstractContextManager[list[Tensor]]:
+        """Yields the list of those of a block that runs inside, which stays empty unless the forward ``records``."""
         ...
 
     def give(self, made: list[Tensor]) -> None:
@@ -189,7 +189,7 @@ class NoRecorder:
     def records(self) -> bool:
         return False
 
-    def recording(self) -> AbstractContextManager[list[Tensor]]:
+    def recording(self, records: bool) -> AbstractContextManager[list[Tensor]]:
         return nullcontext([])
 
     def reduces(self, arguments: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from itertools import count
 from typing import Any
@@ -339,7 +339,7 @@ class _Walk:
         return self.original.recorder.records()
 
     def _recording(self) -> AbstractContextManager[list[Tensor]]:
-        return self.original.recorder.recording() if self._records() else nullcontext([])
+        return self.original.recorder.recording(self._records())
 
     def _run(self, block: nn.Module, hidden: Any, others: BlockArguments) -> None:
         """Runs a block, which shows what it returns, and which attributes it sets."""

@@ -56,8 +56,11 @@ class RouterLogits:
         return _KEY in (self._collector.get() or ())
 
     @contextmanager
-    def recording(self) -> Iterator[list[Tensor]]:
+    def recording(self, records: bool) -> Iterator[list[Tensor]]:
         recorded: list[Tensor] = []
+        if not records:
+            yield recorded
+            return
         token = self._collector.set({_KEY: recorded})
         try:
             yield recorded
@@ -113,8 +116,9 @@ class RouterLogits:
             balance, given = _balance(function, positional, named)
             if balance != self._balance or given is not mask:
                 raise ConfigError(
-                    f"{type(self._model).__name__} balances its experts by another mask than the argument {_MASK}, "
-                    f"which a {BLOCK} block cannot follow; pass that mask"
+                    f"{type(self._model).__name__} balances its experts by another mask than the argument {_MASK}, or "
+                    f"by other numbers of experts than for its dummy inputs, which a {BLOCK} block cannot follow; pass "
+                    "that mask, and leave the numbers"
                 )
             return self._balance.loss(*carried)
 

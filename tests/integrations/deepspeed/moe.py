@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import ds_lgamp
 from ds_lgamp.integrations.user_script import finish_engines
 from testing.deepspeed_rank import prepare_rank, quiet
-from tests.integrations.split.own_models import LENGTH, VOCABULARY, WIDTH, Attention, Function, Gpt, cross_entropy
+from tests.integrations.split.own_models import LENGTH, VOCABULARY, WIDTH, Attention, Gpt, cross_entropy
 
 EXPERTS, STEPS, BATCH = 4, 3, 8
 """Experts of a layer, steps, and micro-batches of a step, which all ranks together compute."""
@@ -87,13 +87,7 @@ class MoeGpt(Gpt):
         return cross_entropy(logits, labels) + 0.3 * total
 
     def pipeline(self, pipeline_ranks: int) -> PipelineModule:
-        blocks = (nn.Sequential(block) for block in self.blocks)
-        layers = [
-            Beginning(self.embedding),
-            *(Adding(block) for block in blocks),
-            Function(lambda given: given),
-            End(self.head),
-        ]
+        layers = [Beginning(self.embedding), *map(Adding, self.blocks), End(self.head)]
         topology = PipeDataParallelTopology(pipeline_ranks, dist.get_world_size() // pipeline_ranks)
         return PipelineModule(layers, topology=topology, loss_fn=lambda given, labels: self.loss(*given, labels))
 
@@ -186,6 +180,7 @@ def train_on_rank(
     with quiet():
         model = model.pipeline(mode.pipeline_ranks) if mode.is_pipeline else model
         engine = deepspeed.initialize(model=model, optimizer=optimizer_of(model), config=config)[0]
+    assert type(engine).__module__.startswith("ds_lgamp.")
     if load is not None:
         engine.load_checkpoint(load)
     own = BATCH // feeding

@@ -33,23 +33,24 @@ def by_mixtrals_loss(self, input_ids, attention_mask=None, labels=None, fused=Fa
     return {"loss": loss + 0.5 * balance, "aux_loss": balance}
 
 
-def inputs_of_last(layers):
-    """Returns a list that takes what the last layer gets beside hidden states."""
+def compared(model, batch):
+    """Compares the loss of balance and the gradients with the whole model's. Returns the layers, and what the last one
+    got beside hidden states."""
+    expected, layers = whole(model, batch), layers_of(model, pipeline_ranks=2, outputs="all")
     found = []
     layers.modules[-1].register_forward_pre_hook(lambda _, inputs: found.extend(inputs[0][1:]))
-    return found
+    got = computed_by(layers, model, batch)
+    torch.testing.assert_close(got.output["aux_loss"], expected.output["aux_loss"], rtol=1e-6, atol=0)
+    for key, gradient in expected.gradients.items():
+        torch.testing.assert_close(got.gradients[key], gradient, rtol=1e-4, atol=1e-7)
+    return layers, found
 
 
 @pytest.mark.parametrize("name", BALANCED)
 @pytest.mark.parametrize("mask", MASKS)
 def test_two_vectors_of_experts_travel_for_any_mask_of_tokens(name, mask):
     model, batch = make(name), {**BATCH, "attention_mask": MASKS[mask]}
-    expected, layers = whole(model, batch), layers_of(model, pipeline_ranks=2, outputs="all")
-    found = inputs_of_last(layers)
-    got = computed_by(layers, model, batch)
-    torch.testing.assert_close(got.output["aux_loss"], expected.output["aux_loss"], rtol=1e-6, atol=0)
-    for key, gradient in expected.gradients.items():
-        torch.testing.assert_close(got.gradients[key], gradient, rtol=1e-4, atol=1e-7)
+    layers, found = compared(model, batch)
     experts = layers.modules[-1]._split.original.model.num_experts
     assert [tuple(each.shape) for each in found] == [(experts,), (experts + 1,)]
     sent = sum(each.nbytes for each in found), sum(each.nbytes for each in found if each.requires_grad)
@@ -62,12 +63,7 @@ def test_a_forward_of_the_script_may_call_mixtrals_loss(name, monkeypatch):
     model = make(name)
     model.forward = MethodType(by_mixtrals_loss, model)
     batch = {**BATCH, "fused": True}
-    expected, layers = whole(model, batch), layers_of(model, pipeline_ranks=2, outputs="all")
-    found = inputs_of_last(layers)
-    got = computed_by(layers, model, batch)
-    torch.testing.assert_close(got.output["aux_loss"], expected.output["aux_loss"], rtol=1e-6, atol=0)
-    for key, gradient in expected.gradients.items():
-        torch.testing.assert_close(got.gradients[key], gradient, rtol=1e-4, atol=1e-7)
+    _, found = compared(model, batch)
     assert len(found) == 2
 
 

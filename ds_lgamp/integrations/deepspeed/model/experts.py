@@ -65,16 +65,15 @@ def make_groups(model: nn.Module, data_ranks: Sequence[int], experts_last: bool)
         stock_groups._create_expert_and_data_parallel(
             size, pp_size=pipeline_ranks, use_data_before_expert_parallel_=experts_last
         )
-    groups = (stock_groups._get_expert_parallel_group_ranks(f"ep_size_{size}") for size in sizes)
-    others = any(not set(data_ranks).issuperset(group) for group in groups)
-    raise_everywhere(
-        f"experts are divided among ranks that have other layers than data-parallel ranks {[*data_ranks]}, as an "
-        "earlier engine did with other pipeline_ranks, or as a topology does whose stages are no neighbours; make one "
-        "engine per job, with the axes 'pipe' and 'data' in this order"
-        if others
-        else None,
-        ConfigError,
-    )
+    complaint = None
+    for size in sizes:
+        if not set(data_ranks).issuperset(stock_groups._get_expert_parallel_group_ranks(f"ep_size_{size}")):
+            complaint = (
+                f"experts are divided among ranks that have other layers than data-parallel ranks {[*data_ranks]}, as "
+                "an earlier engine did with other pipeline_ranks, or as a topology does whose stages are not "
+                "neighbours; make one engine per job, with the axes 'pipe' and 'data' in this order"
+            )
+    raise_everywhere(complaint, ConfigError)
 
 
 @contextmanager
