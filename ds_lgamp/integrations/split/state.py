@@ -1,11 +1,12 @@
-"""Remembers what modules hold besides parameters, in attributes, buffers, classes and globals, and gives it back."""
+"""Remembers what modules hold besides parameters, in attributes, buffers, classes, globals and hooks, and gives it back."""
 
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from inspect import unwrap
 from operator import is_
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -31,11 +32,58 @@ def named_globals(model: nn.Module) -> list[Named]:
     for kind in _classes(model):
         forward = unwrap(kind.forward)
         if isinstance(forward, FunctionType):
-            held = forward.__globals__
-            names = [name for name in dict.fromkeys(_names(forward.__code__)) if _is_state(held.get(name, _names))]
+            held, names = _globals_in(forward)
             known = found.get(id(held), Named(held, []))
             found[id(held)] = known._replace(names=[*dict.fromkeys([*known.names, *names])])
     return [each for each in found.values() if each.names]
+
+
+def _globals_in(function: FunctionType) -> Named:
+    held = function.__globals__
+    return Named(held, [name for name in dict.fromkeys(_names(function.__code__)) if _is_state(held.get(name, _names))])
+
+
+class _Variables:
+    """The variables of a closure, by their names."""
+
+    def __init__(self, function: FunctionType) -> None:
+        self._cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
+
+    def named(self) -> Named:
+        return Named(self, [name for name, cell in self._cells.items() if cell != CellType()])
+
+    def __getitem__(self, name: str) -> Any:
+        return self._cells[name].cell_contents
+
+    def update(self, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            self._cells[name].cell_contents = value
+
+
+def named_by_hooks(model: nn.Module) -> list[Named]:
+    """Returns what the hooks of a model's modules and parameters hold: globals, variables of closures, and attributes
+    of objects outside the model."""
+    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    owners = (*model.modules(), *model.parameters())
+    waiting = [hook for owner in owners for kind in kinds for hook in (getattr(owner, kind, None) or {}).values()]
+    found: list[Named] = []
+    seen = set(map(id, model.modules()))
+    while waiting:
+        hook = waiting.pop()
+        if id(hook) in seen:
+            continue
+        seen.add(id(hook))
+        if isinstance(hook, MethodType):
+            waiting += [hook.__func__, hook.__self__]
+        elif isinstance(hook, partial):
+            waiting += [hook.func, *hook.args, *hook.keywords.values()]
+        elif isinstance(hook, FunctionType):
+            variables = _Variables(hook).named()
+            found += [_globals_in(hook), variables]
+            waiting += [variables.holder[name] for name in variables.names]
+        elif type(getattr(hook, "__dict__", None)) is dict and not isinstance(hook, (Tensor, type)):
+            found.append(Named(vars(hook), [*vars(hook)]))
+    return [each for each in found if each.names]
 
 
 def class_attributes(model: nn.Module) -> list[Named]:
@@ -70,7 +118,7 @@ def _counts(name: str, value: Any) -> bool:
     return not name.startswith("__") and _is_state(value) and not isinstance(value, descriptors)
 
 
-CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
+CONTAINERS = (list, dict, set, deque, Counter, OrderedDict, defaultdict)
 OF_TORCH = frozenset(vars(nn.Module()))
 """The attributes that every module has, such as those for its parameters and hooks."""
 _LARGE = 1000
@@ -198,12 +246,15 @@ def restored(modules: Iterable[nn.Module], depth: int = 1, named: Iterable[Named
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[Snapshot]:
-    """Gives a model back after the block all that its modules held, with the globals that their forwards name, and the
-    values of its buffers. Forwards that run inside leave no counters, caches or other submodules. Yields what is there
-    before."""
-    buffers = Buffers(model.named_modules()).restored()
-    with buffers, restored(model.modules(), _DEPTH, named_globals(model)) as before:
-        yield before
+    """Gives a model back after the block all that its modules and hooks held, with the globals that its forwards name,
+    and the values of buffers, and of tensors that hooks hold. Forwards that run inside leave no counters, caches or
+    other submodules. Yields what is there before."""
+    by_hooks = named_by_hooks(model)
+    tensors = [leaf for each in by_hooks for name in each.names for leaf in tree_leaves(each.holder[name])]
+    values = with_values([each for each in tensors if type(each) is Tensor and not each.is_inference()])
+    with Buffers(model.named_modules()).restored(), values:
+        with restored(model.modules(), _DEPTH, [*named_globals(model), *by_hooks]) as before:
+            yield before
 
 
 def leave_out_hosts() -> None:
@@ -216,6 +267,18 @@ def leave_out_hosts() -> None:
 def version_of(tensor: Tensor) -> int:
     """Returns how often a tensor was changed in place; 0 for a tensor of torch.inference_mode, which has no count."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+@contextmanager
+def with_values(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Gives ``tensors`` their values back after the block."""
+    before = [tensor.detach().clone() for tensor in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, values in zip(tensors, before):
+                write(tensor, values)
 
 
 class Buffers:
@@ -240,13 +303,11 @@ class Buffers:
     def restored(self) -> Iterator[None]:
         """Gives the modules their buffers back after the block, with the values from before it."""
         own = [(module, name, buffer) for _, module, name, buffer in self._all()]
-        values = [buffer.detach().clone() for *_, buffer in own]
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for (module, name, buffer), value in zip(own, values):
-                    write(buffer, value)
+        with with_values([buffer for *_, buffer in own]):
+            try:
+                yield
+            finally:
+                for module, name, buffer in own:
                     module._buffers[name] = buffer
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:

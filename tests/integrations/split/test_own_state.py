@@ -2,6 +2,8 @@
 
 import copy
 import itertools
+from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -142,6 +144,49 @@ class Leaving(Counting):
         self.table["rows"].append(tokens.shape[0])
         self.new, self.activation = object(), nn.ReLU()
         return super().forward(tokens, labels)
+
+
+class Observer:
+    """Counts what hooks see: in attributes, a list, a tensor, and by being called."""
+
+    def __init__(self):
+        self.calls, self.seen, self.total = 0, [], torch.zeros(())
+
+    def __call__(self, *_):
+        self.calls += 1
+
+    def observe(self, *_):
+        self.calls += 1
+        self.seen.append(self.calls)
+        self.total.add_(1)
+
+
+SEEN_BY_HOOKS = Counter()
+
+
+def test_a_trial_takes_back_what_hooks_of_a_script_have_counted():
+    model, observers, in_closure, calls = Counting(set()), [Observer(), Observer(), Observer()], [], 0
+
+    def count(*_):
+        nonlocal calls
+        calls += 1
+        in_closure.append(calls)
+        SEEN_BY_HOOKS.update(["calls"])
+
+    model.register_forward_hook(count)
+    for block in model.blocks:
+        block.register_forward_pre_hook(observers[0])
+        block.register_forward_hook(observers[1].observe)
+        block.register_full_backward_hook(partial(Observer.observe, observers[2]))
+        next(block.parameters()).register_hook(count)
+    layers_of(model, pipeline_ranks=2)
+    assert (calls, in_closure, SEEN_BY_HOOKS) == (0, [], Counter())
+    for each in observers:
+        assert (each.calls, each.seen, each.total) == (0, [], 0)
+    # The hooks are there, and count from then on.
+    tokens = batches(0)[0]
+    model(tokens, tokens)
+    assert (calls, observers[0].calls, observers[1].total) == (1, len(model.blocks), len(model.blocks))
 
 
 def test_a_trial_leaves_no_traces():
