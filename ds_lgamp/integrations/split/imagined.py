@@ -154,8 +154,9 @@ class Imagined:
             def imagined(tensor: Tensor) -> Tensor:
                 return tensor if with_values and _has_values(tensor) else mode.from_tensor(tensor)
 
+            # The module may make a parametrization of them and take it away, as peft does for experts.
             parameters = {
-                name: torch.empty(shape, dtype=own[name].dtype, device=own[name].device)
+                name: nn.Parameter(torch.empty(shape, dtype=own[name].dtype, device=own[name].device), False)
                 for name, shape in self._full_shapes.items()
             }
             positional, named = tree_map_only(Tensor, imagined, (positional, named))

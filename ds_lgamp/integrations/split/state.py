@@ -1,4 +1,4 @@
-"""Remembers what modules hold besides parameters, in attributes, buffers, classes, globals and hooks, and gives it back."""
+"""Remembers what modules hold besides parameters, in attributes, buffers, classes, globals and hooks."""
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence

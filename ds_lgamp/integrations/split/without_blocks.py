@@ -139,9 +139,9 @@ class ForwardWithoutBlocks:
                 "blocks"
             )
 
-    def _refuse_module(self, module: nn.Module, name: str, _: Any) -> None:
+    def _refuse_module(self, module: nn.Module, name: str, inner: Any) -> None:
         """Raises ConfigError if the forward gives a module of a layer another one."""
-        if id(module) in self._of_layers:
+        if id(module) in self._of_layers and module._modules.get(name) is not inner:
             raise ConfigError(
                 f"the forward of the model puts another module into the place of '{name}' of a "
                 f"{type(module).__name__}, for good; with a {BLOCK} block, call it with arguments with which it does "

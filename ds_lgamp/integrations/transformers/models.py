@@ -38,7 +38,8 @@ def planned_names(model: Any) -> set[str]:
 
 def inputs_of(model: Any) -> Mapping[str, Tensor]:
     """Returns arguments that the forward of ``model``, which is one of transformers, takes: its ``dummy_inputs``. Of
-    those that transformers gives to every model, one row, with one choice if the model chooses between several."""
+    those that transformers gives to every model, one row, also for a decoder beside an encoder, with one choice if the
+    model chooses between several."""
     # Here, because importing transformers takes seconds, and only its models need it.
     from transformers import PreTrainedModel
     from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES
@@ -48,6 +49,8 @@ def inputs_of(model: Any) -> Mapping[str, Tensor]:
         return inputs
     # Several rows need a padding token in a head that classifies the last token.
     rows = {name: value[:1] for name, value in inputs.items()}
+    if getattr(model.config, "is_encoder_decoder", False):
+        rows["decoder_input_ids"] = rows["input_ids"]
     choosing = set(MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES.values())
     if choosing.isdisjoint(each.__name__ for each in type(model).__mro__):
         return rows

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.parts import model_of
-from ds_lgamp.integrations.split.stand_ins import replacing
+from ds_lgamp.integrations.split.stand_ins import Placeholder, replacing
 
 _KEY, _LOSS, _MASK = "router_logits", "load_balancing_loss_func", "attention_mask"
 
@@ -51,6 +51,8 @@ class RouterLogits:
         """Those among them whose loss needs only ``balance``."""
         self._balance: Balance | None = None
         """What the loss needs; None if that is all logits."""
+        self._given: list[Tensor] = []
+        """What stands for the logits of all blocks, in a forward that needs only ``balance``."""
 
     def records(self) -> bool:
         return _KEY in (self._collector.get() or ())
@@ -68,19 +70,22 @@ class RouterLogits:
             self._collector.reset(token)
 
     def give(self, made: list[Tensor]) -> None:
+        self._given += made
         self._collector.get()[_KEY].extend(made)
 
     @contextmanager
     def learning(self) -> Iterator[None]:
         """Finds out, from the forwards that run inside, what the loss needs of the logits. Until then it gets all."""
         function = self._globals.get(_LOSS)
-        if function is None or not getattr(self._model, "router_aux_loss_coef", 0):
+        # Encoder and decoder have a loss each, with a mask of its own.
+        both = getattr(self._model.config, "is_encoder_decoder", False)
+        if function is None or both or not getattr(self._model, "router_aux_loss_coef", 0):
             yield
             return
         seen: set[Balance] = set()
 
         def loss(*positional: Any, **named: Any) -> Any:
-            seen.add(_balance(function, positional, named)[0])
+            seen.add(_Asked.of(function, positional, named).balance)
             return function(*positional, **named)
 
         with replacing([(self._globals, _LOSS, loss)]):
@@ -111,14 +116,19 @@ class RouterLogits:
     @contextmanager
     def needing_only(self, arguments: Any, carried: Sequence[Tensor]) -> Iterator[None]:
         function, mask = self._globals[_LOSS], self._mask(arguments)
+        self._given = []
 
         def loss(*positional: Any, **named: Any) -> Any:
-            balance, given = _balance(function, positional, named)
-            if balance != self._balance or given is not mask:
+            asked = _Asked.of(function, positional, named)
+            if not any(isinstance(each, Placeholder) for each in asked.logits):
+                # Routers outside the blocks.
+                return function(*positional, **named)
+            of_all = [*map(id, asked.logits)] == [*map(id, self._given)]
+            if asked.balance != self._balance or asked.mask is not mask or not of_all:
                 raise ConfigError(
-                    f"{type(self._model).__name__} balances its experts by another mask than the argument {_MASK}, or "
-                    f"by other numbers of experts than for its dummy inputs, which a {BLOCK} block cannot follow; pass "
-                    "that mask, and leave the numbers"
+                    f"{type(self._model).__name__} balances its experts by another mask than the argument {_MASK}, by "
+                    "other numbers of experts than for its dummy inputs, or by the routers of some blocks alone, which "
+                    f"a {BLOCK} block cannot follow; pass that mask, leave the numbers, and balance all blocks"
                 )
             return self._balance.loss(*carried)
 
@@ -185,8 +195,17 @@ class Balance(NamedTuple):
         return all(map(torch.allclose, own, other))
 
 
-def _balance(function: Any, positional: Any, named: Any) -> tuple[Balance, Any]:
-    """Returns what a call of the loss that balances experts computes, and its mask."""
-    call = signature(function).bind(*positional, **named)
-    call.apply_defaults()
-    return Balance(call.arguments.get("num_experts"), call.arguments.get("top_k")), call.arguments.get(_MASK)
+class _Asked(NamedTuple):
+    """What a call of the loss that balances experts computes."""
+
+    logits: Sequence[Tensor]
+    balance: Balance
+    mask: Any
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], positional: Any, named: Any) -> "_Asked":
+        call = signature(function).bind(*positional, **named)
+        call.apply_defaults()
+        given = call.arguments
+        balance = Balance(given.get("num_experts"), given.get("top_k"))
+        return cls(next(iter(given.values())) or (), balance, given.get(_MASK))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 
 from ds_lgamp.integrations.split.imagined import Imagined
 
@@ -69,6 +70,30 @@ def test_buffers_stay_as_they_are():
     module = Pieces()
     shape_of(Imagined(module), 2, 4)
     assert module.calls == 0 and module.before == 0
+
+
+class Doubled(nn.Linear):
+    """Computes with twice its weight, by a parametrization that lasts for one forward, as peft does for experts."""
+
+    def forward(self, rows):
+        register_parametrization(self, "weight", Twice())
+        try:
+            return super().forward(rows)
+        finally:
+            remove_parametrizations(self, "weight", leave_parametrized=False)
+
+
+class Twice(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def test_a_forward_may_parametrize_its_parameters():
+    module = Doubled(3, 5)
+    weight = module.weight
+    assert Imagined(module)((torch.zeros(2, 3),), {}).shape == (2, 5)
+    assert module.weight is weight and not [*module.buffers()]
+    module(torch.zeros(2, 3))
 
 
 def test_a_shape_that_depends_on_values_of_floats_is_refused_by_torch():

@@ -1,5 +1,7 @@
 """A model computed layer by layer equals the model, whatever its architecture."""
 
+from queue import SimpleQueue
+
 import pytest
 import torch
 import transformers
@@ -287,11 +289,12 @@ def test_a_survey_leaves_the_model_and_its_generators_as_they_were():
     own = model.transformer.h[0].forward = lambda *positional, **named: stock(*positional, **named)
     before = torch.get_rng_state()
     training = {name: module.training for name, module in model.named_modules()}
-    seen = []
-    model.transformer.drop.register_forward_hook(lambda module, *_: seen.append(module.training))
+    # What hooks have put into a list is taken back.
+    seen = SimpleQueue()
+    model.transformer.drop.register_forward_hook(lambda module, *_: seen.put(module.training))
     model.transformer.wte.register_forward_hook(lambda _, __, embedded: embedded + 0 * torch.rand(1))
     layers_of(model)
-    assert set(seen) == {False}
+    assert {seen.get() for _ in range(seen.qsize())} == {False}
     assert {name: module.training for name, module in model.named_modules()} == training
     assert model.transformer.h[0].__dict__["forward"] is own
     assert all("forward" not in vars(block) for block in model.transformer.h[1:])
@@ -334,12 +337,12 @@ def test_a_head_that_classifies_the_last_token_needs_no_padding_token():
 
 @pytest.mark.parametrize(("supports_sdpa", "wanted"), [(True, "sdpa"), (False, "eager")])
 def test_flash_attention_is_replaced_for_the_survey_only(supports_sdpa, wanted, monkeypatch):
-    model, seen = make("Llama"), []
+    model, seen = make("Llama"), SimpleQueue()
     monkeypatch.setattr(type(model), "_supports_sdpa", supports_sdpa)
     model.config._attn_implementation_internal = "flash_attention_2"
-    model.lm_head.register_forward_hook(lambda *_: seen.append(model.config._attn_implementation))
+    model.lm_head.register_forward_hook(lambda *_: seen.put(model.config._attn_implementation))
     layers_of(model)
-    assert set(seen) == {wanted}
+    assert {seen.get() for _ in range(seen.qsize())} == {wanted}
     assert model.config._attn_implementation == "flash_attention_2"
 
 
