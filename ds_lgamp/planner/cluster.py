@@ -227,8 +227,7 @@ def named_cluster(name: str, gpus: int = GPUS_PER_NODE) -> Cluster:
     kind, _, network = name.partition("-")
     if name not in CLUSTERS:
         raise ValueError(f"cluster is '{name}'; use a file or one of {', '.join(CLUSTERS)}")
-    if gpus < 1:
-        raise ValueError(f"gpus is {gpus}; use a whole number from 1")
+    count("gpus", gpus)
     gpu = _GPUS[kind]
     infiniband = Link(gpu.infiniband, INFINIBAND_LATENCY)
     cluster = Cluster(

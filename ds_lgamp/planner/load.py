@@ -38,7 +38,7 @@ def demand_of(model: Model, configuration: Configuration, splits_sequence: bool 
     executed.layers_of_chunks(model)
     software = replace(default_software(executed), splits_sequence=splits_sequence)
     ranks, hierarchy = range(executed.pipeline_ranks), executed.hierarchy
-    activations = ActivationBytes(0, 0, chunks_of(model, executed, software, range(executed.chunks)))
+    activations = ActivationBytes(0, 0, chunks_of(model, executed, software))
     programs = [build_rank_program(executed.spec, rank) for rank in ranks]
     units, size = [units_of(model, executed, rank) for rank in ranks], software.element
     sharding = sharding_of(executed)

@@ -50,9 +50,9 @@ def units_of(model: Model, configuration: Configuration, rank: int) -> list[Unit
     ends = {chunk: 0 for chunk in (0, last)}
     ends[0] += words + model.position_embeddings * model.hidden_size
     ends[last] += model.norm_parameters + model.extras + (0 if model.tied_embeddings else words)
-    units, users = [], []
+    units, users, layers = [], [], configuration.layers_of_chunks(model)
     for chunk in own_chunks(configuration, rank):
-        parameters = layers_of_chunk(model, configuration, chunk) * of_layer
+        parameters = layers[chunk] * of_layer
         if chunk in ends and model.tied_embeddings:
             users.append(chunk)
         elif chunk in ends:
@@ -65,25 +65,14 @@ def units_of(model: Model, configuration: Configuration, rank: int) -> list[Unit
     return units
 
 
-def chunks_of(model: Model, configuration: Configuration, software: Software, chunks: range) -> list[ChunkBytes]:
-    """Returns the bytes of one micro-batch on each of ``chunks``."""
+def chunks_of(model: Model, configuration: Configuration, software: Software) -> list[ChunkBytes]:
+    """Returns the bytes of one micro-batch on each chunk."""
     layer = layer_bytes(model, configuration.micro_batch, configuration.tensor_ranks, software)
     ends = end_bytes(model, configuration.micro_batch, configuration.tensor_ranks, software)
-    last, spec = configuration.chunks - 1, configuration.spec
-    sorts = [
-        (layers_of_chunk(model, configuration, chunk), chunk == 0, chunk == last, spec.is_recomputed(chunk))
-        for chunk in chunks
-    ]
+    last, spec, layers = configuration.chunks - 1, configuration.spec, configuration.layers_of_chunks(model)
+    sorts = [(layers[chunk], chunk == 0, chunk == last, spec.is_recomputed(chunk)) for chunk in range(last + 1)]
     made = {sort: chunk_bytes(layer, ends, *sort) for sort in set(sorts)}
     return [made[sort] for sort in sorts]
-
-
-def layers_of_chunk(model: Model, configuration: Configuration, chunk: int) -> int:
-    """Returns how many layers ``chunk`` has. The first chunks take one more, unless speeds share the layers."""
-    if configuration.speeds:
-        return configuration.layers_of_chunks(model)[chunk]
-    size, larger = divmod(model.layers, configuration.chunks)
-    return size + (chunk < larger)
 
 
 def sharding_of(configuration: Configuration) -> Sharding:
@@ -96,7 +85,7 @@ def followed(
 ) -> Memory:
     """Returns the memory of a pipeline rank by following its program, without token ids and labels."""
     spec = replace(configuration.spec, receives_on_arrival=receives_on_arrival)
-    chunks = chunks_of(model, configuration, software, range(configuration.chunks))
+    chunks = chunks_of(model, configuration, software)
     return rank_memory(
         _program(spec, rank),
         units_of(model, configuration, rank),

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import islice, takewhile
 from math import inf
+from typing import TypeVar
 
 from ds_lgamp.planner.candidates import Bound, candidates, ways_to_offload, with_room
 from ds_lgamp.planner.cluster import Cluster
@@ -40,6 +41,8 @@ class NothingFits(ValueError):
 
 Suits = Callable[[Configuration], bool]
 """Whether a configuration may be a plan."""
+AnyPlan = TypeVar("AnyPlan")
+Key = TypeVar("Key")
 
 
 def search(
@@ -256,10 +259,7 @@ def _node_ranks(cluster: Cluster, of: Configuration) -> int:
 
 def distinct(plans: Sequence[Plan]) -> list[Plan]:
     """Returns the first plan of each method and layout of ranks."""
-    first: dict[tuple, Plan] = {}
-    for plan in plans:
-        first.setdefault(_layout(plan.configuration), plan)
-    return list(first.values())
+    return list(first_by(lambda plan: _layout(plan.configuration), plans).values())
 
 
 def _layout(of: Configuration) -> tuple:
@@ -268,9 +268,14 @@ def _layout(of: Configuration) -> tuple:
 
 def best_by_method(plans: Sequence[Plan]) -> dict[str, Plan]:
     """Returns the first plan of each method, in the order of ``plans``."""
-    first: dict[str, Plan] = {}
+    return first_by(lambda plan: plan.method, plans)
+
+
+def first_by(key: Callable[[AnyPlan], Key], plans: Iterable[AnyPlan]) -> dict[Key, AnyPlan]:
+    """Returns the first plan with each ``key``, in the order of ``plans``."""
+    first: dict[Key, AnyPlan] = {}
     for plan in plans:
-        first.setdefault(plan.method, plan)
+        first.setdefault(key(plan), plan)
     return first
 
 

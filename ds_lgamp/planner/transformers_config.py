@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from ds_lgamp.planner.fields import count
 from ds_lgamp.planner.model import Model
 
 LONGEST_DEFAULT = 8192
@@ -22,9 +23,7 @@ class _Config:
             value = default
         if value is None:
             raise ValueError(f"{key} is missing in the config of {self.name}; add it, as transformers writes it")
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{key} is {value!r}; use a whole number from 1")
-        return value
+        return count(key, value)
 
     def first(self, *keys: str) -> int:
         """Returns the whole number of the first key that is there."""
@@ -48,9 +47,7 @@ class _Config:
     def sequence_length(self, longest: int) -> int:
         if self._sequence_length is None:
             return min(longest, LONGEST_DEFAULT)
-        if self._sequence_length < 1:
-            raise ValueError(f"sequence_length is {self._sequence_length}; use a whole number from 1")
-        return self._sequence_length
+        return count("sequence_length", self._sequence_length)
 
     def refuse_experts(self) -> None:
         for key, value in self._keys.items():
