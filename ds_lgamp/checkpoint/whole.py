@@ -22,8 +22,8 @@ from ds_lgamp.checkpoint.names import (
     rank_name,
     state_name,
 )
+from ds_lgamp.checkpoint.ranges import FlatShard, Ranges
 from ds_lgamp.checkpoint.schema import COUNTERS, PULLED, decode_text, text_of
-from ds_lgamp.checkpoint.shard import FlatShard, Ranges
 from ds_lgamp.checkpoint.storage import METADATA, ChecksummedWriter, ShardSavePlanner, VerifyingReader
 from ds_lgamp.checkpoint.values import decode, encode, name_of_dtype
 from ds_lgamp.version import __version__

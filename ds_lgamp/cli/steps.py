@@ -17,13 +17,11 @@ from ds_lgamp.schedule.simulate import Timeline, peak_live_activations, simulate
 from ds_lgamp.schedule.spec import UPDATES, Hierarchy, Offload, ProgramSpec
 from ds_lgamp.schedule.validate import validate
 from ds_lgamp.version import __version__
-from ds_lgamp.view.figures import Shown, show
-from ds_lgamp.view.html import html_page
-from ds_lgamp.view.measured_costs import simulated, simulated_1f1b
+from ds_lgamp.view.figures import Shown, show, simulated, simulated_1f1b
 from ds_lgamp.view.perfetto import perfetto_trace
+from ds_lgamp.view.pictures import Panel, beside_1f1b, html_page, svg_gantt, title_of
 from ds_lgamp.view.recording import RecordingError, of_simulation, read_recording, refuse_measured, write_recording
 from ds_lgamp.view.report import report, text_gantt
-from ds_lgamp.view.svg import Panel, beside_1f1b, svg_gantt, title_of
 
 MOST_COMPUTES = 500_000
 """Forwards and backwards of a step that are simulated, validated and drawn in half a minute."""

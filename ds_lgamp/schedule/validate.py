@@ -16,8 +16,17 @@ from ds_lgamp.schedule.actions import (
     send_matching,
 )
 from ds_lgamp.schedule.rules.gradients import check_gradients
-from ds_lgamp.schedule.rules.messages import check_arrivals, check_channels, check_receives, check_sends
-from ds_lgamp.schedule.rules.stops import Fault, Stop, check_layout, check_order, cut
+from ds_lgamp.schedule.rules.order import (
+    Fault,
+    Stop,
+    check_arrivals,
+    check_channels,
+    check_layout,
+    check_order,
+    check_receives,
+    check_sends,
+    cut,
+)
 from ds_lgamp.schedule.rules.weights import check_inputs, check_recomputation, check_weights
 from ds_lgamp.schedule.simulate import DeadlockError, simulate
 from ds_lgamp.schedule.spec import ProgramSpec

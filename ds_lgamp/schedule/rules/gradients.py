@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ds_lgamp.schedule.actions import Action, Kind
-from ds_lgamp.schedule.rules.stops import Fault, Stop
+from ds_lgamp.schedule.rules.order import Fault, Stop
 from ds_lgamp.schedule.spec import ProgramSpec
 
 _OF_GRADIENTS = frozenset(

@@ -8,7 +8,7 @@ from itertools import pairwise, takewhile
 from typing import NamedTuple
 
 from ds_lgamp.schedule.actions import OF_INPUTS, SENDS, Action, Kind
-from ds_lgamp.schedule.rules.stops import Fault, Stop, brought_by, pieces, texts
+from ds_lgamp.schedule.rules.order import Fault, Stop, brought_by, pieces, texts
 from ds_lgamp.schedule.spec import NEAREST, ProgramSpec
 
 _OF_WEIGHTS = frozenset(
