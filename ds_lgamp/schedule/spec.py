@@ -129,7 +129,7 @@ class ProgramSpec:
     """One of :data:`UPDATES`."""
     receives_on_arrival: bool = False
     """Whether a rank posts a receive when its message has been sent, as streams that share hardware queues require,
-    instead of well before its use (:mod:`ds_lgamp.schedule.receives`)."""
+    instead of well before its use (:mod:`ds_lgamp.schedule.transfers`)."""
     hierarchy: Hierarchy | None = None
     """How stage 3 spreads its shards over nodes; None if it spreads all over all data-parallel ranks."""
     offload: Offload | None = None

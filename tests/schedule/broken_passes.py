@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from ds_lgamp import schedule
 
-PASSES = ("receives", "transfers", "program")
-"""The modules of ds_lgamp.schedule that place actions. Later ones import earlier ones."""
+PASSES = ("transfers", "program")
+"""The modules of ds_lgamp.schedule that place actions. The second imports the first."""
 SECONDS = 0.1
 """For so long a wrong pass may compute one program, which takes a right one a few milliseconds. A wrong condition may
 loop for ever."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 from hypothesis import given, settings
 
-from ds_lgamp.schedule import receives
+from ds_lgamp.schedule import transfers
 from ds_lgamp.schedule.actions import (
     COMPUTE,
     RECEIVES,
@@ -163,7 +163,7 @@ def test_every_program_with_receives_on_arrival_ends_in_one_queue(spec):
 
 def test_a_program_that_would_block_a_queue_is_refused(monkeypatch):
     """Two ranks of one queue each: both post a receive before the send that the other needs."""
-    monkeypatch.setattr(receives, "_on_arrival", receives._early)
+    monkeypatch.setattr(transfers, "_on_arrival", transfers._early)
     spec = ProgramSpec((0, 1, 0, 1), "layered", 2, 2, zero_stage=0, receives_on_arrival=True)
     with pytest.raises(ProgramError, match="deadlock: RECV_F"):
         validate(spec, build_program(spec))
