@@ -25,6 +25,7 @@ from ds_lgamp.planner.memory import (
 from ds_lgamp.planner.model import Model
 from ds_lgamp.schedule.orders import chunks_of
 from tests.planner.configurations import configurations, models
+from tests.slow import slow_except
 
 LARGEST_DEVIATION = 0.04
 MODEL = Model.gpt("small", 8, 1024, 16, 1024, 50304)
@@ -49,7 +50,7 @@ def test_memory_is_that_of_the_program_of_the_rank_that_needs_most(model, config
     [("layered", 8, None), ("layered", 8, 4), ("layered", 1, None), ("interleaved_1f1b", 4, None), ("1f1b", 1, None)],
 )
 @pytest.mark.parametrize("recompute", ["full", "none"])
-@pytest.mark.parametrize("micro_batches", [258, 520, 1030])
+@pytest.mark.parametrize("micro_batches", slow_except([258, 1030], [258, 520, 1030]))
 def test_memory_of_a_long_step_is_that_of_its_program(schedule, chunks, group, recompute, micro_batches):
     """Although the search does not follow all of it."""
     model = Model.gpt("deep", 16, 1024, 16, 1024, 1000)

@@ -1,5 +1,6 @@
 """Programs end on devices whose streams share hardware queues, if receives are posted on arrival."""
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -126,18 +127,21 @@ def configurations(receives_on_arrival: bool) -> Iterator[ProgramSpec]:
                         )
 
 
+built = functools.cache(build_program)
+
+
 @pytest.mark.parametrize("queue_of", SHARED)
 def test_programs_with_receives_on_arrival_end_however_streams_share_queues(queue_of):
     for spec in configurations(receives_on_arrival=True):
-        assert finishes(launched(spec, build_program(spec)), queue_of), spec
+        assert finishes(launched(spec, built(spec)), queue_of), spec
 
 
 def test_programs_with_receives_ahead_end_only_with_queues_of_their_own():
     """So it is the place of the receives that matters, and the model sees it."""
     specs = list(configurations(receives_on_arrival=False))
     apart, together = ({}, {stream: "q" for stream in ("compute", *LINKS)})
-    assert all(finishes(launched(spec, build_program(spec)), apart) for spec in specs)
-    stuck = [spec for spec in specs if not finishes(launched(spec, build_program(spec)), together)]
+    assert all(finishes(launched(spec, built(spec)), apart) for spec in specs)
+    stuck = [spec for spec in specs if not finishes(launched(spec, built(spec)), together)]
     assert len(stuck) > len(specs) / 2
 
 
