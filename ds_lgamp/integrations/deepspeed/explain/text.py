@@ -9,7 +9,6 @@ from ds_lgamp.cost.activations import ActivationMemory
 from ds_lgamp.cost.assignment import Assignment, Demand, LinkKind
 from ds_lgamp.cost.offload import HostMemory
 from ds_lgamp.integrations.deepspeed.explain.facts import LATER, Explanation
-from ds_lgamp.planner.fields import with_unit
 from ds_lgamp.schedule.spec import ProgramSpec
 
 _BUS = 31.5e9
@@ -117,12 +116,12 @@ def _traffic_table(facts: Explanation) -> str:
         moved = rank.traffic
         of_chunks, of_tied = [moved.gathers, moved.reduces], [moved.tied_gathers, moved.tied_reduces, rank.tied_sums]
         counts = [*of_chunks, *of_tied, moved.frozen_gathers, moved.sends]
-        sent = [_size(rank.collective_bytes_sent)]
+        sent = [with_bytes(rank.collective_bytes_sent)]
         if rank.bytes_between_nodes is not None:
             counts += [moved.refreshes, moved.combines]
-            sent.append(_size(rank.bytes_between_nodes))
+            sent.append(with_bytes(rank.bytes_between_nodes))
         if rank.bus_bytes_loaded is not None and rank.bus_bytes_stored is not None:
-            sent += [_size(rank.bus_bytes_loaded), _size(rank.bus_bytes_stored)]
+            sent += [with_bytes(rank.bus_bytes_loaded), with_bytes(rank.bus_bytes_stored)]
         rows.append([rank.pipeline_rank, *counts, *sent])
     titles += [*between, "collectives send", *(["between nodes"] if between else [])]
     titles += ["from the host", "to the host"] if facts.spec.offload is not None else []
@@ -186,9 +185,8 @@ def _sizes_table(heading: str, titles: dict[str, str], ranks: Sequence[Any]) -> 
     return f"{heading}\n" + table(["rank", *titles.values()], rows) if rows else ""
 
 
-def _size(number: float | None) -> str:
-    """Returns ``number`` bytes with a unit."""
-    return "unknown" if number is None else with_unit(number, "B")
+def _size(number: int | None) -> str:
+    return "unknown" if number is None else with_bytes(number)
 
 
 def _words(facts: Explanation) -> str:
@@ -217,7 +215,7 @@ def _words(facts: Explanation) -> str:
     update = max(facts.ranks, key=lambda rank: rank.update_bytes_sent)
     if update.update_collectives:
         sentences.append(
-            f"The step of {facts.optimizer} itself sends at most {_size(update.update_bytes_sent)} in "
+            f"The step of {facts.optimizer} itself sends at most {with_bytes(update.update_bytes_sent)} in "
             f"{update.update_collectives} collective(s) on a rank, beside those above."
         )
     if facts.spec.offload is not None:
@@ -225,11 +223,11 @@ def _words(facts: Explanation) -> str:
         unloaded = max(rank.bus_bytes_stored or 0 for rank in facts.ranks)
         always = "" if facts.spec.returns_outputs else ", whatever the number of micro-batches"
         sentences.append(
-            f"Over a bus of {_size(_BUS)}/s in each direction (PCIe 4.0 x16), a step's loads take at least "
+            f"Over a bus of {with_bytes(_BUS)}/s in each direction (PCIe 4.0 x16), a step's loads take at least "
             f"{loaded / _BUS:.3g} s, its stores {unloaded / _BUS:.3g} s{always}."
         )
     if any(facts.balance_bytes) and facts.spec.pipeline_ranks > 1:
-        there, back = map(_size, facts.balance_bytes)
+        there, back = map(with_bytes, facts.balance_bytes)
         sentences.append(
             f"Every message of hidden states takes {there} more along for the loss that balances experts, and every "
             f"message of gradients {back}."
@@ -258,6 +256,15 @@ def table(titles: Sequence[str], rows: Sequence[Sequence[object]], left: Contain
         for row in cells
     )
     return "\n".join(line.rstrip() for line in lines)
+
+
+def with_bytes(number: float) -> str:
+    """Returns ``number`` bytes in decimal units, with three digits."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 999.5:
+            return f"{number:.0f} {unit}" if unit == "B" or number >= 99.95 else f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.3g} TB"
 
 
 class LaidOut(NamedTuple):
@@ -350,7 +357,7 @@ def _groups(laid_out: LaidOut) -> str:
 
 def _links(laid_out: LaidOut) -> str:
     rows = [
-        [_KINDS_OF_LINKS[kind], _size(sent), f"{laid_out.assignment.seconds[kind]:.3g}"]
+        [_KINDS_OF_LINKS[kind], with_bytes(sent), f"{laid_out.assignment.seconds[kind]:.3g}"]
         for kind, sent in laid_out.assignment.bytes_sent.items()
     ]
     text = "Each step, all ranks\n" + table(["links", "carry", "busiest, s"], rows, left={0})
