@@ -121,7 +121,8 @@ def write_whole(folder: Path, whole: WholeCheckpoint) -> None:
     for key, moments in whole.moments.items():
         tensors |= {state_name(key, name): tensor for name, tensor in moments.items()}
     text = text_of({"random": {}, "client_state": encode(whole.client_state)})
-    write_alone(folder, {**_shards(tensors), rank_name(0, 0, 0): text}, encode(whole.state))
+    shards = {name: FlatShard(each.shape, 0, each.reshape(-1)) for name, each in tensors.items() if each.numel()}
+    write_alone(folder, {**shards, rank_name(0, 0, 0): text}, encode(whole.state))
 
 
 def write_alone(folder: Path, tensors: Mapping[str, Ranges], state: dict[str, Any]) -> None:
@@ -139,10 +140,6 @@ def write_alone(folder: Path, tensors: Mapping[str, Ranges], state: dict[str, An
     except BaseException:
         folders.discard(destination)
         raise
-
-
-def _shards(tensors: Mapping[str, torch.Tensor]) -> dict[str, FlatShard]:
-    return {name: FlatShard(tensor.shape, 0, tensor.reshape(-1)) for name, tensor in tensors.items() if tensor.numel()}
 
 
 def _alone(action: Any) -> None:

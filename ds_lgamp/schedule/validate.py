@@ -55,9 +55,9 @@ def validate(spec: ProgramSpec, program: Program) -> None:
         raise ValueError(f"the program has {len(program)} ranks, its placement {spec.pipeline_ranks}")
     stops = [cut(actions) for actions in program]
     for rank, of_rank in enumerate(stops):
-        with _told(program, rank):
+        with _faults_shown(program, rank):
             _check_rank(spec, rank, of_rank)
-    with _told(program):
+    with _faults_shown(program):
         check_channels(spec, program)
     try:
         if spec.receives_on_arrival:
@@ -70,12 +70,12 @@ def validate(spec: ProgramSpec, program: Program) -> None:
     if spec.receives_on_arrival:
         ends = {span.action[:3]: span.end for spans_of_rank in spans for span in spans_of_rank}
         for rank, of_rank in enumerate(stops):
-            with _told(program, rank):
+            with _faults_shown(program, rank):
                 check_arrivals(of_rank, [span.start for span in spans[rank]], ends)
 
 
 @contextmanager
-def _told(program: Program, rank: int = 0) -> Iterator[None]:
+def _faults_shown(program: Program, rank: int = 0) -> Iterator[None]:
     """Raises a Fault as ProgramError, of ``rank`` if the fault names none."""
     try:
         yield
