@@ -102,7 +102,7 @@ def predict(model: Model, cluster: Cluster, configuration: Configuration, on_clo
         **waits(work, stages),
     }
     if configuration.overlap_update and not on_clock:
-        # The first update has nothing to hide behind. The others run while a rank waits for gathers.
+        # Nothing hides the first update. The others run while a rank waits for gathers.
         chunks = configuration.chunks_per_rank
         parts["optimizer"] -= min(update * (chunks - 1) / chunks, parts["gathers"])
     if parts["bubble"] < 0:
@@ -254,8 +254,8 @@ def _stock_waits(work: Work, stages: Sequence[_Stage]) -> dict[str, float]:
 
 
 def _exposed(work: Work, compute: Seconds, parameters: float) -> tuple[float, float]:
-    """Seconds of gathers and of reductions of ``parameters`` that a rank of a stock schedule cannot hide behind the
-    ``compute`` of each micro-batch.
+    """Seconds of gathers and of reductions of ``parameters`` that the ``compute`` of each micro-batch does not hide on a
+    rank of a stock schedule.
 
     With micro-batches outermost, each of them gathers twice (stage 3) and reduces (stages 2 and 3). Then gathers run
     before the compute and reductions after it; otherwise only the backward of the last micro-batch can hide a

@@ -193,7 +193,7 @@ def _gathers_in_turn(shape: Shape, durations: Durations) -> float:
     """Returns how long interleaved 1F1B waits for gathers while it alternates between two chunks. An approximation.
 
     With one resident chunk each compute waits for its own gather, unless both are of the same chunk, which is so for
-    one chunk in N if N is odd. With two or three, a gather that comes every P micro-batches hides behind one compute
+    one chunk in N if N is odd. With two or three, a gather that comes every P micro-batches is hidden by one compute
     only.
     """
     ranks, chunks, resident = shape.pipeline_ranks, shape.chunks_per_rank, shape.resident_chunks

@@ -1,5 +1,5 @@
-"""The order in a finished program: that of its computes, of what stands between them, and of the messages between
-pipeline ranks."""
+"""The order in a finished program: of its computes, of the actions between them, and of the messages between pipeline
+ranks."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,7 +38,7 @@ class Stop(NamedTuple):
     """None at the end."""
     row: int
     before: Sequence[Action]
-    """What stands between the stop before and this one."""
+    """The actions between the stop before and this one."""
 
     @property
     def first(self) -> int:
@@ -121,7 +121,7 @@ def _identity(action: Action | None) -> tuple[Kind, int, int] | None:
 
 
 def check_layout(spec: ProgramSpec, stops: Sequence[Stop]) -> None:
-    """Between two computes, actions stand in one order of kinds: what belongs to the first, then what the second
+    """Between two computes, actions come in one order of kinds: what belongs to the first, then what the second
     needs. Inputs on the host have a rule of their own."""
     sections = _sections(spec)
     places = {kind: place for place, kinds in enumerate(sections) for kind in kinds}
@@ -129,7 +129,7 @@ def check_layout(spec: ProgramSpec, stops: Sequence[Stop]) -> None:
     for stop in stops:
         place, between = 0, stop.before
         if fresh:
-            # The loads for the first visit of a piece stand before all else.
+            # The loads for the first visit of a piece come before all else.
             between = between[next((n for n, each in enumerate(between) if each.kind is not Kind.LOAD), len(between)) :]
         fresh = stop.action is not None and stop.action.kind is Kind.RETURN
         for row, action in enumerate(between, stop.row - len(between)):
@@ -277,7 +277,7 @@ def _most_posted(spec: ProgramSpec, rank: int, forward: bool) -> int:
 
 
 def check_arrivals(stops: Sequence[Stop], starts: Sequence[float], ends: Mapping[tuple[Kind, int, int], float]) -> None:
-    """A receive that is posted on arrival stands directly before the first compute that begins once its message has
+    """A receive that is posted on arrival comes directly before the first compute that begins once its message has
     been sent; several, in the order in which they were sent, activations first.
 
     Args:
