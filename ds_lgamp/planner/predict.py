@@ -254,8 +254,8 @@ def _stock_waits(work: Work, stages: Sequence[_Stage]) -> dict[str, float]:
 
 
 def _exposed(work: Work, compute: Seconds, parameters: float) -> tuple[float, float]:
-    """Seconds of gathers and of reductions of ``parameters`` that the ``compute`` of each micro-batch does not hide on a
-    rank of a stock schedule.
+    """Seconds of gathers and of reductions of ``parameters`` that the ``compute`` of each micro-batch does not hide
+    on a rank of a stock schedule.
 
     With micro-batches outermost, each of them gathers twice (stage 3) and reduces (stages 2 and 3). Then gathers run
     before the compute and reductions after it; otherwise only the backward of the last micro-batch can hide a
