@@ -30,8 +30,8 @@ from benchmarks.virtual.chunk import Setting
 from benchmarks.virtual.pipelines import Executed
 from benchmarks.virtual.steps import scheduling
 from ds_lgamp.checkpoint import folder as folders
+from ds_lgamp.checkpoint.ranges import FlatShard
 from ds_lgamp.checkpoint.saver import THREADS, Saver
-from ds_lgamp.checkpoint.shard import FlatShard
 from ds_lgamp.checkpoint.values import encode
 from ds_lgamp.partition.agreement import everyone
 from testing.checkpoints import example

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from ds_lgamp.view.figures import show
-from ds_lgamp.view.html import html_page
-from ds_lgamp.view.measured_costs import simulated, simulated_1f1b
+from ds_lgamp.view.figures import show, simulated, simulated_1f1b
+from ds_lgamp.view.pictures import html_page
 from ds_lgamp.view.recording import Recording
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 560, 240, 44, 28

@@ -13,9 +13,9 @@ from ds_lgamp.checkpoint import folder as folders
 from ds_lgamp.checkpoint.files import CheckpointError, DamageError, everywhere
 from ds_lgamp.checkpoint.live_slot import RUN, Header, is_written, read_blobs, read_header
 from ds_lgamp.checkpoint.names import BUFFERS, Copy, Share, add_share, first_copies, merge, names_to_write, rank_name
+from ds_lgamp.checkpoint.ranges import FlatShard, Ranges, ShardGroup
 from ds_lgamp.checkpoint.saver import Saver
 from ds_lgamp.checkpoint.schema import text_of
-from ds_lgamp.checkpoint.shard import FlatShard, Ranges, ShardGroup
 from ds_lgamp.checkpoint.whole import write_alone
 from ds_lgamp.partition.agreement import everyone
 

@@ -32,8 +32,8 @@ from ds_lgamp.checkpoint.files import (
     sync_folder,
     write_synced,
 )
+from ds_lgamp.checkpoint.ranges import FlatShard
 from ds_lgamp.checkpoint.schema import Count, DataType, Sizes, Strict, first_complaint
-from ds_lgamp.checkpoint.shard import FlatShard
 from ds_lgamp.checkpoint.values import name_of_dtype
 
 FORMAT: Literal[1] = 1

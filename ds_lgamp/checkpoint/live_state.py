@@ -19,7 +19,7 @@ import torch
 from ds_lgamp.checkpoint.files import PIECE, CheckpointError
 from ds_lgamp.checkpoint.live_slot import RUN, LiveSlot, is_written
 from ds_lgamp.checkpoint.names import BUFFERS, PARAMETERS, Share, parameter_name, state_name
-from ds_lgamp.checkpoint.units import Range, Scalars, elementwise, ranges_to_write, scalars_of
+from ds_lgamp.checkpoint.ranges import Range, Scalars, elementwise, ranges_to_write, scalars_of
 from ds_lgamp.partition.bus import event_now
 from ds_lgamp.partition.host import HostThread, Job
 from ds_lgamp.partition.memory import row_of

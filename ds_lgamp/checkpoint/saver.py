@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ds_lgamp.checkpoint import folder as folders
 from ds_lgamp.checkpoint.files import CheckpointError, everywhere, on_first_rank, sentence_of
-from ds_lgamp.checkpoint.shard import FlatShard, Ranges, host_copies
+from ds_lgamp.checkpoint.ranges import FlatShard, Ranges, host_copies
 from ds_lgamp.checkpoint.storage import ChecksummedWriter, ShardLoadPlanner, ShardSavePlanner, VerifyingReader
 from ds_lgamp.watch.this_rank import this_rank
 

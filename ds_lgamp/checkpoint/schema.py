@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ds_lgamp.checkpoint.files import Checksum, distrusted
 from ds_lgamp.checkpoint.names import BUFFERS, OPTIMIZER, PARAMETERS, RANKS, parameter_name, parse
-from ds_lgamp.checkpoint.shard import FlatShard
+from ds_lgamp.checkpoint.ranges import FlatShard
 from ds_lgamp.checkpoint.values import UnsupportedValue, decode, decode_dtype, name_of_dtype
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]

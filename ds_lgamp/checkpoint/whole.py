@@ -22,8 +22,8 @@ from ds_lgamp.checkpoint.names import (
     rank_name,
     state_name,
 )
+from ds_lgamp.checkpoint.ranges import FlatShard, Ranges
 from ds_lgamp.checkpoint.schema import COUNTERS, PULLED, decode_text, text_of
-from ds_lgamp.checkpoint.shard import FlatShard, Ranges
 from ds_lgamp.checkpoint.storage import METADATA, ChecksummedWriter, ShardSavePlanner, VerifyingReader
 from ds_lgamp.checkpoint.values import decode, encode, name_of_dtype
 from ds_lgamp.version import __version__
@@ -121,7 +121,8 @@ def write_whole(folder: Path, whole: WholeCheckpoint) -> None:
     for key, moments in whole.moments.items():
         tensors |= {state_name(key, name): tensor for name, tensor in moments.items()}
     text = text_of({"random": {}, "client_state": encode(whole.client_state)})
-    write_alone(folder, {**_shards(tensors), rank_name(0, 0, 0): text}, encode(whole.state))
+    shards = {name: FlatShard(each.shape, 0, each.reshape(-1)) for name, each in tensors.items() if each.numel()}
+    write_alone(folder, {**shards, rank_name(0, 0, 0): text}, encode(whole.state))
 
 
 def write_alone(folder: Path, tensors: Mapping[str, Ranges], state: dict[str, Any]) -> None:
@@ -139,10 +140,6 @@ def write_alone(folder: Path, tensors: Mapping[str, Ranges], state: dict[str, An
     except BaseException:
         folders.discard(destination)
         raise
-
-
-def _shards(tensors: Mapping[str, torch.Tensor]) -> dict[str, FlatShard]:
-    return {name: FlatShard(tensor.shape, 0, tensor.reshape(-1)) for name, tensor in tensors.items() if tensor.numel()}
 
 
 def _alone(action: Any) -> None:

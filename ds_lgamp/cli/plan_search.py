@@ -136,7 +136,7 @@ def print_table(model: Model, cluster: Cluster, plans: Sequence[Plan], tokens: f
 
 
 def title(model: Model, gpus: str, cluster: str, of: Configuration) -> str:
-    """Returns what stands above a table of plans."""
+    """Returns the line above a table of plans."""
     return (
         f"{model.name}, {model.parameters / 1e9:.4g} billion parameters, on {gpus} GPUs of {cluster}, {of.sequences} "
         f"sequences of {model.sequence_length} tokens per step"

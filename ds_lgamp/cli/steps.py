@@ -9,7 +9,7 @@ from typing import Any
 
 from ds_lgamp.cli.terminal import at_work, count, with_examples, write_file
 from ds_lgamp.schedule.actions import Kind, Program
-from ds_lgamp.schedule.costs import Durations
+from ds_lgamp.schedule.costs import UNIT_DURATIONS, Durations
 from ds_lgamp.schedule.orders import SCHEDULES, SINGLE_CHUNK_SCHEDULES, default_placement
 from ds_lgamp.schedule.placement import PLACEMENTS, place_chunks
 from ds_lgamp.schedule.program import build_program
@@ -17,18 +17,39 @@ from ds_lgamp.schedule.simulate import Timeline, peak_live_activations, simulate
 from ds_lgamp.schedule.spec import UPDATES, Hierarchy, Offload, ProgramSpec
 from ds_lgamp.schedule.validate import validate
 from ds_lgamp.version import __version__
-from ds_lgamp.view.figures import Shown, show
-from ds_lgamp.view.html import html_page
-from ds_lgamp.view.measured_costs import simulated, simulated_1f1b
+from ds_lgamp.view.figures import Shown, show, simulated, simulated_1f1b
 from ds_lgamp.view.perfetto import perfetto_trace
+from ds_lgamp.view.pictures import Panel, beside_1f1b, html_page, svg_gantt, title_of
 from ds_lgamp.view.recording import RecordingError, of_simulation, read_recording, refuse_measured, write_recording
 from ds_lgamp.view.report import report, text_gantt
-from ds_lgamp.view.svg import Panel, beside_1f1b, svg_gantt, title_of
 
 MOST_COMPUTES = 500_000
 """Forwards and backwards of a step that are simulated, validated and drawn in half a minute."""
 LONGEST = 1e100
 """The longest duration whose sum over so many computes is still finite."""
+_DURATIONS = {
+    "forward": "time of one chunk's forward for one micro-batch",
+    "backward": "time of one chunk's backward for one micro-batch",
+    "hop": "time to send a tensor to the next rank",
+    "gather": "time of one chunk's gather over the data ranks",
+    "reduce": "time of one chunk's reduction over the data ranks",
+    "refresh": "time of one chunk's gather between nodes",
+    "combine": "time of one chunk's reduction between nodes",
+    "recompute": "extra time of a backward whose chunk is recomputed",
+    "update": "time of one chunk's update",
+    "load": "time of one chunk's weights from host to device",
+    "store": "time of one chunk's gradient from device to host",
+}
+"""Options of a program's durations, and what they mean."""
+_COUNTED = {
+    Kind.GATHER: "gathers",
+    Kind.REDUCE: "reduces",
+    Kind.REFRESH: "refreshes",
+    Kind.COMBINE: "combines",
+    Kind.LOAD: "loads",
+    Kind.STORE: "stores",
+}
+"""The actions that are counted, and what they are called."""
 SIMULATED, PLAIN = "simulated", "1f1b"
 """What ``--against`` may name besides a recording."""
 
@@ -91,19 +112,8 @@ def _add_program(command: argparse.ArgumentParser) -> None:
 
 def _add_durations(command: argparse.ArgumentParser) -> None:
     """Adds the options that say how long its actions take."""
-    command.add_argument("--forward", type=float, default=1.0, help="time of one chunk's forward for one micro-batch")
-    command.add_argument("--backward", type=float, default=2.0, help="time of one chunk's backward for one micro-batch")
-    command.add_argument("--hop", type=float, default=0.0, help="time to send a tensor to the next rank")
-    command.add_argument("--gather", type=float, default=0.0, help="time of one chunk's gather over the data ranks")
-    command.add_argument("--reduce", type=float, default=0.0, help="time of one chunk's reduction over the data ranks")
-    command.add_argument("--refresh", type=float, default=0.0, help="time of one chunk's gather between nodes")
-    command.add_argument("--combine", type=float, default=0.0, help="time of one chunk's reduction between nodes")
-    command.add_argument(
-        "--recompute", type=float, default=0.0, help="extra time of a backward whose chunk is recomputed"
-    )
-    command.add_argument("--update", type=float, default=0.0, help="time of one chunk's update")
-    command.add_argument("--load", type=float, default=0.0, help="time of one chunk's weights from host to device")
-    command.add_argument("--store", type=float, default=0.0, help="time of one chunk's gradient from device to host")
+    for name, meaning in _DURATIONS.items():
+        command.add_argument(f"--{name}", type=float, default=getattr(UNIT_DURATIONS, name), help=meaning)
 
 
 def _schedule(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
@@ -139,16 +149,11 @@ def _schedule(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
         return 0
     print(text_gantt(spec, timeline))
     print(f"step time {timeline.step_time:g}, bubble {timeline.bubble:.4f} of the ideal {timeline.ideal:g}")
-    counts, exposed = ["gathers", "reduces"], ["exposed_gather_time", "exposed_reduce_time"]
-    if options.node_shards:
-        counts += ["refreshes", "combines"]
-        exposed += ["exposed_refresh_time", "exposed_combine_time"]
-    if not any((options.gather, options.reduce, options.refresh, options.combine)):
-        exposed = []
-    if options.offload:
-        counts += ["loads", "stores"]
-        exposed += ["exposed_load_time", "exposed_store_time"]
-    for key in (*counts, *exposed, "peak_live_activations"):
+    network = [Kind.GATHER, Kind.REDUCE, *([Kind.REFRESH, Kind.COMBINE] if options.node_shards else [])]
+    bus = [Kind.LOAD, Kind.STORE] if options.offload else []
+    takes_time = any((options.gather, options.reduce, options.refresh, options.combine))
+    exposed = [_exposed_key(kind) for kind in (*(network if takes_time else []), *bus)]
+    for key in (*(_COUNTED[kind] for kind in (*network, *bus)), *exposed, "peak_live_activations"):
         print(f"{key.replace('_', ' ')} by rank: {report[key]}")
     for path in filter(None, (options.svg, options.html, options.trace)):
         print(f"written: {path}")
@@ -201,42 +206,34 @@ def _count_or_all(text: str) -> int | None:
 
 
 def _durations(options: argparse.Namespace) -> Durations:
-    of_network = ("hop", "gather", "reduce", "refresh", "combine")
-    names = ("forward", "backward", *of_network, "recompute", "update", "load", "store")
     if not options.offload and (options.load or options.store):
         raise ValueError("--load and --store belong to --offload; add it, or remove them")
     if not options.node_shards and (options.refresh or options.combine):
         raise ValueError("--refresh and --combine belong to --node-shards; add it, or remove them")
-    durations = Durations(**{name: getattr(options, name) for name in names})
+    durations = Durations(**{name: getattr(options, name) for name in _DURATIONS})
     for name, duration in durations._asdict().items():
         if not 0 <= duration <= LONGEST:
             raise ValueError(f"--{name} is {duration:g}; a duration is a number from 0 to {LONGEST:g}")
     return durations
 
 
-def _report(program: Program, timeline: Timeline) -> dict:
-    def count(kind: Kind) -> list[int]:
-        return [sum(action.kind is kind for action in actions) for actions in program]
-
+def _report(program: Program, timeline: Timeline) -> dict[str, Any]:
+    counts = {
+        name: [sum(action.kind is kind for action in actions) for actions in program] for kind, name in _COUNTED.items()
+    }
     return {
         "valid": True,
         "step_time": timeline.step_time,
         "bubble": timeline.bubble,
-        "gathers": count(Kind.GATHER),
-        "reduces": count(Kind.REDUCE),
-        "refreshes": count(Kind.REFRESH),
-        "combines": count(Kind.COMBINE),
-        "loads": count(Kind.LOAD),
-        "stores": count(Kind.STORE),
-        "exposed_gather_time": timeline.exposed(Kind.GATHER),
-        "exposed_reduce_time": timeline.exposed(Kind.REDUCE),
-        "exposed_refresh_time": timeline.exposed(Kind.REFRESH),
-        "exposed_combine_time": timeline.exposed(Kind.COMBINE),
-        "exposed_load_time": timeline.exposed(Kind.LOAD),
-        "exposed_store_time": timeline.exposed(Kind.STORE),
+        **counts,
+        **{_exposed_key(kind): timeline.exposed(kind) for kind in _COUNTED},
         "peak_live_activations": [peak_live_activations(actions) for actions in program],
         "program": {str(rank): [str(action) for action in actions] for rank, actions in enumerate(program)},
     }
+
+
+def _exposed_key(kind: Kind) -> str:
+    return f"exposed_{kind.value.lower()}_time"
 
 
 def add_view_command(commands: Any) -> None:

@@ -68,7 +68,9 @@ class StateWalk:
         hierarchy, data_ranks = sharding.hierarchy, sharding.data_ranks
         self.units = [HeldUnit(unit, sharding) for unit in units]
         self.training = [unit for unit in self.units if not unit.size.frozen]
-        self.using = {chunk: [unit for unit in self.units if chunk in unit.size.chunks] for chunk in _chunks(units)}
+        self.using = {
+            chunk: [unit for unit in self.units if chunk in unit.size.chunks] for unit in units for chunk in unit.chunks
+        }
         self.partitioned = sharding.partitioned
         self.data_ranks, self.receives = data_ranks, self.partitioned or (sharding.in_rank_order and data_ranks > 1)
         # One data-parallel rank alone sends no gradients.
@@ -302,7 +304,3 @@ def _postpones(actions: Sequence[Action]) -> bool:
     """Whether updates that the previous step left come before the forwards."""
     kinds = (action.kind for action in actions if action.kind in (Kind.UPDATE, Kind.FORWARD))
     return next(kinds, None) is Kind.UPDATE
-
-
-def _chunks(units: Sequence[UnitSize]) -> set[int]:
-    return {chunk for unit in units for chunk in unit.chunks}

@@ -49,40 +49,57 @@ def predict_traffic(
         frozen_users: for each chunk and tied module with frozen parameters, the chunks of the rank that use them.
             Frozen parameters never change, so they are gathered at stage 3 only and never reduced.
     """
-    traffic = Traffic()
-    if zero_stage == 3:
-        traffic.frozen_gathers = sum(_gathers_of_frozen(actions, users) for users in frozen_users)
-    holders: list[set[int]] = [set() for _ in tied_users]
-    reduced: list[set[int]] = [set() for _ in tied_users]
-    gathered_once: set[int] = set()
-    refreshed: set[int] = set()
+    moves = [action for action in actions if action.kind in PARTITION]
+    own = [_moves_of(moves, [chunk], zero_stage) for chunk in chunks]
+    tied = [_moves_of(moves, users, zero_stage) for users in tied_users]
+    frozen = [_moves_of(moves, users, zero_stage) for users in frozen_users if zero_stage == 3]
+    trained, combines = [*own, *tied], any(action.kind is Kind.COMBINE for action in moves)
+    return Traffic(
+        gathers=sum(unit.gathers for unit in own),
+        reduces=sum(unit.reduces for unit in own),
+        sends=sum(action.kind in SENDS for action in actions),
+        receives=sum(action.kind in RECEIVES for action in actions),
+        tied_gathers=sum(unit.gathers for unit in tied),
+        tied_reduces=sum(unit.reduces for unit in tied),
+        frozen_gathers=sum(unit.gathers for unit in frozen),
+        refreshes=sum(unit.refreshes for unit in trained),
+        combines=sum(unit.reduces for unit in trained) if combines else 0,
+    )
+
+
+class _Moves(NamedTuple):
+    """How often a step moves one unit."""
+
+    gathers: int
+    reduces: int
+    refreshes: int
+
+
+def _moves_of(actions: Sequence[Action], users: Collection[int], zero_stage: int) -> _Moves:
+    """Counts the moves of a unit that the chunks ``users`` of the rank share.
+
+    It is gathered whenever a user needs it and no user holds it, below stage 3 once per step; refreshed with its first
+    user; and reduced after its last one.
+    """
+    gathers = reduces = refreshes = 0
+    holders: set[int] = set()
+    reduced: set[int] = set()
     for action in actions:
-        using = [index for index, users in enumerate(tied_users) if action.chunk in users]
+        if action.chunk not in users:
+            continue
         if action.kind is Kind.GATHER:
-            traffic.gathers += action.chunk in chunks
-            for index in using:
-                traffic.tied_gathers += not holders[index] and (zero_stage == 3 or index not in gathered_once)
-                gathered_once.add(index)
-                holders[index].add(action.chunk)
+            gathers += not holders and (zero_stage == 3 or gathers == 0)
+            holders.add(action.chunk)
         elif action.kind is Kind.RELEASE:
-            for index in using:
-                holders[index].discard(action.chunk)
+            holders.discard(action.chunk)
         elif action.kind is Kind.REFRESH:
-            traffic.refreshes += action.chunk in chunks
-            traffic.refreshes += sum(index not in refreshed for index in using)
-            refreshed.update(using)
+            refreshes = 1
         elif action.kind is Kind.REDUCE:
-            traffic.reduces += action.chunk in chunks
-            for index in using:
-                reduced[index].add(action.chunk)
-                if reduced[index] == set(tied_users[index]):
-                    traffic.tied_reduces += 1
-                    reduced[index].clear()
-        traffic.sends += action.kind in SENDS
-        traffic.receives += action.kind in RECEIVES
-    if any(action.kind is Kind.COMBINE for action in actions):
-        traffic.combines = traffic.reduces + traffic.tied_reduces
-    return traffic
+            reduced.add(action.chunk)
+            if len(reduced) == len(users):
+                reduces += 1
+                reduced.clear()
+    return _Moves(gathers, reduces, refreshes)
 
 
 def collective_bytes(
@@ -104,15 +121,17 @@ def collective_bytes(
     With hierarchical shards over nodes of h ranks, h takes the place of W, and :func:`bytes_between_nodes` come on top.
     """
     zero_stage, ranks = sharding.zero_stage, sharding.data_ranks
-    traffic, part = _traffic_of(actions, unit, zero_stage), unit.part(sharding)
+    moves, part = _moves_of(actions, unit.chunks, zero_stage), unit.part(sharding)
     others = unit.kept(sharding._replace(zero_stage=3)) * (sharding.sharers - 1)
     if zero_stage == 0:
         reduce = 2 * size.travelling * part * (ranks - 1) // ranks
     else:
         reduce = size.travelling * others
+    # Frozen parameters never change.
+    gathers = 0 if unit.frozen and zero_stage < 3 else moves.gathers
     return (
-        (traffic.gathers + traffic.tied_gathers + traffic.frozen_gathers) * size.weights * others
-        + (traffic.reduces + traffic.tied_reduces) * reduce
+        gathers * size.weights * others
+        + (0 if unit.frozen else moves.reduces) * reduce
         + (unit.copies - 1) * size.master * part
         + bytes_between_nodes(actions, unit, sharding, size)
     )
@@ -127,11 +146,11 @@ def bytes_between_nodes(actions: Sequence[Action], unit: UnitSize, sharding: Sha
     - What combines the sums of nodes sends R-1 parts, or 2(R-1)/R of what a rank keeps if nodes are replicas.
     """
     hierarchy = sharding.hierarchy
-    if hierarchy is None:
+    if hierarchy is None or unit.frozen:
         return 0
-    traffic, part, nodes = _traffic_of(actions, unit, 3), unit.part(sharding), hierarchy.nodes(sharding.data_ranks)
+    moves, part, nodes = _moves_of(actions, unit.chunks, 3), unit.part(sharding), hierarchy.nodes(sharding.data_ranks)
     combine = 2 * part * (nodes - 1) // nodes if hierarchy.replicated else part * (nodes - 1)
-    return traffic.refreshes * size.weights * part * (nodes - 1) + traffic.combines * size.travelling * combine
+    return moves.refreshes * size.weights * part * (nodes - 1) + moves.reduces * size.travelling * combine
 
 
 class BusBytes(NamedTuple):
@@ -158,20 +177,10 @@ def bus_bytes(
     for unit in on_host(units, offload):
         part = unit.part(sharding)
         updates = trains and not unit.frozen
-        moved = _traffic_of(actions, unit, 3)
-        gathers = moved.gathers + moved.tied_gathers + moved.frozen_gathers
+        gathers = _moves_of(actions, unit.chunks, 3).gathers
         loaded += size.weights * part * (gathers if offload.parameters else updates)
         stored += size.master * part * updates
     return BusBytes(loaded, stored)
-
-
-def _traffic_of(actions: Sequence[Action], unit: UnitSize, zero_stage: int) -> Traffic:
-    """Returns the traffic of one unit."""
-    moves = [action for action in actions if action.kind in PARTITION]
-    if unit.frozen:
-        return predict_traffic(moves, zero_stage, [], [], [unit.chunks])
-    own, tied = ([], [unit.chunks]) if unit.tied else (unit.chunks, [])
-    return predict_traffic(moves, zero_stage, own, tied)
 
 
 def hop_bytes(rank: int, placement: Placement, micro_batches: int, activations: ActivationBytes) -> int:
@@ -182,17 +191,3 @@ def hop_bytes(rank: int, placement: Placement, micro_batches: int, activations: 
         for chunk, (own, following) in enumerate(zip(placement, placement[1:]))
         if own == rank != following
     )
-
-
-def _gathers_of_frozen(actions: Sequence[Action], users: Collection[int]) -> int:
-    """Counts gathers at stage 3: one whenever a user needs the parameters and no user holds them."""
-    gathers = 0
-    holders: set[int] = set()
-    for action in actions:
-        if action.chunk in users:
-            if action.kind is Kind.GATHER:
-                gathers += not holders
-                holders.add(action.chunk)
-            elif action.kind is Kind.RELEASE:
-                holders.discard(action.chunk)
-    return gathers

@@ -16,7 +16,7 @@ from math import ceil, inf, nan
 from pathlib import Path
 from typing import Any
 
-from ds_lgamp.planner.fields import count, parse_quantity, read_json, refuse_unknown, section
+from ds_lgamp.planner.fields import count, optional_quantity, parse_quantity, read_json, refuse_unknown, section
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,10 @@ class Efficiency:
 _MAY_BE_ZERO = ("dimension", "launch_seconds", "gap_seconds", "crowding")
 
 
-def check_efficiency(changes: Mapping[str, object]) -> dict[str, float]:
+def _efficiency(changes: object) -> dict[str, float]:
     """Returns ``changes`` to the constants. Raises ValueError that names a field that is unknown or out of range."""
+    if not isinstance(changes, Mapping):
+        raise ValueError(f"efficiency is {changes!r}; write an object with constants of the planner")
     known = [field.name for field in fields(Efficiency)]
     checked = {}
     for name, value in changes.items():
@@ -119,22 +121,8 @@ def parse_cluster(text: Mapping[str, Any]) -> Cluster:
         raise ValueError(
             "the cluster has islands, but this takes equal nodes; ds_lgamp plan --model and ds_lgamp run take islands"
         )
-    known = {
-        "name",
-        "nodes",
-        "gpus_per_node",
-        "peak",
-        "memory",
-        "memory_bandwidth",
-        "inside",
-        "between",
-        "price",
-        "efficiency",
-        "host",
-    }
-    refuse_unknown("", text, known)
+    refuse_unknown("", text, [field.name for field in fields(Cluster) if field.name != "cards_per_node"])
     between = section(text, "between", {"bandwidth", "latency", "cards_per_node"})
-    price = text.get("price")
     return Cluster(
         name=str(text.get("name", "cluster")),
         nodes=count("nodes", text.get("nodes")),
@@ -145,7 +133,7 @@ def parse_cluster(text: Mapping[str, Any]) -> Cluster:
         inside=link("inside", section(text, "inside", {"bandwidth", "latency"})),
         between=link("between", between),
         cards_per_node=count("between.cards_per_node", between.get("cards_per_node", 1)),
-        price=None if price is None else parse_quantity("price", price, "dollars per second"),
+        price=optional_quantity("price", text.get("price"), "dollars per second"),
         efficiency=_efficiency(text.get("efficiency", {})),
         host=_host(text, count("gpus_per_node", text.get("gpus_per_node"))),
     )
@@ -156,20 +144,14 @@ def _host(text: Mapping[str, Any], gpus: int) -> Host:
     if "host" not in text:
         return Host()
     given, host = section(text, "host", {"bus", "memory", "memory_bandwidth"}), Host()
-    if "bus" in given:
-        host = replace(host, bus=parse_quantity("host.bus", given["bus"], "bytes per second"))
-    if "memory" in given:
-        host = replace(host, memory=parse_quantity("host.memory", given["memory"], "bytes") / gpus)
-    if "memory_bandwidth" in given:
-        bandwidth = parse_quantity("host.memory_bandwidth", given["memory_bandwidth"], "bytes per second")
-        host = replace(host, memory_bandwidth=bandwidth / gpus)
+    for name, kind, gpus_sharing in (
+        ("bus", "bytes per second", 1),
+        ("memory", "bytes", gpus),
+        ("memory_bandwidth", "bytes per second", gpus),
+    ):
+        if name in given:
+            host = replace(host, **{name: parse_quantity(f"host.{name}", given[name], kind) / gpus_sharing})
     return host
-
-
-def _efficiency(constants: object) -> dict[str, float]:
-    if not isinstance(constants, Mapping):
-        raise ValueError(f"efficiency is {constants!r}; write an object with constants of the planner")
-    return check_efficiency(constants)
 
 
 def link(name: str, text: Mapping[str, Any]) -> Link:
@@ -227,8 +209,7 @@ def named_cluster(name: str, gpus: int = GPUS_PER_NODE) -> Cluster:
     kind, _, network = name.partition("-")
     if name not in CLUSTERS:
         raise ValueError(f"cluster is '{name}'; use a file or one of {', '.join(CLUSTERS)}")
-    if gpus < 1:
-        raise ValueError(f"gpus is {gpus}; use a whole number from 1")
+    count("gpus", gpus)
     gpu = _GPUS[kind]
     infiniband = Link(gpu.infiniband, INFINIBAND_LATENCY)
     cluster = Cluster(

@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from ds_lgamp.planner.fields import count
 from ds_lgamp.planner.model import Model
 from ds_lgamp.schedule.orders import SCHEDULES, default_placement
 from ds_lgamp.schedule.placement import Placement, place_chunks, split_by_speed, split_evenly
@@ -71,8 +72,7 @@ class Configuration:
             "chunks_per_rank",
             "resident_chunks",
         ):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field} is {getattr(self, field)!r}; use a whole number from 1")
+            count(field, getattr(self, field))
         for field, allowed in (("zero_stage", range(4)), ("schedule", SCHEDULES), ("recompute", RECOMPUTE)):
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{field} is {getattr(self, field)!r}; use one of {', '.join(map(str, allowed))}")
@@ -132,15 +132,12 @@ class Configuration:
     @property
     def spec(self) -> ProgramSpec:
         """What the program of a step is derived from. Raises ValueError if the schedule cannot do it."""
-        group = (
-            self.micro_batches if self.micro_batch_group is None else min(self.micro_batch_group, self.micro_batches)
-        )
         postpones = self.overlap_update or self.offload is not None
         return ProgramSpec(
             self.placement,
             self.schedule,
             self.micro_batches,
-            group,
+            self.group,
             self.zero_stage,
             self.resident_chunks,
             defers_gathers=postpones and self.zero_stage > 0,

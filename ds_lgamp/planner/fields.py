@@ -121,6 +121,11 @@ def parse_quantity(field: str, value: object, kind: str) -> float:
     return number
 
 
+def optional_quantity(field: str, value: object, kind: str) -> float | None:
+    """Returns what :func:`parse_quantity` does; None for None."""
+    return None if value is None else parse_quantity(field, value, kind)
+
+
 def with_unit(number: float, unit: str) -> str:
     """Returns ``number`` with three digits and a prefix: ``with_unit(2.5e10, "B/s")`` is "25 GB/s"."""
     if number == 0:

@@ -19,8 +19,8 @@ from ds_lgamp.planner.islands import IslandCluster
 from ds_lgamp.planner.load import GroupsOf, demand_of, group_seconds, hop_of, latency_of, ring
 from ds_lgamp.planner.memory import ConfigurationMemory, as_executed, memory
 from ds_lgamp.planner.model import Model
-from ds_lgamp.planner.search import search
-from ds_lgamp.planner.work import MOST_COMPUTES, costs_of
+from ds_lgamp.planner.search import first_by, search
+from ds_lgamp.planner.work import MOST_COMPUTES, Work
 from ds_lgamp.schedule.actions import Kind, Program
 from ds_lgamp.schedule.costs import Costs, Durations, links_of, uniform_costs
 from ds_lgamp.schedule.placement import shares_by_speed
@@ -171,9 +171,7 @@ def search_islands(model: Model, cluster: IslandCluster, sequences: int, best: i
             "have more layers; plan with a smaller batch"
         )
     plans.sort(key=lambda plan: (plan.seconds, plan.memory.total))
-    first: dict[str, IslandPlan] = {}
-    for plan in plans:
-        first.setdefault(plan.method, plan)
+    first = first_by(lambda plan: plan.method, plans)
     return plans[:best] + [plan for plan in first.values() if plan not in plans[:best]]
 
 
@@ -181,10 +179,8 @@ def _proposals(model: Model, cluster: Cluster, sequences: int) -> list[Configura
     """Returns the configurations that may be fast on islands: those that are fast on a ``cluster`` of equal nodes."""
     # The clock of islands knows no bus.
     plans = search(model, cluster, sequences, best=LONG_LIST, offload=False)
-    first: dict[tuple[str, int], Configuration] = {}
-    for plan in plans:
-        first.setdefault((plan.method, plan.configuration.pipeline_ranks), plan.configuration)
-    return [plan.configuration for plan in plans[:PROPOSALS]] + list(first.values())
+    first = first_by(lambda plan: (plan.method, plan.configuration.pipeline_ranks), plans)
+    return [plan.configuration for plan in (*plans[:PROPOSALS], *first.values())]
 
 
 def alike(cluster: IslandCluster, fast: bool) -> Cluster:
@@ -253,7 +249,7 @@ def _on_clock(
     groups. Tensor-parallel ranks share a node; their sums count as compute."""
     spec = executed.spec
     program = build_timed_program(spec)
-    compute = costs_of(model, fast, executed)
+    compute = Work(model, fast, executed).costs()
     # The ends' parameters are in the bytes of the demand, which chunks share by their layers.
     parameters = [layers * model.layer_parameters for layers in executed.layers_of_chunks(model)]
     network = network_costs(cluster, assignment, demand_of(model, executed), spec, parameters, program)
@@ -266,19 +262,6 @@ def _on_clock(
         recompute=[each * slow for each, slow in zip(compute.recompute, slowness)],
         update=[each * slow for each, slow in zip(compute.update, slowness)],
     )
-    seconds, alone = (
-        simulate(spec, program, costs, sends_at_once=True).step_time for costs in (busy, _without_network(busy))
-    )
+    idle = busy.without("gather", "reduce", "refresh", "combine", "hop", "message")
+    seconds, alone = (simulate(spec, program, costs, sends_at_once=True).step_time for costs in (busy, idle))
     return seconds, alone
-
-
-def _without_network(costs: Costs) -> Costs:
-    return replace(
-        costs,
-        gather=[0.0] * len(costs.gather),
-        reduce=[0.0] * len(costs.reduce),
-        refresh=[0.0] * len(costs.refresh),
-        combine=[0.0] * len(costs.combine),
-        hop=dict.fromkeys(costs.hop, 0.0),
-        message=dict.fromkeys(costs.message, 0.0),
-    )

@@ -11,7 +11,16 @@ from typing import Any, NamedTuple
 
 from ds_lgamp.cost.assignment import Slot, Transport
 from ds_lgamp.planner.cluster import Link, link
-from ds_lgamp.planner.fields import count, parse_quantity, positive, read_json, refuse_unknown, section, with_unit, word
+from ds_lgamp.planner.fields import (
+    count,
+    optional_quantity,
+    positive,
+    read_json,
+    refuse_unknown,
+    section,
+    with_unit,
+    word,
+)
 
 NETWORKS = ("infiniband", "roce", "ethernet")
 _OF_CLUSTER = ("name", "islands", "between", "inside", "pairs", "peak", "memory", "memory_bandwidth")
@@ -129,10 +138,6 @@ def parse_islands(text: Mapping[str, Any]) -> IslandCluster:
     _refuse_twice("islands[].name", [island.name for island in islands])
     _refuse_twice("islands[].nodes", [node for island in islands for node in island.nodes])
     between = section(text, "between", _OF_BETWEEN)
-
-    def optional(field_name: str, kind: str) -> float | None:
-        return parse_quantity(field_name, text[field_name], kind) if text.get(field_name) is not None else None
-
     return IslandCluster(
         name=word("name", text.get("name", "cluster")),
         islands=islands,
@@ -145,9 +150,9 @@ def parse_islands(text: Mapping[str, Any]) -> IslandCluster:
         numbered=numbered.pop(),
         pairs=_pairs(text.get("pairs", []), [island.name for island in islands]),
         inside=link("inside", section(text, "inside", ("bandwidth", "latency"))) if "inside" in text else None,
-        peak=optional("peak", "flops per second"),
-        memory=optional("memory", "bytes"),
-        memory_bandwidth=optional("memory_bandwidth", "bytes per second"),
+        peak=optional_quantity("peak", text.get("peak"), "flops per second"),
+        memory=optional_quantity("memory", text.get("memory"), "bytes"),
+        memory_bandwidth=optional_quantity("memory_bandwidth", text.get("memory_bandwidth"), "bytes per second"),
     )
 
 
@@ -163,7 +168,7 @@ def _island(name: str, text: object) -> Island:
         network=_network(f"{name}.network", text.get("network")),
         link=link(name, text),
         cards_per_node=count(f"{name}.cards_per_node", text.get("cards_per_node", 1)),
-        uplink=_optional_bandwidth(f"{name}.uplink", text.get("uplink")),
+        uplink=optional_quantity(f"{name}.uplink", text.get("uplink"), "bytes per second"),
         interface=_optional_word(f"{name}.interface", text.get("interface")),
         outside_interface=_optional_word(f"{name}.outside_interface", text.get("outside_interface")),
         nccl_network=_optional_word(f"{name}.nccl_network", text.get("nccl_network")),
@@ -188,10 +193,6 @@ def _network(field_name: str, value: object) -> str:
 
 def _optional_word(field_name: str, value: object) -> str | None:
     return None if value is None else word(field_name, value)
-
-
-def _optional_bandwidth(field_name: str, value: object) -> float | None:
-    return None if value is None else parse_quantity(field_name, value, "bytes per second")
 
 
 def _environment(field_name: str, value: object) -> dict[str, str]:

@@ -16,6 +16,7 @@ from ds_lgamp.planner.cluster import Cluster
 from ds_lgamp.planner.configuration import Configuration
 from ds_lgamp.planner.model import Model
 from ds_lgamp.schedule.actions import Action
+from ds_lgamp.schedule.orders import chunks_of
 from ds_lgamp.schedule.program import build_rank_program
 from ds_lgamp.schedule.spec import RECEIVES_POSTED, ProgramSpec
 
@@ -35,11 +36,6 @@ def default_software(configuration: Configuration) -> Software:
     return Software(fused=several, splits_sequence=several)
 
 
-def own_chunks(configuration: Configuration, rank: int) -> range:
-    """Returns the chunks of a pipeline rank. Every schedule's own placement gives it every P-th one."""
-    return range(rank, configuration.chunks, configuration.pipeline_ranks)
-
-
 def units_of(model: Model, configuration: Configuration, rank: int) -> list[UnitSize]:
     """Returns the units of a pipeline rank, with the elements on one tensor-parallel rank. Tensor-parallel ranks divide
     matrices and the biases of their columns; they all hold norms and other biases."""
@@ -50,9 +46,9 @@ def units_of(model: Model, configuration: Configuration, rank: int) -> list[Unit
     ends = {chunk: 0 for chunk in (0, last)}
     ends[0] += words + model.position_embeddings * model.hidden_size
     ends[last] += model.norm_parameters + model.extras + (0 if model.tied_embeddings else words)
-    units, users = [], []
-    for chunk in own_chunks(configuration, rank):
-        parameters = layers_of_chunk(model, configuration, chunk) * of_layer
+    units, users, layers = [], [], configuration.layers_of_chunks(model)
+    for chunk in chunks_of(configuration.placement, rank):
+        parameters = layers[chunk] * of_layer
         if chunk in ends and model.tied_embeddings:
             users.append(chunk)
         elif chunk in ends:
@@ -65,25 +61,14 @@ def units_of(model: Model, configuration: Configuration, rank: int) -> list[Unit
     return units
 
 
-def chunks_of(model: Model, configuration: Configuration, software: Software, chunks: range) -> list[ChunkBytes]:
-    """Returns the bytes of one micro-batch on each of ``chunks``."""
+def chunk_bytes_of(model: Model, configuration: Configuration, software: Software) -> list[ChunkBytes]:
+    """Returns the bytes of one micro-batch on each chunk."""
     layer = layer_bytes(model, configuration.micro_batch, configuration.tensor_ranks, software)
     ends = end_bytes(model, configuration.micro_batch, configuration.tensor_ranks, software)
-    last, spec = configuration.chunks - 1, configuration.spec
-    sorts = [
-        (layers_of_chunk(model, configuration, chunk), chunk == 0, chunk == last, spec.is_recomputed(chunk))
-        for chunk in chunks
-    ]
+    last, spec, layers = configuration.chunks - 1, configuration.spec, configuration.layers_of_chunks(model)
+    sorts = [(layers[chunk], chunk == 0, chunk == last, spec.is_recomputed(chunk)) for chunk in range(last + 1)]
     made = {sort: chunk_bytes(layer, ends, *sort) for sort in set(sorts)}
     return [made[sort] for sort in sorts]
-
-
-def layers_of_chunk(model: Model, configuration: Configuration, chunk: int) -> int:
-    """Returns how many layers ``chunk`` has. The first chunks take one more, unless speeds share the layers."""
-    if configuration.speeds:
-        return configuration.layers_of_chunks(model)[chunk]
-    size, larger = divmod(model.layers, configuration.chunks)
-    return size + (chunk < larger)
 
 
 def sharding_of(configuration: Configuration) -> Sharding:
@@ -96,7 +81,7 @@ def followed(
 ) -> Memory:
     """Returns the memory of a pipeline rank by following its program, without token ids and labels."""
     spec = replace(configuration.spec, receives_on_arrival=receives_on_arrival)
-    chunks = chunks_of(model, configuration, software, range(configuration.chunks))
+    chunks = chunk_bytes_of(model, configuration, software)
     return rank_memory(
         _program(spec, rank),
         units_of(model, configuration, rank),

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from ds_lgamp.planner.fields import count
+
 MOST_LAYERS = 500
 """Each layer may be a chunk, so the time of a search grows with their square: it takes a minute for so many."""
 
@@ -57,9 +59,7 @@ class Model:
             "experts",
             "experts_per_token",
         ):
-            value = getattr(self, field)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{field} is {value!r}; use a whole number from 1")
+            count(field, getattr(self, field))
         if self.layers > MOST_LAYERS:
             raise ValueError(
                 f"layers is {self.layers} (num_hidden_layers of a config.json); the planner takes {MOST_LAYERS} at most"

@@ -1,28 +1,17 @@
 """How long a step takes: the parts of :mod:`ds_lgamp.planner.work`, put together by a schedule. And what network that
 needs."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from math import ceil
-from typing import Any
 
-from ds_lgamp.planner.cluster import Cluster, Efficiency
+from ds_lgamp.planner.cluster import Cluster
 from ds_lgamp.planner.configuration import Configuration
-from ds_lgamp.planner.hardware import ELEMENT, Compute, Network, Seconds, group_of, network_of
+from ds_lgamp.planner.hardware import ELEMENT, Seconds
 from ds_lgamp.planner.model import Model
-from ds_lgamp.planner.work import (
-    collectives_of,
-    costs_of,
-    crosses_nodes,
-    exact_seconds,
-    hop_of,
-    is_layered,
-    reduction,
-    tied_seconds,
-    work_of,
-)
+from ds_lgamp.planner.work import Work, exact_seconds, is_layered
 from ds_lgamp.schedule.closed_form import Shape, step_time
-from ds_lgamp.schedule.costs import Durations, Link
+from ds_lgamp.schedule.costs import Durations
 from ds_lgamp.schedule.program import build_timed_program
 from ds_lgamp.schedule.simulate import simulate
 
@@ -97,25 +86,23 @@ def predict(model: Model, cluster: Cluster, configuration: Configuration, on_clo
     Raises ValueError if the configuration needs more GPUs than there are, or if tensor ranks or layers do not divide.
     """
     _check(model, cluster, configuration)
-    efficiency = Efficiency(**cluster.efficiency)
-    network = network_of(cluster, configuration.gpus, efficiency)
-    compute = Compute(cluster, efficiency)
-    stages = _stages(model, cluster, configuration, compute, network)
+    work = Work(model, cluster, configuration)
+    stages = _stages(work)
     slowest = max(stages, key=lambda stage: stage.seconds)
     micro_batches = configuration.micro_batches
     parameters = max(stage.parameters for stage in stages)
     on_clock = is_layered(configuration) and (on_clock or configuration.takes_clock)
     waits = _clocked_waits if on_clock else _layered_waits if is_layered(configuration) else _stock_waits
-    update = compute.update(parameters / configuration.shards)
+    update = work.compute.update(parameters / configuration.shards)
     parts = {
         "compute": micro_batches * (slowest.compute.forward + slowest.compute.backward),
         "tensor_parallel": micro_batches * slowest.tensor_parallel,
         "bus": 0.0,
         "optimizer": update,
-        **waits(model, cluster, configuration, network, stages),
+        **waits(work, stages),
     }
     if configuration.overlap_update and not on_clock:
-        # The first update has nothing to hide behind. The others run while a rank waits for gathers.
+        # Nothing hides the first update. The others run while a rank waits for gathers.
         chunks = configuration.chunks_per_rank
         parts["optimizer"] -= min(update * (chunks - 1) / chunks, parts["gathers"])
     if parts["bubble"] < 0:
@@ -126,7 +113,7 @@ def predict(model: Model, cluster: Cluster, configuration: Configuration, on_clo
         parts["tensor_parallel"] += parts["bubble"] * of_sums
         parts["bubble"] = 0.0
     if not on_clock:
-        parts["data_parallel"] += tied_seconds(model, cluster, configuration, network)
+        parts["data_parallel"] += work.tied_sum
     useful = 3 * model.forward_flops(configuration.sequences * model.sequence_length)
     return Prediction(**parts, mfu=useful / (sum(parts.values()) * configuration.gpus * cluster.peak))
 
@@ -139,18 +126,15 @@ def _check(model: Model, cluster: Cluster, configuration: Configuration) -> None
         raise ValueError(f"tensor_ranks is {tensor_ranks}; it must divide the {model.attention_heads} attention_heads")
 
 
-def _stages(
-    model: Model, cluster: Cluster, configuration: Configuration, compute: Compute, network: Network
-) -> list[_Stage]:
+def _stages(work: Work) -> list[_Stage]:
     """What each pipeline rank does. Only the ends and the numbers of layers differ."""
-    work = work_of(model, cluster, configuration, compute, network)
-    layer = work.layer
-    recomputed = layer.forward if configuration.recompute == "full" else 0.0
+    of, layer = work.configuration, work.layer
+    recomputed = layer.forward if of.recompute == "full" else 0.0
     # Two sums in a forward (arXiv 1909.08053), two in a backward, two in a recomputation.
-    sums = work.tensor_sum * (6 if configuration.recompute == "full" else 4)
-    layers = [0] * configuration.pipeline_ranks
-    for chunk, count in enumerate(configuration.layers_of_chunks(model)):
-        layers[configuration.placement[chunk]] += count
+    sums = work.tensor_sum * (6 if of.recompute == "full" else 4)
+    layers = [0] * of.pipeline_ranks
+    for chunk, count in enumerate(of.layers_of_chunks(work.model)):
+        layers[of.placement[chunk]] += count
     stages = [
         _Stage(
             Seconds(count * layer.forward, count * (layer.backward + recomputed)),
@@ -161,23 +145,18 @@ def _stages(
         for count in layers
     ]
     for chunk, end, parameters in work.ends:
-        rank = configuration.placement[chunk]
-        stages[rank] = _with_end(stages[rank], end, work.tensor_sum, parameters)
+        rank = of.placement[chunk]
+        stage, compute = stages[rank], stages[rank].compute
+        stages[rank] = replace(
+            stage,
+            compute=Seconds(compute.forward + end.forward, compute.backward + end.backward),
+            tensor_parallel=stage.tensor_parallel + work.tensor_sum,
+            parameters=stage.parameters + parameters,
+        )
     return stages
 
 
-def _with_end(stage: _Stage, end: Seconds, tensor_parallel: float, parameters: float) -> _Stage:
-    return _Stage(
-        Seconds(stage.compute.forward + end.forward, stage.compute.backward + end.backward),
-        stage.recompute,
-        stage.tensor_parallel + tensor_parallel,
-        stage.parameters + parameters,
-    )
-
-
-def _layered_waits(
-    model: Model, cluster: Cluster, configuration: Configuration, network: Network, stages: Sequence[_Stage]
-) -> dict[str, float]:
+def _layered_waits(work: Work, stages: Sequence[_Stage]) -> dict[str, float]:
     """Returns the seconds of the waits of a layered step, by the clock's closed form: each wait is the time of the step
     with its cause less that without it.
 
@@ -185,6 +164,7 @@ def _layered_waits(
     It gives collectives a network card of their own. Messages that cross nodes share it, so a collective here also
     takes the time of the messages of a visit, or at most twice its own.
     """
+    configuration = work.configuration
     slowest, chunks = max(stages, key=lambda stage: stage.seconds), configuration.chunks_per_rank
     shape = Shape(
         configuration.schedule,
@@ -201,10 +181,9 @@ def _layered_waits(
     forward = (slowest.compute.forward + sums) / chunks
     recompute = (slowest.recompute + sums) / chunks if full else 0.0
     computes = Durations(forward, slowest.seconds / chunks - forward - recompute, recompute=recompute)
-    hop, message = hop_of(model, cluster, configuration, network)
-    size = ELEMENT * max(stage.parameters for stage in stages) / chunks
-    moves = collectives_of(cluster, configuration, network, size)
-    beside = configuration.micro_batches * message if crosses_nodes(cluster, configuration) else 0.0
+    hop, message = work.message
+    moves = work.collectives(ELEMENT * max(stage.parameters for stage in stages) / chunks)
+    beside = configuration.micro_batches * message if work.messages_cross_nodes else 0.0
     alone = moves.gather, moves.reduce
     gathers, reductions = (min(2 * each, each + beside) for each in alone)
     with_messages = computes._replace(hop=hop, message=message)
@@ -228,33 +207,21 @@ _CAUSES = {
 """What causes each wait, by the names of :class:`Costs`."""
 
 
-def _clocked_waits(
-    model: Model, cluster: Cluster, configuration: Configuration, _: Network, stages: Sequence[_Stage]
-) -> dict[str, float]:
+def _clocked_waits(work: Work, stages: Sequence[_Stage]) -> dict[str, float]:
     """Returns the same waits as :func:`_layered_waits`, with chunks, ranks and links as they are."""
-    spec, costs = configuration.spec, costs_of(model, cluster, configuration)
+    spec, costs = work.configuration.spec, work.costs()
     program = build_timed_program(spec)
-
     steps = [simulate(spec, program, costs, sends_at_once=True).step_time]
     for names in reversed(_CAUSES.values()):
-        present = {name: getattr(costs, name) for name in names if any(_times(getattr(costs, name)))}
-        absent: dict[str, Any] = {name: _nothing(each) for name, each in present.items()}
-        costs = replace(costs, **absent)
-        steps.insert(0, simulate(spec, program, costs, sends_at_once=True).step_time if present else steps[0])
+        fewer = costs.without(*names)
+        steps.insert(0, steps[0] if fewer is costs else simulate(spec, program, fewer, sends_at_once=True).step_time)
+        costs = fewer
     # A cause may make a step shorter, by the order of what shares a network. The parts still add up to the last step.
     for shorter in reversed(range(len(_CAUSES))):
         steps[shorter] = min(steps[shorter], steps[shorter + 1])
     slowest = max(stage.seconds for stage in stages)
     waits = {cause: longer - shorter for cause, longer, shorter in zip(_CAUSES, steps[1:], steps)}
-    return {"bubble": steps[0] - configuration.micro_batches * slowest, **waits}
-
-
-def _times(costs: Mapping[Link, float] | Sequence[float]) -> Collection[float]:
-    return costs.values() if isinstance(costs, Mapping) else costs
-
-
-def _nothing(costs: Mapping[Link, float] | Sequence[float]) -> Mapping[Link, float] | Sequence[float]:
-    return dict.fromkeys(costs, 0.0) if isinstance(costs, Mapping) else [0.0] * len(costs)
+    return {"bubble": steps[0] - work.configuration.micro_batches * slowest, **waits}
 
 
 def _lighter(configuration: Configuration, stages: Sequence[_Stage]) -> float:
@@ -264,75 +231,49 @@ def _lighter(configuration: Configuration, stages: Sequence[_Stage]) -> float:
     return (len(seconds) * max(seconds) - sum(seconds)) / configuration.chunks_per_rank
 
 
-def _stock_waits(
-    model: Model, cluster: Cluster, configuration: Configuration, network: Network, stages: Sequence[_Stage]
-) -> dict[str, float]:
+def _stock_waits(work: Work, stages: Sequence[_Stage]) -> dict[str, float]:
     """Returns the seconds of the waits of stock schedules, as Megatron-LM and DeepSpeed run them.
 
     Where forwards and backwards alternate, a rank waits for its neighbour's answer in every slot: in 1F1B, and in the
     rounds of P micro-batches of interleaved 1F1B. GPipe waits for the first and the last micro-batch, and for messages
     that take longer than the compute beside them.
     """
-    slowest = max(stages, key=lambda stage: stage.seconds)
+    slowest, configuration = max(stages, key=lambda stage: stage.seconds), work.configuration
     ranks, chunks, micro_batches = len(stages), configuration.chunks_per_rank, configuration.micro_batches
-    hop, _ = hop_of(model, cluster, configuration, network)
+    hop, _ = work.message
     if configuration.schedule in ("1f1b", "interleaved_1f1b"):
         messages = 2 * (ranks - 1 + chunks * micro_batches) * hop if ranks > 1 else 0.0
     else:
         late = sum(max(0.0, hop - seconds) for seconds in (slowest.compute.forward, slowest.compute.backward))
         messages = 2 * (ranks - 1) * hop + micro_batches * late
-    parameters = max(stage.parameters for stage in stages)
-    gathers, reductions = _exposed(model, cluster, configuration, network, slowest.compute, parameters)
-    bubble = _bubble(configuration, [stage.seconds for stage in stages])
+    gathers, reductions = _exposed(work, slowest.compute, max(stage.parameters for stage in stages))
+    # The first micro-batch passes a chunk of every other rank before the slowest rank has work without a pause, or does
+    # so on the way back (arXiv 2104.04473, section 2.2, for ranks that differ).
+    bubble = (sum(stage.seconds for stage in stages) - slowest.seconds) / chunks
     return {"bubble": bubble, "messages": messages, "gathers": gathers, "data_parallel": reductions}
 
 
-def _bubble(configuration: Configuration, stages: Sequence[float]) -> float:
-    """Seconds that the slowest pipeline rank waits. ``stages`` gives those of one micro-batch on each rank.
+def _exposed(work: Work, compute: Seconds, parameters: float) -> tuple[float, float]:
+    """Seconds of gathers and of reductions of ``parameters`` that the ``compute`` of each micro-batch does not hide
+    on a rank of a stock schedule.
 
-    The first micro-batch passes a chunk of every other rank before the slowest rank has work without a pause, or does
-    so on the way back (arXiv 2104.04473, section 2.2, for ranks that differ).
-    """
-    return (sum(stages) - max(stages)) / configuration.chunks_per_rank
-
-
-def _exposed(
-    model: Model,
-    cluster: Cluster,
-    configuration: Configuration,
-    network: Network,
-    compute: Seconds,
-    parameters: float,
-) -> tuple[float, float]:
-    """Seconds of gathers and of reductions of ``parameters`` that a rank of a stock schedule cannot hide behind the
-    ``compute`` of each micro-batch."""
-    group = group_of(cluster, configuration.gpus, configuration.data_ranks, configuration.tensor_ranks)
-    if group.size == 1:
-        return 0.0, 0.0
-    pieces = MODULES * ceil(model.layers / configuration.pipeline_ranks) if configuration.zero_stage == 3 else 1
-    size = ELEMENT * parameters / pieces
-    gather = pieces * network.all_gather(group, size)
-    beside = Seconds(*(configuration.micro_batches * each for each in (compute.forward, compute.backward)))
-    return _exposed_by_micro_batches(
-        configuration, beside, gather, pieces * reduction(configuration, network, group, size)
-    )
-
-
-def _exposed_by_micro_batches(
-    configuration: Configuration, beside: Seconds, gather: float, reduction: float
-) -> tuple[float, float]:
-    """With micro-batches outermost, each of them gathers twice (stage 3) and reduces (stages 2 and 3). Then gathers run
+    With micro-batches outermost, each of them gathers twice (stage 3) and reduces (stages 2 and 3). Then gathers run
     before the compute and reductions after it; otherwise only the backward of the last micro-batch can hide a
-    reduction. Stages 1 and 2 gather after the update, when nothing computes."""
-    rounds = configuration.micro_batches if configuration.micro_batch_outer else 1
-    gathers = 2 * rounds * gather if configuration.zero_stage == 3 else 0.0
-    reductions = reduction * (rounds if configuration.zero_stage >= 2 else 1)
-    after_update = gather if configuration.zero_stage in (1, 2) else 0.0
-    if not configuration.overlaps:
+    reduction. Stages 1 and 2 gather after the update, when nothing computes.
+    """
+    of, stage = work.configuration, work.configuration.zero_stage
+    if work.data_group.size == 1:
+        return 0.0, 0.0
+    pieces = MODULES * ceil(work.model.layers / of.pipeline_ranks) if stage == 3 else 1
+    size, rounds = ELEMENT * parameters / pieces, of.micro_batches if of.micro_batch_outer else 1
+    gather, reduction = pieces * work.network.all_gather(work.data_group, size), pieces * work.reduction(size)
+    gathers = 2 * rounds * gather if stage == 3 else 0.0
+    reductions = reduction * (rounds if stage >= 2 else 1)
+    after_update = gather if stage in (1, 2) else 0.0
+    if not of.overlaps:
         return after_update + gathers, reductions
-    share = rounds / configuration.micro_batches
-    exposed = max(0.0, gathers / 2 - share * beside.forward)
-    return after_update + exposed, max(0.0, gathers / 2 + reductions - share * beside.backward)
+    exposed = max(0.0, gathers / 2 - rounds * compute.forward)
+    return after_update + exposed, max(0.0, gathers / 2 + reductions - rounds * compute.backward)
 
 
 SLOWEST, FASTEST = 1e5, 1e13

@@ -1,8 +1,10 @@
 """Reads sizes from a config.json of transformers. Counts parameters as transformers' own classes have them."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+from ds_lgamp.planner.fields import count
 from ds_lgamp.planner.model import Model
 
 LONGEST_DEFAULT = 8192
@@ -22,9 +24,7 @@ class _Config:
             value = default
         if value is None:
             raise ValueError(f"{key} is missing in the config of {self.name}; add it, as transformers writes it")
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{key} is {value!r}; use a whole number from 1")
-        return value
+        return count(key, value)
 
     def first(self, *keys: str) -> int:
         """Returns the whole number of the first key that is there."""
@@ -48,9 +48,7 @@ class _Config:
     def sequence_length(self, longest: int) -> int:
         if self._sequence_length is None:
             return min(longest, LONGEST_DEFAULT)
-        if self._sequence_length < 1:
-            raise ValueError(f"sequence_length is {self._sequence_length}; use a whole number from 1")
-        return self._sequence_length
+        return count("sequence_length", self._sequence_length)
 
     def refuse_experts(self) -> None:
         for key, value in self._keys.items():
@@ -73,125 +71,85 @@ def model_of_config(name: str, config: Mapping[str, Any], sequence_length: int |
     return _READERS[kind](read)
 
 
+class _Keys(NamedTuple):
+    """What a config calls the sizes of a model of the GPT-2 kind."""
+
+    layers: str = "num_hidden_layers"
+    hidden: str = "hidden_size"
+    heads: str = "num_attention_heads"
+    longest: str = "max_position_embeddings"
+    """Tokens of the longest sequence."""
+
+
 def _gpt2(config: _Config) -> Model:
-    hidden, positions = config.count("n_embd"), config.count("n_positions")
-    return _with_biases(
-        config,
-        _Sizes(
-            layers=config.count("n_layer"),
-            hidden=hidden,
-            heads=config.count("n_head"),
-            wide=config.count("n_inner", 4 * hidden),
-            positions=positions,
-            length=positions,
-        ),
-        tied=config.flag("tie_word_embeddings", True),
-        activation=config.word("activation_function", "gelu_new"),
-        is_plain_gpt=True,
-    )
+    keys = _Keys("n_layer", "n_embd", "n_head", "n_positions")
+    activation = config.word("activation_function", "gelu_new")
+    wide = config.count("n_inner", 4 * config.count(keys.hidden))
+    model = _with_biases(config, keys, wide=wide, activation=activation)
+    return replace(model, is_plain_gpt=activation.startswith("gelu"))
 
 
 def _opt(config: _Config) -> Model:
-    hidden, positions = config.count("hidden_size"), config.count("max_position_embeddings")
-    config.only("word_embed_proj_dim", hidden)
+    config.only("word_embed_proj_dim", config.count("hidden_size"))
     config.only("_remove_final_layer_norm", False)
     config.only("do_layer_norm_before", True)
     config.only("enable_bias", True)
-    return _with_biases(
-        config,
-        _Sizes(
-            layers=config.count("num_hidden_layers"),
-            hidden=hidden,
-            heads=config.count("num_attention_heads"),
-            wide=config.count("ffn_dim"),
-            # transformers leaves two rows for padding.
-            positions=positions + 2,
-            length=positions,
-        ),
-        tied=config.flag("tie_word_embeddings", True),
-        activation=config.word("activation_function", "relu"),
-    )
+    activation = config.word("activation_function", "relu")
+    # transformers leaves two rows for padding.
+    return _with_biases(config, wide=config.count("ffn_dim"), more_rows=2, activation=activation)
 
 
 def _gpt_neox(config: _Config) -> Model:
     config.only("attention_bias", True)
-    return _with_biases(
-        config,
-        _Sizes(
-            layers=config.count("num_hidden_layers"),
-            hidden=config.count("hidden_size"),
-            heads=config.count("num_attention_heads"),
-            wide=config.count("intermediate_size"),
-            positions=0,
-            length=config.count("max_position_embeddings"),
-        ),
-        tied=config.flag("tie_word_embeddings", False),
-        activation=config.word("hidden_act", "gelu"),
-    )
+    wide, activation = config.count("intermediate_size"), config.word("hidden_act", "gelu")
+    return _with_biases(config, wide=wide, more_rows=None, tied=False, activation=activation)
 
 
 def _bert(config: _Config) -> Model:
-    hidden, positions = config.count("hidden_size"), config.count("max_position_embeddings")
-    return _with_biases(
-        config,
-        _Sizes(
-            layers=config.count("num_hidden_layers"),
-            hidden=hidden,
-            heads=config.count("num_attention_heads"),
-            wide=config.count("intermediate_size"),
-            positions=positions + config.count("type_vocab_size"),
-            length=positions,
-        ),
-        tied=config.flag("tie_word_embeddings", True),
-        activation=config.word("hidden_act", "gelu"),
-        # The head has a matrix, its bias and a norm in front, and a bias for every word. The norm that the sizes have
-        # after the layers is the one after the embedding.
-        extras=hidden * hidden + 3 * hidden + config.count("vocab_size"),
-    )
+    wide, activation = config.count("intermediate_size"), config.word("hidden_act", "gelu")
+    model = _with_biases(config, wide=wide, more_rows=config.count("type_vocab_size"), activation=activation)
+    # The head has a matrix, its bias and a norm in front, and a bias for every word. The norm that the sizes have
+    # after the layers is the one after the embedding.
+    hidden = model.hidden_size
+    return replace(model, extras=hidden * hidden + 3 * hidden + model.vocabulary_size)
 
 
-class _Sizes(NamedTuple):
-    """The sizes of a model of the GPT-2 kind, whose keys have a name of their own in each config."""
-
-    layers: int
-    hidden: int
-    heads: int
-    wide: int
-    """Of the feed-forward part."""
-    positions: int
-    """Rows of learned positions and token types."""
-    length: int
-    """Tokens of the longest sequence."""
+_USUAL = _Keys()
 
 
 def _with_biases(
     config: _Config,
-    sizes: _Sizes,
+    keys: _Keys = _USUAL,
     *,
-    tied: bool,
+    wide: int,
     activation: str,
-    extras: int = 0,
-    is_plain_gpt: bool = False,
+    more_rows: int | None = 0,
+    tied: bool = True,
 ) -> Model:
-    """The GPT-2 kind: biases, LayerNorm, two matrices in the feed-forward part."""
-    hidden, heads = sizes.hidden, sizes.heads
+    """The GPT-2 kind: biases, LayerNorm, two matrices in the feed-forward part.
+
+    Args:
+        wide: the size of the feed-forward part.
+        more_rows: rows of learned positions and token types beyond the longest sequence; None for rotary positions.
+        tied: whether embeddings are tied where the config does not say.
+    """
+    hidden, heads, longest = config.count(keys.hidden), config.count(keys.heads), config.count(keys.longest)
     if hidden % heads:
         raise ValueError(f"the number of attention heads is {heads}; it must divide the hidden size {hidden}")
     return Model(
         name=config.name,
-        layers=sizes.layers,
+        layers=config.count(keys.layers),
         hidden_size=hidden,
         attention_heads=heads,
         vocabulary_size=config.count("vocab_size"),
-        sequence_length=config.sequence_length(sizes.length),
+        sequence_length=config.sequence_length(longest),
         key_value_heads=heads,
         head_size=hidden // heads,
-        feed_forward_size=sizes.wide,
-        position_embeddings=sizes.positions,
-        tied_embeddings=tied,
-        extras=extras,
+        feed_forward_size=wide,
+        position_embeddings=0 if more_rows is None else longest + more_rows,
+        tied_embeddings=config.flag("tie_word_embeddings", tied),
         composed_activation=activation in _COMPOSED,
-        is_plain_gpt=is_plain_gpt and activation.startswith("gelu"),
+        is_plain_gpt=False,
     )
 
 

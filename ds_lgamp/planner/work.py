@@ -2,7 +2,7 @@
 form assumes equal ranks."""
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
 from typing import NamedTuple
 
 from ds_lgamp.planner.activations import layer_bytes
@@ -17,50 +17,22 @@ from ds_lgamp.schedule.simulate import simulate
 
 _MASTER = 4
 """Bytes of an element that the optimizer updates."""
+_GRADIENT = 4
+"""Bytes of a gradient that the host stores."""
+MOST_COMPUTES = 300_000
+"""Forwards and backwards that the clock runs in a few seconds."""
 
 
-@dataclass(frozen=True)
-class Work:
-    """The pieces of a micro-batch, without waits."""
+class End(NamedTuple):
+    """The embedding, or the head with the loss."""
 
-    layer: Seconds
-    tensor_sum: float
-    """Seconds of one sum over the tensor-parallel ranks. An end of the model needs one for each micro-batch."""
-    layer_parameters: float
-    ends: tuple[tuple[int, Seconds, float], ...]
-    """Chunk, seconds and parameters of the embedding, and of the head with the loss. -1 is the last chunk."""
+    chunk: int
+    """-1 is the last chunk."""
+    seconds: Seconds
+    parameters: float
 
 
-def work_of(model: Model, cluster: Cluster, configuration: Configuration, compute: Compute, network: Network) -> Work:
-    """Returns the pieces of a micro-batch of ``configuration``."""
-    sequences, tensor_ranks = configuration.micro_batch, configuration.tensor_ranks
-    group = group_of(cluster, configuration.gpus, tensor_ranks, 1)
-    shares = model.tied_embeddings and configuration.placement[0] == configuration.placement[-1]
-    words = 0.0 if shares else model.vocabulary_size * model.hidden_size / tensor_ranks
-    return Work(
-        compute.layer(model, sequences, tensor_ranks, configuration.fused_attention),
-        network.all_reduce(group, ELEMENT * sequences * model.sequence_length * model.hidden_size),
-        model.layer_parameters / tensor_ranks,
-        (
-            (0, compute.embedding(model, sequences, tensor_ranks), model.embedding_parameters / tensor_ranks),
-            (-1, compute.head(model, sequences, tensor_ranks), words),
-        ),
-    )
-
-
-def crosses_nodes(cluster: Cluster, configuration: Configuration) -> bool:
-    """Whether pipeline ranks send messages from node to node."""
-    return configuration.gpus > cluster.gpus_per_node
-
-
-def reduction(configuration: Configuration, network: Network, group: Group, size: float) -> float:
-    """Returns the seconds of the reduction of ``size`` bytes of gradients over the data-parallel ranks."""
-    reduce = network.all_reduce if configuration.zero_stage == 0 else network.reduce_scatter
-    return reduce(group, size)
-
-
-@dataclass(frozen=True)
-class Collectives:
+class Collectives(NamedTuple):
     """Seconds of the collectives of one chunk over its data-parallel ranks."""
 
     gather: float
@@ -68,118 +40,6 @@ class Collectives:
     refresh: float = 0.0
     """Between nodes, with hierarchical shards, like ``combine``."""
     combine: float = 0.0
-
-
-def collectives_of(cluster: Cluster, configuration: Configuration, network: Network, size: float) -> Collectives:
-    """Returns what a chunk with ``size`` bytes of weights, and as many of gradients, takes."""
-    hierarchy, stride = configuration.hierarchy, configuration.tensor_ranks
-    in_job = partial(group_of, cluster, configuration.gpus)
-    if hierarchy is None:
-        group = in_job(configuration.data_ranks, stride)
-        return Collectives(network.all_gather(group, size), reduction(configuration, network, group, size))
-    node = in_job(hierarchy.node_ranks, stride)
-    peers = in_job(hierarchy.nodes(configuration.data_ranks), stride * hierarchy.node_ranks)
-    kept = size / hierarchy.node_ranks
-    combine = network.all_reduce if hierarchy.replicated else network.reduce_scatter
-    return Collectives(
-        network.all_gather(node, size),
-        network.reduce_scatter(node, size),
-        0.0 if hierarchy.replicated else network.all_gather(peers, kept),
-        combine(peers, kept),
-    )
-
-
-def hop_of(model: Model, cluster: Cluster, configuration: Configuration, network: Network) -> tuple[float, float]:
-    """Returns the seconds of a message between pipeline ranks, and those for which it occupies its link; 0 with one
-    pipeline rank."""
-    if configuration.pipeline_ranks == 1:
-        return 0.0, 0.0
-    # Under sequence parallelism each tensor rank has and sends a part (arXiv 2205.05198).
-    tokens = configuration.micro_batch * model.sequence_length
-    size = ELEMENT * tokens * model.hidden_size / configuration.tensor_ranks
-    crosses = crosses_nodes(cluster, configuration)
-    hop = network.message(crosses, size)
-    return hop, hop - network.message(crosses, 0)
-
-
-def tied_seconds(model: Model, cluster: Cluster, configuration: Configuration, network: Network) -> float:
-    """Seconds of the sum of the first and the last pipeline rank's gradients of tied embeddings.
-
-    The layered schedule sums what every rank updates, in the 32 bits of the optimizer. Others sum whole gradients.
-    """
-    if not model.tied_embeddings or configuration.placement[0] == configuration.placement[-1]:
-        return 0.0
-    size = model.vocabulary_size * model.hidden_size / configuration.tensor_ranks
-    size *= _MASTER / configuration.shards if configuration.schedule == "layered" else ELEMENT
-    ends = Group(1, 2) if crosses_nodes(cluster, configuration) else Group(2, 1)
-    return network.all_reduce(ends, size)
-
-
-MOST_COMPUTES = 300_000
-"""Forwards and backwards that the clock runs in a few seconds."""
-
-
-_GRADIENT = 4
-"""Bytes of a stored gradient."""
-
-
-def is_quick(configuration: Configuration) -> bool:
-    """Whether the clock can run the configuration, which is one of ds_lgamp's, in seconds."""
-    return is_layered(configuration) and configuration.computes <= MOST_COMPUTES
-
-
-def is_layered(configuration: Configuration) -> bool:
-    """Whether ds_lgamp runs the configuration under the layered schedule."""
-    return configuration.schedule == "layered" and not configuration.micro_batch_outer
-
-
-def exact_seconds(model: Model, cluster: Cluster, configuration: Configuration) -> float:
-    """Returns the seconds of a step of this project's engine, by the clock."""
-    spec = configuration.spec
-    costs = costs_of(model, cluster, configuration)
-    return simulate(spec, build_timed_program(spec), costs, sends_at_once=True).step_time
-
-
-def costs_of(model: Model, cluster: Cluster, configuration: Configuration) -> Costs:
-    """Returns what the actions of the configuration's program take, in seconds. Chunks differ in their layers;
-    embedding and head belong to the first and the last one."""
-    efficiency = Efficiency(**cluster.efficiency)
-    network = network_of(cluster, configuration.gpus, efficiency)
-    compute = Compute(cluster, efficiency)
-    work = work_of(model, cluster, configuration, compute, network)
-    counts, sums = configuration.layers_of_chunks(model), 2 * work.tensor_sum
-    forward = [count * (work.layer.forward + sums) for count in counts]
-    backward = [count * (work.layer.backward + sums) for count in counts]
-    recompute = list(forward)
-    elements = [count * work.layer_parameters for count in counts]
-    for chunk, end, own in work.ends:
-        forward[chunk] += end.forward + work.tensor_sum / 2
-        backward[chunk] += end.backward + work.tensor_sum / 2
-        elements[chunk] += own
-    moves = [collectives_of(cluster, configuration, network, ELEMENT * own) for own in elements]
-    spec = configuration.spec
-    hosts = [host_seconds(compute, configuration, own) for own in elements] if spec.offload else []
-    updates = [compute.update(own / configuration.shards) for own in elements]
-    hop, message = hop_of(model, cluster, configuration, network)
-    links, tied = links_of(spec), tied_seconds(model, cluster, configuration, network)
-    ends = {configuration.placement[0], configuration.placement[-1]}
-    return Costs(
-        forward,
-        backward,
-        recompute,
-        gather=[each.gather for each in moves],
-        reduce=[each.reduce for each in moves],
-        hop=dict.fromkeys(links, hop),
-        message=dict.fromkeys(links, message),
-        update=[host.update for host in hosts] or updates,
-        tied=[tied if rank in ends else 0.0 for rank in range(configuration.pipeline_ranks)],
-        shares_card=crosses_nodes(cluster, configuration),
-        refresh=[each.refresh for each in moves] if spec.hierarchy else (),
-        combine=[each.combine for each in moves] if spec.hierarchy else (),
-        load=[host.load for host in hosts],
-        store=[host.store for host in hosts],
-        input=[input_seconds(compute, model, configuration)] * spec.chunks if spec.stores_inputs else (),
-    )
 
 
 class HostSeconds(NamedTuple):
@@ -193,13 +53,175 @@ class HostSeconds(NamedTuple):
     """Updating that part on the host."""
 
 
+@dataclass(frozen=True)
+class Work:
+    """A step of ``configuration``: its parts, without waits."""
+
+    model: Model
+    cluster: Cluster
+    configuration: Configuration
+
+    @cached_property
+    def compute(self) -> Compute:
+        return Compute(self.cluster, Efficiency(**self.cluster.efficiency))
+
+    @cached_property
+    def network(self) -> Network:
+        return network_of(self.cluster, self.configuration.gpus, self.compute.efficiency)
+
+    @cached_property
+    def layer(self) -> Seconds:
+        """Of one layer, for one micro-batch."""
+        of = self.configuration
+        return self.compute.layer(self.model, of.micro_batch, of.tensor_ranks, of.fused_attention)
+
+    @property
+    def layer_parameters(self) -> float:
+        return self.model.layer_parameters / self.configuration.tensor_ranks
+
+    @cached_property
+    def ends(self) -> tuple[End, End]:
+        model, sequences, tensor_ranks = self.model, self.configuration.micro_batch, self.configuration.tensor_ranks
+        words = 0.0 if model.tied_embeddings and not self._ends_lie_apart else model.vocabulary_size * model.hidden_size
+        return (
+            End(0, self.compute.embedding(model, sequences, tensor_ranks), model.embedding_parameters / tensor_ranks),
+            End(-1, self.compute.head(model, sequences, tensor_ranks), words / tensor_ranks),
+        )
+
+    @property
+    def _ends_lie_apart(self) -> bool:
+        placement = self.configuration.placement
+        return placement[0] != placement[-1]
+
+    @cached_property
+    def tensor_sum(self) -> float:
+        """Seconds of one sum over the tensor-parallel ranks. An end of the model needs one for each micro-batch."""
+        group = group_of(self.cluster, self.configuration.gpus, self.configuration.tensor_ranks, 1)
+        return self.network.all_reduce(group, ELEMENT * self._tokens * self.model.hidden_size)
+
+    @property
+    def _tokens(self) -> int:
+        return self.configuration.micro_batch * self.model.sequence_length
+
+    @property
+    def messages_cross_nodes(self) -> bool:
+        """Whether pipeline ranks send messages from node to node."""
+        return self.configuration.gpus > self.cluster.gpus_per_node
+
+    @cached_property
+    def message(self) -> tuple[float, float]:
+        """Seconds of a message between pipeline ranks, and those for which it occupies its link; 0 with one pipeline
+        rank."""
+        if self.configuration.pipeline_ranks == 1:
+            return 0.0, 0.0
+        # Under sequence parallelism each tensor rank has and sends a part (arXiv 2205.05198).
+        size = ELEMENT * self._tokens * self.model.hidden_size / self.configuration.tensor_ranks
+        hop = self.network.message(self.messages_cross_nodes, size)
+        return hop, hop - self.network.message(self.messages_cross_nodes, 0)
+
+    @cached_property
+    def data_group(self) -> Group:
+        """All data-parallel ranks."""
+        of = self.configuration
+        return group_of(self.cluster, of.gpus, of.data_ranks, of.tensor_ranks)
+
+    def reduction(self, size: float) -> float:
+        """Returns the seconds of the reduction of ``size`` bytes of gradients over the data-parallel ranks."""
+        reduce = self.network.all_reduce if self.configuration.zero_stage == 0 else self.network.reduce_scatter
+        return reduce(self.data_group, size)
+
+    def collectives(self, size: float) -> Collectives:
+        """Returns what a chunk with ``size`` bytes of weights, and as many of gradients, takes."""
+        of, network, hierarchy = self.configuration, self.network, self.configuration.hierarchy
+        if hierarchy is None:
+            return Collectives(network.all_gather(self.data_group, size), self.reduction(size))
+        node = group_of(self.cluster, of.gpus, hierarchy.node_ranks, of.tensor_ranks)
+        stride = of.tensor_ranks * hierarchy.node_ranks
+        peers = group_of(self.cluster, of.gpus, hierarchy.nodes(of.data_ranks), stride)
+        kept = size / hierarchy.node_ranks
+        combine = network.all_reduce if hierarchy.replicated else network.reduce_scatter
+        return Collectives(
+            network.all_gather(node, size),
+            network.reduce_scatter(node, size),
+            0.0 if hierarchy.replicated else network.all_gather(peers, kept),
+            combine(peers, kept),
+        )
+
+    @cached_property
+    def tied_sum(self) -> float:
+        """Seconds of the sum of the first and the last pipeline rank's gradients of tied embeddings.
+
+        The layered schedule sums what every rank updates, in the 32 bits of the optimizer. Others sum whole gradients.
+        """
+        model, of = self.model, self.configuration
+        if not model.tied_embeddings or not self._ends_lie_apart:
+            return 0.0
+        size = model.vocabulary_size * model.hidden_size / of.tensor_ranks
+        size *= _MASTER / of.shards if of.schedule == "layered" else ELEMENT
+        return self.network.all_reduce(Group(1, 2) if self.messages_cross_nodes else Group(2, 1), size)
+
+    def costs(self) -> Costs:
+        """Returns what the actions of the configuration's program take, in seconds. Chunks differ in their layers;
+        embedding and head belong to the first and the last one."""
+        of, compute, sums = self.configuration, self.compute, 2 * self.tensor_sum
+        counts = of.layers_of_chunks(self.model)
+        forward = [count * (self.layer.forward + sums) for count in counts]
+        backward = [count * (self.layer.backward + sums) for count in counts]
+        recompute = list(forward)
+        elements = [count * self.layer_parameters for count in counts]
+        for chunk, end, own in self.ends:
+            forward[chunk] += end.forward + self.tensor_sum / 2
+            backward[chunk] += end.backward + self.tensor_sum / 2
+            elements[chunk] += own
+        moves = [self.collectives(ELEMENT * own) for own in elements]
+        spec = of.spec
+        hosts = [host_seconds(compute, of, own) for own in elements] if spec.offload else []
+        updates = [compute.update(own / of.shards) for own in elements]
+        hop, message = self.message
+        links, ends = links_of(spec), {of.placement[0], of.placement[-1]}
+        return Costs(
+            forward,
+            backward,
+            recompute,
+            gather=[each.gather for each in moves],
+            reduce=[each.reduce for each in moves],
+            hop=dict.fromkeys(links, hop),
+            message=dict.fromkeys(links, message),
+            update=[host.update for host in hosts] or updates,
+            tied=[self.tied_sum if rank in ends else 0.0 for rank in range(of.pipeline_ranks)],
+            shares_card=self.messages_cross_nodes,
+            refresh=[each.refresh for each in moves] if spec.hierarchy else (),
+            combine=[each.combine for each in moves] if spec.hierarchy else (),
+            load=[host.load for host in hosts],
+            store=[host.store for host in hosts],
+            input=[self._input_seconds] * spec.chunks if spec.stores_inputs else (),
+        )
+
+    @property
+    def _input_seconds(self) -> float:
+        """Seconds that the input of a chunk takes between GPU and host, for one micro-batch."""
+        of = self.configuration
+        layer = layer_bytes(self.model, of.micro_batch, of.tensor_ranks, default_software(of))
+        return self.compute.transfer(layer.result)
+
+
 def host_seconds(compute: Compute, configuration: Configuration, parameters: float) -> HostSeconds:
     """Returns the seconds of a chunk of so many ``parameters`` on one tensor-parallel rank."""
     part = parameters / configuration.shards
     return HostSeconds(compute.transfer(ELEMENT * part), compute.transfer(_GRADIENT * part), compute.host_update(part))
 
 
-def input_seconds(compute: Compute, model: Model, configuration: Configuration) -> float:
-    """Returns the seconds that the input of a chunk takes between GPU and host, for one micro-batch."""
-    software = default_software(configuration)
-    return compute.transfer(layer_bytes(model, configuration.micro_batch, configuration.tensor_ranks, software).result)
+def is_layered(configuration: Configuration) -> bool:
+    """Whether ds_lgamp runs the configuration under the layered schedule."""
+    return configuration.schedule == "layered" and not configuration.micro_batch_outer
+
+
+def is_quick(configuration: Configuration) -> bool:
+    """Whether the clock can run the configuration, which is one of ds_lgamp's, in seconds."""
+    return is_layered(configuration) and configuration.computes <= MOST_COMPUTES
+
+
+def exact_seconds(model: Model, cluster: Cluster, configuration: Configuration) -> float:
+    """Returns the seconds of a step of this project's engine, by the clock."""
+    spec, costs = configuration.spec, Work(model, cluster, configuration).costs()
+    return simulate(spec, build_timed_program(spec), costs, sends_at_once=True).step_time

@@ -6,7 +6,7 @@ activation, and the receive is posted once the header has been read.
 
 Headers travel between hosts, so that reading one does not wait for the device.
 
-Streams that share hardware queues need receives on arrival (:mod:`ds_lgamp.schedule.receives`). A rank then reads a
+Streams that share hardware queues need receives on arrival (:mod:`ds_lgamp.schedule.transfers`). A rank then reads a
 header as soon as it is due, because a message that nobody receives would block the sender's queue.
 """
 

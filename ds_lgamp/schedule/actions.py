@@ -76,8 +76,6 @@ OF_INPUTS = frozenset({Kind.STORE_INPUT, Kind.LOAD_INPUT, Kind.WAIT_STORE_INPUT,
 """What storing the inputs of chunks on the host adds to a program."""
 TRANSFERS = frozenset({Kind.LOAD, Kind.STORE, Kind.STORE_INPUT, Kind.LOAD_INPUT})
 """Copies between host and device."""
-OFFLOADING = frozenset({Kind.LOAD, Kind.STORE, Kind.WAIT_LOAD, Kind.WAIT_STORE, Kind.UPDATE})
-"""What offloading of optimizer state and parameters adds to a program."""
 BETWEEN_NODES = frozenset({Kind.REFRESH, Kind.COMBINE})
 """Collectives of hierarchical shards that travel between nodes."""
 PARTITION = (COLLECTIVES | TRANSFERS | WAITS | {Kind.RELEASE, Kind.UPDATE}) - OF_INPUTS

@@ -25,16 +25,14 @@ No other rank waits longer for its collectives, because rank 0 is the first to b
 from typing import NamedTuple
 
 from ds_lgamp.schedule.costs import Durations
-from ds_lgamp.schedule.orders import default_placement, micro_batch_groups
-from ds_lgamp.schedule.placement import place_chunks
-from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.schedule.orders import micro_batch_groups
 
 _RUN_GROUPS = 5
 """With more groups than this, each of those in the middle takes as long as the third."""
 
 
 class Shape(NamedTuple):
-    """What :class:`ProgramSpec` says, for ranks with equally many chunks on the schedule's default placement."""
+    """What ``ProgramSpec`` says, for ranks with equally many chunks on the schedule's default placement."""
 
     schedule: str
     pipeline_ranks: int
@@ -45,23 +43,11 @@ class Shape(NamedTuple):
     micro_batch_group: int | None = None
     """Layered only; None for all micro-batches."""
 
-    def spec(self) -> ProgramSpec:
-        """Returns the spec, for the clock. Raises ValueError if the combination is impossible."""
-        chunks = self.pipeline_ranks * self.chunks_per_rank
-        return ProgramSpec(
-            place_chunks(default_placement(self.schedule), chunks, self.pipeline_ranks),
-            self.schedule,
-            self.micro_batches,
-            self.micro_batch_group or self.micro_batches,
-            self.zero_stage,
-            self.resident_chunks,
-        )
-
 
 def step_time(shape: Shape, durations: Durations) -> float:
     """Returns how long a step of ``shape`` takes, in the unit of ``durations``.
 
-    The caller checks with ``shape.spec()`` that ``shape`` is possible. Messages and collectives have a card each.
+    The caller knows that a program of such a ``shape`` is possible. Messages and collectives have a card each.
 
     If h <= t/2 and m <= min(f, b), the result equals that of the clock for
 
@@ -207,7 +193,7 @@ def _gathers_in_turn(shape: Shape, durations: Durations) -> float:
     """Returns how long interleaved 1F1B waits for gathers while it alternates between two chunks. An approximation.
 
     With one resident chunk each compute waits for its own gather, unless both are of the same chunk, which is so for
-    one chunk in N if N is odd. With two or three, a gather that comes every P micro-batches hides behind one compute
+    one chunk in N if N is odd. With two or three, a gather that comes every P micro-batches is hidden by one compute
     only.
     """
     ranks, chunks, resident = shape.pipeline_ranks, shape.chunks_per_rank, shape.resident_chunks

@@ -8,7 +8,7 @@ networks and GPUs compute them.
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ds_lgamp.schedule.spec import ProgramSpec
 
@@ -87,15 +87,20 @@ class Costs:
     input: Sequence[float] = ()
     """By chunk: its input for one micro-batch, between device and host."""
 
+    def without(self, *names: str) -> "Costs":
+        """Returns the same costs, with 0 for everything among ``names``; itself if that is so already."""
+        zeros: dict[str, Any] = {}
+        for name in names:
+            times = getattr(self, name)
+            by_link = isinstance(times, Mapping)
+            if any(times.values() if by_link else times):
+                zeros[name] = dict.fromkeys(times, 0.0) if by_link else [0.0] * len(times)
+        return replace(self, **zeros) if zeros else self
+
     def check(self, spec: ProgramSpec) -> None:
         """Raises ValueError if a cost is missing, negative or not finite, or if there are too many."""
-        for name in ("forward", "backward", "recompute", "gather", "reduce", "update"):
-            _check_count(name, getattr(self, name), spec.chunks, "chunk")
-        for name in ("refresh", "combine"):
-            _check_count(name, getattr(self, name), spec.chunks if spec.hierarchy else 0, "chunk")
-        for name in ("load", "store"):
-            _check_count(name, getattr(self, name), spec.chunks if spec.offload else 0, "chunk")
-        _check_count("input", self.input, spec.chunks if spec.stores_inputs else 0, "chunk")
+        for name, chunks in _by_chunk(spec).items():
+            _check_count(name, getattr(self, name), chunks, "chunk")
         _check_count("tied", self.tied, spec.pipeline_ranks, "pipeline rank")
         for name in ("hop", "message"):
             times: Mapping[Link, float] = getattr(self, name)
@@ -107,22 +112,24 @@ class Costs:
 def uniform_costs(spec: ProgramSpec, durations: Durations) -> Costs:
     """Returns the costs of a program whose chunks, links and ranks are alike."""
     links = links_of(spec)
+    by_chunk: dict[str, Any] = {name: (getattr(durations, name),) * chunks for name, chunks in _by_chunk(spec).items()}
     return Costs(
-        forward=(durations.forward,) * spec.chunks,
-        backward=(durations.backward,) * spec.chunks,
-        recompute=(durations.recompute,) * spec.chunks,
-        gather=(durations.gather,) * spec.chunks,
-        reduce=(durations.reduce,) * spec.chunks,
+        **by_chunk,
         hop=dict.fromkeys(links, durations.hop),
         message=dict.fromkeys(links, durations.message),
-        update=(durations.update,) * spec.chunks,
         tied=(0.0,) * spec.pipeline_ranks,
-        refresh=(durations.refresh,) * spec.chunks if spec.hierarchy else (),
-        combine=(durations.combine,) * spec.chunks if spec.hierarchy else (),
-        load=(durations.load,) * spec.chunks if spec.offload else (),
-        store=(durations.store,) * spec.chunks if spec.offload else (),
-        input=(durations.input,) * spec.chunks if spec.stores_inputs else (),
     )
+
+
+def _by_chunk(spec: ProgramSpec) -> dict[str, int]:
+    """Returns how many chunks there are for each kind of cost; none for what the program does not do."""
+    chunks = spec.chunks
+    return {
+        **dict.fromkeys(("forward", "backward", "recompute", "gather", "reduce", "update"), chunks),
+        **dict.fromkeys(("refresh", "combine"), chunks if spec.hierarchy else 0),
+        **dict.fromkeys(("load", "store"), chunks if spec.offload else 0),
+        "input": chunks if spec.stores_inputs else 0,
+    }
 
 
 def sized_costs(spec: ProgramSpec, of_layer: Durations, layers: Sequence[float], speeds: Sequence[float] = ()) -> Costs:

@@ -11,7 +11,6 @@ from ds_lgamp.schedule.placement import Placement
 
 Order = Callable[[Placement, int, int, int], Iterator[Action]]
 """Returns the computes of a rank, from placement, pipeline rank, micro-batches and micro-batch group."""
-SCHEDULES = ("layered", "interleaved_1f1b", "1f1b", "gpipe")
 SINGLE_CHUNK_SCHEDULES = ("1f1b", "gpipe")
 """Schedules that need one chunk per pipeline rank, in rank order."""
 
@@ -139,20 +138,16 @@ def turns_at_once(schedule: str, micro_batches: int, pipeline_ranks: int) -> boo
     return micro_batches == 1 or not all_forwards_first
 
 
-def order_of(schedule: str) -> Order:
-    """Returns the order of ``schedule``."""
-    return _ORDERS[schedule]
-
-
 def _forward(chunks: list[int], micro_batches: range) -> Iterator[Action]:
     for chunk in chunks:
         for micro_batch in micro_batches:
             yield Action(Kind.FORWARD, chunk, micro_batch)
 
 
-_ORDERS = {
+ORDERS: dict[str, Order] = {
     "layered": layered,
     "interleaved_1f1b": interleaved,
     "1f1b": one_forward_one_backward,
     "gpipe": gpipe,
 }
+SCHEDULES = tuple(ORDERS)

@@ -4,8 +4,7 @@ Passes add them. Each takes the segments of a pipeline rank and returns them wit
 actions come in this order: RELEASE, GATHER, RECV (posted before use), WAIT_GATHER and WAIT_REDUCE, the compute, its
 SEND, and REDUCE if the chunk's gradient is final. The program ends with the last WAIT_REDUCEs, STEP, and the gathers
 that stages 1 and 2 do not defer. Where the optimizer updates chunks one by one, UPDATE follows the end of a reduction
-or precedes a GATHER. :mod:`ds_lgamp.schedule.receives` says where RECV comes, :mod:`ds_lgamp.schedule.transfers` where
-LOAD and STORE come.
+or precedes a GATHER. :mod:`ds_lgamp.schedule.transfers` says where RECV, LOAD and STORE come.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,7 +21,6 @@ from ds_lgamp.schedule.actions import (
     joined,
     send_of,
 )
-from ds_lgamp.schedule.receives import receive_posts
 from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.schedule.transfers import (
     add_final_updates,
@@ -30,6 +28,7 @@ from ds_lgamp.schedule.transfers import (
     add_postponed_updates,
     add_stored_inputs,
     add_stores,
+    receive_posts,
 )
 
 
@@ -374,8 +373,8 @@ def collectives_agree(replicas: Iterable[ProgramSpec]) -> bool:
 
 
 def _collectives(spec: ProgramSpec) -> Program:
-    """Returns the gathers and reductions of every pipeline rank. Waits do not change their order, but decide where the
-    collectives between nodes stand."""
+    """Returns the gathers and reductions of every pipeline rank. Waits do not change their order, but decide when the
+    collectives between nodes run."""
     passes: tuple[Pass, ...] = (add_residency, add_reductions)
     if spec.hierarchy is not None:
         passes += (add_step, add_waits)

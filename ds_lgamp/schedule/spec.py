@@ -1,18 +1,18 @@
 """The specification from which a program is derived."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from ds_lgamp.schedule.actions import Action, Kind, Segments, joined
 from ds_lgamp.schedule.orders import (
+    ORDERS,
     SCHEDULES,
     SINGLE_CHUNK_SCHEDULES,
     by_calls,
+    chunks_of,
     forward_only,
-    order_of,
     turns_at_once,
 )
 from ds_lgamp.schedule.placement import Placement, place_chunks
@@ -81,13 +81,13 @@ class Offload(NamedTuple):
     share, because copies on other ranks must be updated alike."""
 
 
-def lowest_chunks(placement: Sequence[int], share: float) -> tuple[int, ...]:
+def lowest_chunks(placement: Placement, share: float) -> tuple[int, ...]:
     """Returns the lowest chunks of every rank that stay on the device if the host is to hold at least the ``share``,
     from 0 to 1, of each rank's chunks.
 
     A step begins with the lowest chunks. Their updates on the host would be the only ones that nothing hides.
     """
-    own = [[chunk for chunk, rank in enumerate(placement) if rank == each] for each in range(max(placement) + 1)]
+    own = [chunks_of(placement, rank) for rank in range(max(placement) + 1)]
     return tuple(sorted(chunk for chunks in own for chunk in chunks[: len(chunks) - math.ceil(share * len(chunks))]))
 
 
@@ -129,7 +129,7 @@ class ProgramSpec:
     """One of :data:`UPDATES`."""
     receives_on_arrival: bool = False
     """Whether a rank posts a receive when its message has been sent, as streams that share hardware queues require,
-    instead of well before its use (:mod:`ds_lgamp.schedule.receives`)."""
+    instead of well before its use (:mod:`ds_lgamp.schedule.transfers`)."""
     hierarchy: Hierarchy | None = None
     """How stage 3 spreads its shards over nodes; None if it spreads all over all data-parallel ranks."""
     offload: Offload | None = None
@@ -258,7 +258,7 @@ class ProgramSpec:
 
     def segments(self, rank: int) -> Segments:
         """Returns the compute order of ``rank``, cut where the script has its turn."""
-        order = forward_only if self.forward_only else order_of(self.schedule)
+        order = forward_only if self.forward_only else ORDERS[self.schedule]
         counts = self.micro_batches, self.micro_batch_group
         if self.returns_outputs:
             segments = by_calls(order, self.placement, rank, *counts)

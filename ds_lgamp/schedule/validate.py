@@ -16,8 +16,17 @@ from ds_lgamp.schedule.actions import (
     send_matching,
 )
 from ds_lgamp.schedule.rules.gradients import check_gradients
-from ds_lgamp.schedule.rules.messages import check_arrivals, check_channels, check_receives, check_sends
-from ds_lgamp.schedule.rules.stops import Fault, Stop, check_layout, check_order, cut
+from ds_lgamp.schedule.rules.order import (
+    Fault,
+    Stop,
+    check_arrivals,
+    check_channels,
+    check_layout,
+    check_order,
+    check_receives,
+    check_sends,
+    cut,
+)
 from ds_lgamp.schedule.rules.weights import check_inputs, check_recomputation, check_weights
 from ds_lgamp.schedule.simulate import DeadlockError, simulate
 from ds_lgamp.schedule.spec import ProgramSpec
@@ -46,9 +55,9 @@ def validate(spec: ProgramSpec, program: Program) -> None:
         raise ValueError(f"the program has {len(program)} ranks, its placement {spec.pipeline_ranks}")
     stops = [cut(actions) for actions in program]
     for rank, of_rank in enumerate(stops):
-        with _told(program, rank):
+        with _faults_shown(program, rank):
             _check_rank(spec, rank, of_rank)
-    with _told(program):
+    with _faults_shown(program):
         check_channels(spec, program)
     try:
         if spec.receives_on_arrival:
@@ -61,12 +70,12 @@ def validate(spec: ProgramSpec, program: Program) -> None:
     if spec.receives_on_arrival:
         ends = {span.action[:3]: span.end for spans_of_rank in spans for span in spans_of_rank}
         for rank, of_rank in enumerate(stops):
-            with _told(program, rank):
+            with _faults_shown(program, rank):
                 check_arrivals(of_rank, [span.start for span in spans[rank]], ends)
 
 
 @contextmanager
-def _told(program: Program, rank: int = 0) -> Iterator[None]:
+def _faults_shown(program: Program, rank: int = 0) -> Iterator[None]:
     """Raises a Fault as ProgramError, of ``rank`` if the fault names none."""
     try:
         yield

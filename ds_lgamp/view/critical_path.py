@@ -217,7 +217,7 @@ class _Search:
             # A rank that launched at the same time as the last one waited for nobody.
             if self.lanes[last.rank].all[last.interval].start > each.start:
                 rank, index = last
-        return self.launched_behind(rank, index)
+        return self.latest_before(rank, index)
 
     def launch_of(self, rank: int, index: int, action: Action) -> tuple[Any, ...]:
         """Returns what is the same for a collective on all ranks that take part in it."""
@@ -235,7 +235,7 @@ class _Search:
                     launches[launch] = max(launches.get(launch, here), here)
         return {launch: place for launch, (_, place) in launches.items()}
 
-    def launched_behind(self, rank: int, index: int) -> Place | None:
+    def latest_before(self, rank: int, index: int) -> Place | None:
         """Returns the last to end of: the compute before it, what precedes it in its lane, and in its chunk."""
         lanes = self.lanes[rank]
         each, action = lanes.all[index], action_of(lanes.all[index].name)

@@ -15,11 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
-from testing.chaos.doors import DOORS
-from testing.namespaces import Network
-
 FOR_EVER = 1000.0
 
 
@@ -109,6 +104,11 @@ class Trained:
         return self.told["place"] == "any moment" and self.told["fault"] != ""
 
     def run(self) -> None:
+        # Imported late: it takes seconds, and whoever tries a fault needs none of it.
+        import torch.distributed as dist
+
+        from testing.chaos.doors import DOORS
+
         training = DOORS[self.told["door"]](self.told, self.meet)
         checkpoints, place = self.folder / "checkpoints", self.told["place"]
         saves = hasattr(training, "save")
@@ -142,6 +142,8 @@ def main() -> None:
     told = json.loads(Path(next(word for word in sys.argv[1:] if word.endswith(".json"))).read_text())
     trained = Trained(told)
     if told["holders"]:
+        from testing.namespaces import Network
+
         Network(told["holders"]).enter(trained.rank)
     (trained.folder / f"rank {trained.rank}").write_text(str(os.getpid()))
     trained.run()

@@ -9,8 +9,7 @@ from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import simulate
 from ds_lgamp.schedule.spec import ProgramSpec
-from ds_lgamp.view.figures import show
-from ds_lgamp.view.measured_costs import simulated_1f1b
+from ds_lgamp.view.figures import show, simulated_1f1b
 from ds_lgamp.view.recording import of_simulation
 
 SPEC = ProgramSpec(place_chunks("modular", 8, 2), "layered", 4, 4, 3)

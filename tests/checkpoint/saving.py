@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ds_lgamp.checkpoint.shard import FlatShard
+from ds_lgamp.checkpoint.ranges import FlatShard
 from ds_lgamp.checkpoint.values import encode
 from ds_lgamp.checkpoint.whole import read_whole
 from testing.checkpoints import example

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_lgamp.checkpoint import saver as saver_module
 from ds_lgamp.checkpoint.folder import read_latest
+from ds_lgamp.checkpoint.ranges import FlatShard, ShardGroup
 from ds_lgamp.checkpoint.saver import Saver, wait_for_all
-from ds_lgamp.checkpoint.shard import FlatShard, ShardGroup
 from ds_lgamp.checkpoint.storage import ChecksummedWriter
 from ds_lgamp.integrations.user_script import failures_end_the_process
 from ds_lgamp.watch.this_rank import this_rank

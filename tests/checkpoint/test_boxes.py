@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_lgamp.checkpoint.shard import boxes
+from ds_lgamp.checkpoint.ranges import boxes
 
 
 @st.composite

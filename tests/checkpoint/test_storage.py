@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ds_lgamp.checkpoint.files import CheckpointError, DamageError, checksum_of
-from ds_lgamp.checkpoint.shard import FlatShard, boxes
+from ds_lgamp.checkpoint.ranges import FlatShard, boxes
 from ds_lgamp.checkpoint.storage import (
     INDEX,
     METADATA,

@@ -11,7 +11,7 @@ from ds_lgamp.planner.memory import batch_bytes, default_software, followed, mem
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.predict import predict
 from ds_lgamp.planner.search import search
-from ds_lgamp.planner.work import collectives_of, exact_seconds
+from ds_lgamp.planner.work import Work, exact_seconds
 from ds_lgamp.planner.write import ds_config
 from ds_lgamp.schedule.spec import Hierarchy
 
@@ -28,13 +28,13 @@ def cluster(between, memory=80e9):
 def test_what_travels_between_nodes_is_one_nth_of_a_chunk():
     here = cluster(1e9)
     network = network_of(here, 8, Efficiency())
-    moved = collectives_of(here, REFRESHED, network, 4e9)
+    moved = Work(MODEL, here, REFRESHED).collectives(4e9)
     node, peers = Group(4, 1), Group(1, 2)
     assert moved.gather == network.all_gather(node, 4e9) and moved.reduce == network.reduce_scatter(node, 4e9)
     assert moved.refresh == moved.combine == network.all_gather(peers, 1e9)
-    moved = collectives_of(here, REPLICATED, network, 4e9)
+    moved = Work(MODEL, here, REPLICATED).collectives(4e9)
     assert (moved.refresh, moved.combine) == (0, network.all_reduce(peers, 1e9))
-    assert collectives_of(here, PLAIN, network, 4e9).combine == 0
+    assert Work(MODEL, here, PLAIN).collectives(4e9).combine == 0
 
 
 def test_on_a_slow_network_between_nodes_a_step_is_shorter_and_the_clock_agrees():

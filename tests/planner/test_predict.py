@@ -12,7 +12,7 @@ from ds_lgamp.planner.configuration import Configuration
 from ds_lgamp.planner.hardware import Group, network_of
 from ds_lgamp.planner.models import read_model
 from ds_lgamp.planner.predict import Prediction, predict
-from ds_lgamp.planner.work import exact_seconds, tied_seconds
+from ds_lgamp.planner.work import Work, exact_seconds
 
 MODEL = read_model("gpt3-175b")
 PARTS = ("compute", "tensor_parallel", "bubble", "messages", "data_parallel", "gathers", "optimizer")
@@ -206,8 +206,8 @@ def test_the_layered_schedule_sums_the_shards_of_tied_embeddings(stage, parts):
     ready = named_cluster("a100-25gbit", 512)
     network = network_of(ready, 512, Efficiency())
     size = 4 * MODEL.vocabulary_size * MODEL.hidden_size / 8 / parts
-    seconds = tied_seconds(MODEL, ready, replace(LAYERED, zero_stage=stage), network)
-    assert seconds == pytest.approx(network.all_reduce(Group(1, 2), size))
+    work = Work(MODEL, ready, replace(LAYERED, zero_stage=stage))
+    assert work.tied_sum == pytest.approx(network.all_reduce(Group(1, 2), size))
 
 
 def test_a_partitioned_update_is_shorter():

@@ -1,22 +1,23 @@
 """Passes with one mistake in their source, and the programs that they build."""
 
 import ast
-import copy
 import importlib
 import inspect
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from types import FrameType, ModuleType
 from typing import Any, NamedTuple
 
 from ds_lgamp import schedule
 
-PASSES = ("receives", "transfers", "program")
-"""The modules of ds_lgamp.schedule that place actions. Later ones import earlier ones."""
-SECONDS = 2.0
-"""For so long a wrong pass may work on one program. A wrong condition may loop for ever."""
+PASSES = ("transfers", "program")
+"""The modules of ds_lgamp.schedule that place actions. The second imports the first."""
+SECONDS = 0.1
+"""For so long a wrong pass may compute one program, which takes a right one a few milliseconds. A wrong condition may
+loop for ever."""
 WRONG = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -49,20 +50,22 @@ class Mistake(NamedTuple):
         return f"{self.module}.py:{self.place}"
 
 
-def mistakes(module: str) -> Iterator[Mistake]:
-    """Yields a module with every mistake of some kinds in its functions: another comparison, sum, conjunction or kind
-    of action; a number that is one larger; a condition that is not asked; a sort or a statement that is missing."""
-    source = ast.parse(inspect.getsource(importlib.import_module(f"ds_lgamp.schedule.{module}")))
+def mistakes(module: str, share: int) -> Iterator[Mistake]:
+    """Yields a module with one in ``share`` of all mistakes of some kinds in its functions: another comparison, sum,
+    conjunction or kind of action; a number that is one larger; a condition that is not asked; a sort or a statement
+    that is missing."""
+    text = inspect.getsource(importlib.import_module(f"ds_lgamp.schedule.{module}"))
+    source = ast.parse(text)
     functions = [node for node in ast.walk(source) if isinstance(node, ast.FunctionDef)]
-    nodes = list(dict.fromkeys(node for function in functions for part in function.body for node in ast.walk(part)))
-    for number, node in enumerate(ast.walk(source)):
-        if node not in nodes:
-            continue
-        for change in _changes(node):
-            tree = copy.deepcopy(source)
-            wrong = next(each for index, each in enumerate(ast.walk(tree)) if index == number)
-            change(wrong)
-            yield Mistake(module, ast.fix_missing_locations(tree), f"{wrong.lineno}: {ast.unparse(wrong)}")
+    nodes = {node for function in functions for part in function.body for node in ast.walk(part)}
+    every = [
+        (number, change) for number, node in enumerate(ast.walk(source)) if node in nodes for change in _changes(node)
+    ]
+    for number, change in every[::share]:
+        tree = ast.parse(text)
+        wrong = next(islice(ast.walk(tree), number, None))
+        change(wrong)
+        yield Mistake(module, ast.fix_missing_locations(tree), f"{wrong.lineno}: {ast.unparse(wrong)}")
 
 
 def _changes(node: ast.AST) -> list[Callable[[Any], None]]:
@@ -107,15 +110,17 @@ def builder(mistake: Mistake) -> Iterator[Callable[..., Any]]:
             _enter(name, module)
 
     def limited(spec: Any) -> Any:
-        before = signal.signal(signal.SIGALRM, _give_up)
-        signal.setitimer(signal.ITIMER_REAL, SECONDS)
+        # The processor's time, because a busy machine must not make a mistake look like a loop.
+        before = signal.signal(signal.SIGVTALRM, _give_up)
+        # Again and again, because what it interrupts may swallow the error.
+        signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS, 10 * SECONDS)
         try:
             return build(spec)
         except Exception:
             return None
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            signal.signal(signal.SIGVTALRM, before)
 
     yield limited
 

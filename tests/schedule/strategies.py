@@ -9,6 +9,8 @@ from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.spec import UPDATES, Hierarchy, Offload, ProgramSpec
 
 HIERARCHIES = [Hierarchy(2, replicated=False), Hierarchy(2, replicated=True)]
+OFFLOADING = frozenset({Kind.LOAD, Kind.STORE, Kind.WAIT_LOAD, Kind.WAIT_STORE, Kind.UPDATE})
+"""What offloading of optimizer state and parameters adds to a program."""
 
 
 @st.composite

@@ -4,7 +4,6 @@ Where :func:`step_time` says that both are equal, properties compare them to rou
 a fixed draw is part of the specification.
 """
 
-from dataclasses import replace
 from random import Random
 from time import process_time
 
@@ -14,12 +13,24 @@ from hypothesis import strategies as st
 
 from ds_lgamp.schedule.closed_form import Shape, step_time
 from ds_lgamp.schedule.costs import Durations
+from ds_lgamp.schedule.orders import default_placement
+from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.program import build_timed_program
 from ds_lgamp.schedule.simulate import simulate
+from ds_lgamp.schedule.spec import ProgramSpec
 
 
 def on_the_clock(shape, durations, defers_gathers=False):
-    spec = replace(shape.spec(), defers_gathers=defers_gathers)
+    ranks = shape.pipeline_ranks
+    spec = ProgramSpec(
+        place_chunks(default_placement(shape.schedule), ranks * shape.chunks_per_rank, ranks),
+        shape.schedule,
+        shape.micro_batches,
+        shape.micro_batch_group or shape.micro_batches,
+        shape.zero_stage,
+        shape.resident_chunks,
+        defers_gathers=defers_gathers,
+    )
     return simulate(spec, build_timed_program(spec), durations, sends_at_once=True).step_time
 
 

@@ -1,5 +1,6 @@
 """Programs end on devices whose streams share hardware queues, if receives are posted on arrival."""
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -7,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 from hypothesis import given, settings
 
-from ds_lgamp.schedule import receives
+from ds_lgamp.schedule import transfers
 from ds_lgamp.schedule.actions import (
     COMPUTE,
     RECEIVES,
@@ -126,18 +127,21 @@ def configurations(receives_on_arrival: bool) -> Iterator[ProgramSpec]:
                         )
 
 
+built = functools.cache(build_program)
+
+
 @pytest.mark.parametrize("queue_of", SHARED)
 def test_programs_with_receives_on_arrival_end_however_streams_share_queues(queue_of):
     for spec in configurations(receives_on_arrival=True):
-        assert finishes(launched(spec, build_program(spec)), queue_of), spec
+        assert finishes(launched(spec, built(spec)), queue_of), spec
 
 
 def test_programs_with_receives_ahead_end_only_with_queues_of_their_own():
     """So it is the place of the receives that matters, and the model sees it."""
     specs = list(configurations(receives_on_arrival=False))
     apart, together = ({}, {stream: "q" for stream in ("compute", *LINKS)})
-    assert all(finishes(launched(spec, build_program(spec)), apart) for spec in specs)
-    stuck = [spec for spec in specs if not finishes(launched(spec, build_program(spec)), together)]
+    assert all(finishes(launched(spec, built(spec)), apart) for spec in specs)
+    stuck = [spec for spec in specs if not finishes(launched(spec, built(spec)), together)]
     assert len(stuck) > len(specs) / 2
 
 
@@ -163,7 +167,7 @@ def test_every_program_with_receives_on_arrival_ends_in_one_queue(spec):
 
 def test_a_program_that_would_block_a_queue_is_refused(monkeypatch):
     """Two ranks of one queue each: both post a receive before the send that the other needs."""
-    monkeypatch.setattr(receives, "_on_arrival", receives._early)
+    monkeypatch.setattr(transfers, "_on_arrival", transfers._early)
     spec = ProgramSpec((0, 1, 0, 1), "layered", 2, 2, zero_stage=0, receives_on_arrival=True)
     with pytest.raises(ProgramError, match="deadlock: RECV_F"):
         validate(spec, build_program(spec))

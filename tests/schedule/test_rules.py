@@ -2,11 +2,10 @@
 
 import ast
 from dataclasses import replace
-from itertools import islice
 
 import pytest
 
-from ds_lgamp.schedule import receives
+from ds_lgamp.schedule import transfers
 from ds_lgamp.schedule.actions import Kind, receive_of
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.spec import Hierarchy, Offload, ProgramSpec
@@ -59,7 +58,7 @@ def test_a_mistake_in_a_pass_does_not_get_past_the_validator(module, share):
     for spec, program in zip(SPECS, right):
         validate(spec, program)
     found = 0
-    for mistake in islice(mistakes(module), None, None, share):
+    for mistake in mistakes(module, share):
         with builder(mistake) as build:
             programs = [build(spec) for spec in SPECS]
         wrong = [(spec, made) for spec, made, program in zip(SPECS, programs, right) if made not in (None, program)]
@@ -73,18 +72,18 @@ def test_a_mistake_in_a_pass_does_not_get_past_the_validator(module, share):
 
 @pytest.mark.parametrize("late", [-1, 1])
 def test_receives_that_are_posted_a_compute_before_or_after_their_message_arrives_are_refused(late, monkeypatch):
-    spec, stock = ProgramSpec((0, 1, 0, 1), "layered", 8, 8, 0, receives_on_arrival=True), receives.bisect_left
+    spec, stock = ProgramSpec((0, 1, 0, 1), "layered", 8, 8, 0, receives_on_arrival=True), transfers.bisect_left
 
     def wrong(starts, time):
         return min(max(0, stock(starts, time) + late), len(starts) - 1)
 
-    monkeypatch.setattr(receives, "bisect_left", wrong)
+    monkeypatch.setattr(transfers, "bisect_left", wrong)
     with pytest.raises(ProgramError, match="is not posted when its message arrives|needs RECV_B2.0 before it"):
         validate(spec, build_program(spec))
 
 
 def test_a_receive_that_is_posted_in_time_but_after_its_message_arrives_is_refused(monkeypatch):
-    spec, stock = ProgramSpec((0, 1, 0, 1), "layered", 8, 8, 0, receives_on_arrival=True), receives._on_arrival
+    spec, stock = ProgramSpec((0, 1, 0, 1), "layered", 8, 8, 0, receives_on_arrival=True), transfers._on_arrival
 
     def wrong(spec, rank, computes):
         posts = stock(spec, rank, computes)
@@ -93,7 +92,7 @@ def test_a_receive_that_is_posted_in_time_but_after_its_message_arrives_is_refus
             posts[early[0] + 1].insert(0, posts[early[0]].pop())
         return posts
 
-    monkeypatch.setattr(receives, "_on_arrival", wrong)
+    monkeypatch.setattr(transfers, "_on_arrival", wrong)
     with pytest.raises(ProgramError, match="is not posted when its message arrives"):
         validate(spec, build_program(spec))
 

@@ -10,7 +10,6 @@ from ds_lgamp.schedule.actions import (
     BETWEEN_NODES,
     COLLECTIVES,
     COMPUTE,
-    OFFLOADING,
     WAITS,
     Action,
     Kind,
@@ -22,7 +21,7 @@ from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import simulate
 from ds_lgamp.schedule.spec import ProgramSpec
-from tests.schedule.strategies import program_specs
+from tests.schedule.strategies import OFFLOADING, program_specs
 
 
 def timeline(schedule, ranks, chunks_per_rank, micro_batches, durations=UNIT_DURATIONS, stage=0):
@@ -72,7 +71,7 @@ def test_the_turn_costs_no_time_while_a_hop_takes_at_most_half_of_a_forward_and_
     durations = Durations(forward, backward, share * (forward + backward))
     with pytest.MonkeyPatch.context() as patch:
         turning = simulate(spec, build_program(spec), durations).step_time
-        patch.setitem(orders._ORDERS, "layered", forwards_first)
+        patch.setitem(orders.ORDERS, "layered", forwards_first)
         assert turning <= simulate(spec, build_program(spec), durations).step_time * (1 + 1e-9)
 
 

@@ -10,8 +10,7 @@ from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import simulate
 from ds_lgamp.schedule.spec import Hierarchy, Offload, ProgramSpec
-from ds_lgamp.view.figures import KINDS, show
-from ds_lgamp.view.measured_costs import costs_of, simulated, simulated_1f1b
+from ds_lgamp.view.figures import KINDS, costs_of, show, simulated, simulated_1f1b
 from ds_lgamp.view.recording import Interval, RankRecording, RecordingError, of_simulation
 from ds_lgamp.view.report import report
 from tests.schedule.strategies import program_specs

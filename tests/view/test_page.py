@@ -12,7 +12,7 @@ from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import simulate
 from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.view.figures import show
-from ds_lgamp.view.html import html_page
+from ds_lgamp.view.pictures import html_page
 from ds_lgamp.view.recording import Interval, in_order, of_simulation
 from testing.browser import browser, executable
 

@@ -7,7 +7,7 @@ import pytest
 
 from ds_lgamp.cli.main import main
 from ds_lgamp.schedule.actions import Kind
-from ds_lgamp.view.svg import IDLE, LEFT, WIDTH, _shade
+from ds_lgamp.view.pictures import IDLE, LEFT, WIDTH, _shade
 
 SVG = "{http://www.w3.org/2000/svg}"
 BAR = re.compile(r"M([\d.]+) ([\d.]+)h([\d.]+)")

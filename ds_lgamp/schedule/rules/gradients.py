@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ds_lgamp.schedule.actions import Action, Kind
-from ds_lgamp.schedule.rules.stops import Fault, Stop
+from ds_lgamp.schedule.rules.order import Fault, Stop
 from ds_lgamp.schedule.spec import ProgramSpec
 
 _OF_GRADIENTS = frozenset(
@@ -19,7 +19,7 @@ def check_gradients(spec: ProgramSpec, stops: Sequence[Stop]) -> None:
       to the same chunk's gradient, or that would hold more full gradients than ``resident_chunks`` (stages 1 to 3);
       before STEP; and, if something follows a reduction on its way, when one compute has run beside it.
     - Between nodes a sum follows the wait for each reduction inside them, at most ``resident_chunks`` at once.
-    - After the end of a chunk's last reduction stands, directly, its update or its store, if it has one. A store waits
+    - A chunk's update or store, if it has one, comes directly after the end of its last reduction. A store waits
       for the one before, whose update may then begin.
     - STEP has all gradients, and no store is under way. The updates on the host that it decides on follow it.
     """

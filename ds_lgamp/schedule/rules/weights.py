@@ -8,7 +8,7 @@ from itertools import pairwise, takewhile
 from typing import NamedTuple
 
 from ds_lgamp.schedule.actions import OF_INPUTS, SENDS, Action, Kind
-from ds_lgamp.schedule.rules.stops import Fault, Stop, brought_by, pieces, texts
+from ds_lgamp.schedule.rules.order import Fault, Stop, brought_by, pieces, texts
 from ds_lgamp.schedule.spec import NEAREST, ProgramSpec
 
 _OF_WEIGHTS = frozenset(
@@ -31,8 +31,8 @@ def check_weights(spec: ProgramSpec, stops: Sequence[Stop]) -> None:
     - What a step updated is gathered, or with shards of nodes refreshed, once: after STEP; or, if deferred, one visit
       before its compute or gather.
     - A compute follows the wait for its gather, and a gather the waits for its refresh and its load.
-    - A load stands one visit before its gather: of each gather if the host holds the parameters, else of the first.
-    - An update that the last step postponed stands directly before the first use of its chunk.
+    - A load comes one visit before its gather: of each gather if the host holds the parameters, else of the first.
+    - An update that the last step postponed comes directly before the first use of its chunk.
     """
     rule = _Weights(spec, stops)
     for stop in stops:
@@ -46,7 +46,7 @@ class _Visit(NamedTuple):
 
     chunk: int
     gathers: list[int]
-    """The chunks whose gathers stand before it."""
+    """The chunks that are gathered before it."""
     number: int
     first: bool
     """Whether it is the first one of its piece."""
@@ -228,7 +228,7 @@ def check_inputs(spec: ProgramSpec, stops: Sequence[Stop]) -> None:
 
 
 def _check(stop: Stop, first: list[Action], last: list[Action]) -> None:
-    """Checks what stands directly after the compute before ``stop``, and directly before ``stop``."""
+    """Checks the actions directly after the compute before ``stop``, and those directly before ``stop``."""
     rest = [action for action in stop.before if action.kind not in SENDS]
     inner = rest[len(first) : len(rest) - len(last)]
     if rest != [*first, *inner, *last] or any(action.kind in OF_INPUTS for action in inner):

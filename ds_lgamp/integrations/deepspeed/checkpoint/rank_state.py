@@ -13,8 +13,8 @@ import torch
 
 from ds_lgamp.checkpoint.files import everywhere
 from ds_lgamp.checkpoint.names import Copy, first_copies, name_of_first, name_of_own, names_to_write, rank_name
+from ds_lgamp.checkpoint.ranges import FlatShard
 from ds_lgamp.checkpoint.schema import decode_text, text_of
-from ds_lgamp.checkpoint.shard import FlatShard
 from ds_lgamp.checkpoint.values import encode
 from ds_lgamp.integrations.deepspeed.checkpoint.description import Run, encode_named, ranks_of
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, persistent_buffers, with_extra_state

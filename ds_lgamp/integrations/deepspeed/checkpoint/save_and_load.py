@@ -13,10 +13,9 @@ from deepspeed.utils.logging import logger
 from ds_lgamp.checkpoint import folder as folders
 from ds_lgamp.checkpoint.files import CheckpointError, DamageError, everywhere, on_first_rank
 from ds_lgamp.checkpoint.names import Share, add_share, merge, name_of_first, parameter_name
+from ds_lgamp.checkpoint.ranges import FlatShard, Loading, optimizer_tensors, scalars_of, weights
 from ds_lgamp.checkpoint.saver import wait_for_all
 from ds_lgamp.checkpoint.schema import COUNTERS, PULLED
-from ds_lgamp.checkpoint.shard import FlatShard
-from ds_lgamp.checkpoint.units import Loading, optimizer_tensors, scalars_of, weights
 from ds_lgamp.checkpoint.values import decode
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.deepspeed.checkpoint.description import (

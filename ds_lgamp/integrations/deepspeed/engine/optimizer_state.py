@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from ds_lgamp.checkpoint.files import CheckpointError
-from ds_lgamp.checkpoint.units import with_own_kernels
+from ds_lgamp.checkpoint.ranges import with_own_kernels
 from ds_lgamp.partition.agreement import raise_everywhere
 from ds_lgamp.partition.zero_partition import ZeroPartition
 

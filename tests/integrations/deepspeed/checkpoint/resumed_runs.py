@@ -15,7 +15,7 @@ from torch import nn
 
 import ds_lgamp
 from ds_lgamp.checkpoint.files import CheckpointError
-from ds_lgamp.checkpoint.units import weights
+from ds_lgamp.checkpoint.ranges import weights
 from ds_lgamp.partition.unit import parts_of
 from testing.deepspeed_rank import quiet
 from tests.integrations.deepspeed.linear import mean_square, whole_state

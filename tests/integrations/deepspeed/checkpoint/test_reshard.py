@@ -9,7 +9,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 import ds_lgamp
-from ds_lgamp.checkpoint.units import weights
+from ds_lgamp.checkpoint.ranges import weights
 from ds_lgamp.checkpoint.whole import read_whole
 from ds_lgamp.partition.agreement import everyone
 from testing.deepspeed_rank import prepare_rank, quiet
