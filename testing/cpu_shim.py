@@ -44,6 +44,7 @@ def install(everywhere: bool = True) -> None:
     _keep_sent_tensors()
     _average_as_sums()
     _split_by_lists()
+    _move_unequal_parts()
     _spawn_without_the_script()
     if everywhere:
         ToCpu().__enter__()
@@ -169,6 +170,29 @@ def _split_by_lists() -> None:
         return exchange(*arguments, **keywords | splits)
 
     dist.all_to_all_single = all_to_all_single
+
+
+def _move_unequal_parts() -> None:
+    """Lets ranks gather and reduce parts of unequal length, such as the tokens of experts, which gloo does not know."""
+    gather = dist.all_gather
+
+    def all_gather(tensors: list[torch.Tensor], tensor: torch.Tensor, **keywords: Any) -> Any:
+        longest = max(map(len, tensors))
+        if longest == min(map(len, tensors)):
+            return gather(tensors, tensor, **keywords)
+        padded = tensor.new_zeros(longest, *tensor.shape[1:])
+        padded[: len(tensor)] = tensor
+        found = [torch.empty_like(padded) for _ in tensors]
+        gather(found, padded, **keywords)
+        for part, whole in zip(tensors, found):
+            part.copy_(whole[: len(part)])
+
+    def reduce_scatter(output: torch.Tensor, tensors: list[torch.Tensor], group: Any = None) -> None:
+        whole = torch.cat(tensors)
+        dist.all_reduce(whole, group=group)
+        output.copy_(whole.split([*map(len, tensors)])[dist.get_rank(group)])
+
+    dist.all_gather, dist.reduce_scatter = all_gather, reduce_scatter
 
 
 def _spawn_without_the_script() -> None:

@@ -258,9 +258,10 @@ def shard_chunks(models: Sequence[ShardedChunk], groups: Sequence[Mapping[str, A
         groups: the optimizer's groups of whole parameters.
         zero_stage: 2 or 3.
 
-    Raises ConfigError if a model has parameters that chunks or pipeline ranks have in common, or a tied embedding of
-    which one copy is frozen and another is not.
+    Raises ConfigError if a model has parameters that chunks or pipeline ranks have in common, a tied embedding of which
+    one copy is frozen and another is not, or experts whose gradients Megatron-core would not sum.
     """
+    _refuse_experts_in_part(models[0])
     pipeline = models[0].groups.pp
     if pipeline.size() > 1 and getattr(models[0].config, "has_cond_embedder", False):
         raise ConfigError(
@@ -297,6 +298,21 @@ def shard_chunks(models: Sequence[ShardedChunk], groups: Sequence[Mapping[str, A
     partition.release_all()
     _hand_out(partition, dict(zip(numbers, models)))
     return partition
+
+
+def _refuse_experts_in_part(model: ShardedChunk) -> None:
+    """Raises ConfigError for experts that Megatron-core takes for parameters of all data-parallel ranks although other
+    ranks have copies of them, or slices."""
+    config = model.config
+    if getattr(config, "num_moe_experts", None) is None:
+        return
+    tensor_ranks, expert_ranks = config.tensor_model_parallel_size, config.expert_tensor_parallel_size
+    if config.expert_model_parallel_size == 1 and expert_ranks != tensor_ranks:
+        raise ConfigError(
+            f"expert_tensor_parallel_size is {expert_ranks} beside tensor_model_parallel_size {tensor_ranks} and "
+            "expert_model_parallel_size 1, with which Megatron-core trains experts on a part of their tokens; set "
+            f"expert_tensor_parallel_size to {tensor_ranks}, or more expert_model_parallel_size"
+        )
 
 
 def _refuse_half_frozen(embedding: torch.nn.Parameter, tie_group: dist.ProcessGroup) -> None:

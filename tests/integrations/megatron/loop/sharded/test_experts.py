@@ -4,14 +4,15 @@ program says."""
 from collections import Counter
 
 import pytest
-import torch
 import torch.distributed as dist
 
+from ds_lgamp.config import ConfigError
 from ds_lgamp.runtime.measure import CollectiveCounter
 from testing.ranks import run_on_ranks
 from tests.integrations.megatron.training_loop import STOCK, Place, Training, prepare_process
 
 EXPERTS = {
+    "num_layers": 4,
     "num_moe_experts": 4,
     "add_bias_linear": False,
     "moe_router_topk": 2,
@@ -26,7 +27,7 @@ EXPERTS = {
 }
 DIVIDED = {"expert_model_parallel_size": 2}
 ALL_GATHER = {"moe_token_dispatcher_type": "allgather"}
-PARALLEL = {"expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel", "context_parallel_size"}
+PARALLEL = {"sequence_parallel", "expert_model_parallel_size", "expert_tensor_parallel_size", *ALL_GATHER}
 
 
 def place(pipeline_ranks, chunks, data_ranks, stage=3, others=None, **options):
@@ -36,48 +37,42 @@ def place(pipeline_ranks, chunks, data_ranks, stage=3, others=None, **options):
 
 
 def stage_1(pipeline_ranks, chunks, data_ranks, **options):
-    """Makes a place with Megatron-core's distributed optimizer, which has no momentum of SGD."""
-    others = {"distributed_optimizer": True}
-    return place(pipeline_ranks, chunks, data_ranks, 0, others, **{"sgd_momentum": 0.0} | options)
+    """Makes a place with Megatron-core's distributed optimizer, which has Adam alone. Its steps are small."""
+    adam = {"optimizer": "adam", "lr": 0.001, "adam_eps": 0.01}
+    return place(pipeline_ranks, chunks, data_ranks, 0, {"distributed_optimizer": True}, **adam | options)
 
 
-TENSORS = {"tensor_ranks": 2}
-SMALL = {
+TENSORS = {"others": {"tensor_ranks": 2}, "sequence_parallel": True}
+FEW = {
     "EP2": place(1, 4, 2, **DIVIDED),
-    "EP2 by all-gathers, at stage 2, in groups": place(
-        1, 4, 2, 2, {"micro_batches": (8, 8, 8), "group": 2}, **DIVIDED, **ALL_GATHER
-    ),
-    "P2, every rank with all experts": place(2, 2, 1, num_moe_experts=8),
-    "shared experts": place(1, 2, 2, moe_shared_expert_intermediate_size=16, **DIVIDED),
-    "dropped tokens": place(1, 2, 2, moe_expert_capacity_factor=0.5, **DIVIDED),
+    "EP2 by all-gathers, at stage 2, in groups": place(1, 4, 2, 2, {"group": 1}, **DIVIDED, **ALL_GATHER),
 }
-"""Places of two ranks."""
-LARGE = {
+MORE = {
+    "P2, every rank with all experts": place(2, 2, 1, num_moe_experts=8),
     "EP2 x W4, 8 experts": place(1, 4, 4, num_moe_experts=8, **DIVIDED),
     "P2 x EP2": place(2, 2, 2, **DIVIDED),
     "P2 x EP2 at stage 2": place(2, 2, 2, 2, **DIVIDED),
     "EP4 by all-gathers": place(1, 2, 4, **DIVIDED | {"expert_model_parallel_size": 4}, **ALL_GATHER),
     "stage 1": stage_1(2, 2, 2, **DIVIDED),
+    "context-parallel ranks": place(1, 2, 2, context_parallel_size=2, **DIVIDED),
     "sequence-wise loss": place(1, 2, 4, moe_router_load_balancing_type="seq_aux_loss", **DIVIDED),
     "per token": place(2, 2, 2, others={"per_token": True}, **DIVIDED),
-    "full recomputation": place(
-        2, 2, 2, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1, **DIVIDED
-    ),
     "biases of the router": place(
         1, 2, 4, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, **DIVIDED
     ),
-    "T2": place(1, 2, 2, others=TENSORS, sequence_parallel=True, **DIVIDED),
-    "T2, whole experts": place(
-        1, 2, 2, others=TENSORS, sequence_parallel=True, expert_tensor_parallel_size=1, **DIVIDED
-    ),
+    "T2": place(1, 2, 2, **TENSORS, **DIVIDED),
+    "T2, every rank with all experts": place(1, 2, 2, **TENSORS),
+    "T2, whole experts": place(1, 2, 2, expert_tensor_parallel_size=1, **TENSORS, **DIVIDED),
+    "shared experts": place(1, 2, 2, moe_shared_expert_intermediate_size=16, **DIVIDED),
+    "dropped tokens": place(1, 2, 2, moe_expert_capacity_factor=0.5, **DIVIDED),
 }
-"""Places of four ranks."""
-PLACES = SMALL | LARGE
+PLACES = FEW | MORE
 ROUNDING = 1e-6
 
 
 def alone(where):
-    """Returns one process with Megatron-core's own loop, which has all experts and trains the same batches."""
+    """Returns one process with Megatron-core's own loop, which has all experts and trains the same batches. The loss of
+    context-parallel ranks is another one, so they stay."""
     options = tuple(option for option in where.options if option[0] not in PARALLEL)
     one = {"pipeline_ranks": 1, "chunks_per_rank": 1, "tensor_ranks": 1, "data_ranks": 1}
     return where._replace(**one, schedule=STOCK, zero_stage=0, distributed_optimizer=False, options=options)
@@ -102,15 +97,17 @@ def auxiliary_losses(micro_batches):
     from megatron.core.transformer.moe import moe_utils
 
     data_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    tensor_group = parallel_state.get_tensor_model_parallel_group()
+    noted_losses = moe_utils.get_moe_layer_wise_logging_tracker()
     found = {}
-    for name, noted in moe_utils.get_moe_layer_wise_logging_tracker().items():
+    for name, noted in noted_losses.items():
         values = noted["values"].double()
-        # The parts of one loss.
-        for group in (noted["reduce_group"], parallel_state.get_pipeline_model_parallel_group(), data_group):
-            if group is not None:
-                dist.all_reduce(values, group=group)
-        found[name] = (values / data_group.size() / micro_batches).tolist()
-    moe_utils.clear_aux_losses_tracker()
+        for group in (parallel_state.get_pipeline_model_parallel_group(), data_group, tensor_group):
+            dist.all_reduce(values, group=group)
+        # Tensor-parallel ranks have parts of a loss that Megatron-core reduces.
+        shares = tensor_group.size() if noted["reduce_group"] is None else 1
+        found[name] = (values / data_group.size() / shares / micro_batches).tolist()
+    noted_losses.clear()
     return found
 
 
@@ -129,13 +126,13 @@ def trained_at(places):
 
 
 @pytest.fixture(scope="module")
-def small():
-    return trained_at(SMALL)
+def few():
+    return trained_at(FEW)
 
 
 @pytest.fixture(scope="module")
-def large():
-    return trained_at(LARGE)
+def more():
+    return trained_at(MORE)
 
 
 def assert_as_one_process(name, results):
@@ -148,12 +145,45 @@ def assert_as_one_process(name, results):
             assert min(losses) > 0 and losses == pytest.approx(auxiliary_of_one[kind], rel=ROUNDING)
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_two_ranks_train_as_one_process_does(name, small):
-    assert_as_one_process(name, small)
+@pytest.mark.parametrize("name", FEW)
+def test_experts_train_as_in_one_process(name, few):
+    assert_as_one_process(name, few)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LARGE)
-def test_four_ranks_train_as_one_process_does(name, large):
-    assert_as_one_process(name, large)
+@pytest.mark.parametrize("name", MORE)
+def test_so_do_others(name, more):
+    assert_as_one_process(name, more)
+
+
+def test_experts_move_as_often_as_the_rest_of_their_chunk():
+    """With four ranks and two parts of experts, two ranks share each part. Where no other rank has it, it stays."""
+    for dense, experts in run_on_ranks(4, count_collectives, MORE["EP2 x W4, 8 experts"], before_init=prepare_process):
+        assert dense == experts == {"all_gather": 2 * 4 - 2, "all_to_all": 4}
+    for dense, experts in run_on_ranks(2, count_collectives, FEW["EP2"], before_init=prepare_process):
+        assert dense == {"all_gather": 2 * 4 - 2, "all_to_all": 4} and experts == {}
+
+
+def count_collectives(where):
+    """Returns the numbers of collectives of a batch in the groups of dense units and of experts."""
+    from megatron.core import parallel_state
+
+    training = Training(where)
+    with CollectiveCounter() as counter:
+        training.forward_backward(**training.call(0))
+    groups = (
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+        parallel_state.get_expert_data_parallel_group(),
+    )
+    return tuple(Counter(kind for kind, _ in counter.calls_in(group)) for group in groups)
+
+
+def test_experts_that_megatron_core_trains_on_a_part_of_their_tokens_are_refused():
+    run_on_ranks(2, divide_tensors_alone, before_init=prepare_process)
+
+
+def divide_tensors_alone():
+    with pytest.raises(
+        ConfigError, match="expert_tensor_parallel_size is 1 beside tensor_model_parallel_size 2 .*; set"
+    ):
+        Training(place(1, 2, 1, expert_tensor_parallel_size=1, **TENSORS))
