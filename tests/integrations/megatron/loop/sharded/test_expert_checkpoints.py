@@ -53,9 +53,15 @@ def save_and_go_on(folder, wanted):
         for way in wanted:
             if way[0] == start:
                 other = Training(PLACES[way[1]])
+                divided = groups_of_experts(other)
                 load(other, f"{folder}/{start}")
+                assert groups_of_experts(other) == divided
                 results[way] = trained(other)
     return results
+
+
+def groups_of_experts(training):
+    return [group["is_expert_parallel"] for group in training.optimizer.param_groups]
 
 
 @pytest.mark.parametrize("way", slow_except(DEFAULT, WAYS), ids=" to ".join)

@@ -98,16 +98,17 @@ def auxiliary_losses(micro_batches):
 
     data_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     tensor_group = parallel_state.get_tensor_model_parallel_group()
-    noted_losses = moe_utils.get_moe_layer_wise_logging_tracker()
     found = {}
-    for name, noted in noted_losses.items():
+    for name, noted in moe_utils.get_moe_layer_wise_logging_tracker().items():
         values = noted["values"].double()
+        noted["values"].zero_()
+        if not values.any():
+            continue  # An earlier place has noted it.
         for group in (parallel_state.get_pipeline_model_parallel_group(), data_group, tensor_group):
             dist.all_reduce(values, group=group)
         # Tensor-parallel ranks have parts of a loss that Megatron-core reduces.
         shares = tensor_group.size() if noted["reduce_group"] is None else 1
         found[name] = (values / data_group.size() / shares / micro_batches).tolist()
-    noted_losses.clear()
     return found
 
 

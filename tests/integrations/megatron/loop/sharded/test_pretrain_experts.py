@@ -80,6 +80,8 @@ def run(name, flags, folder):
 def assert_alike(found, expected, after=0):
     for tag, tolerance in TOLERANCES.items():
         later = {step: value for step, value in expected[tag].items() if step > after}
+        if not later:
+            continue  # What is evaluated last is not written.
         assert found[tag] == pytest.approx(later, rel=tolerance), tag
 
 
@@ -99,11 +101,12 @@ def test_the_distributed_optimizer_trains_them_at_stage_1(starts, tmp_path):
 
 
 def test_checkpoints_go_on_however_ranks_divide_experts(starts, alone, folder, tmp_path):
-    saved = folder / "alone-4"
+    """At the same numbers of tensor and pipeline ranks, release 0.16 asks for random states of the same EP."""
+    saved, middle = folder / "alone-4", EVALUATED_EVERY + 5
     go_back(saved)
-    divided = f"--save {tmp_path} --save-interval {EVALUATED_EVERY + 5}"
-    assert_alike(run("EP2", f"{experts(4)} --load {saved} {divided}", tmp_path), alone[4], EVALUATED_EVERY)
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text(str(EVALUATED_EVERY + 5))
+    flags = f"{experts(4)} --no-load-rng --load"
+    ours = run("EP2", f"{flags} {saved} --save {tmp_path} --save-interval {middle}", tmp_path)
+    assert_alike(ours, alone[4], EVALUATED_EVERY)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(str(middle))
     for name in ("P2 x EP2 by all-gathers", "P2 x W2, every rank with all experts"):
-        found = run(name, f"{experts(4)} --load {tmp_path}", tmp_path)
-        assert_alike(found, alone[4], EVALUATED_EVERY + 5)
+        assert_alike(run(name, f"{flags} {tmp_path}", tmp_path), alone[4], middle)
