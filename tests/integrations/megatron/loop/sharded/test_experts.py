@@ -26,6 +26,7 @@ EXPERTS = {
     "lr": 0.1,
 }
 DIVIDED = {"expert_model_parallel_size": 2}
+BIASES = {"add_bias_linear": True}
 ALL_GATHER = {"moe_token_dispatcher_type": "allgather"}
 PARALLEL = {"sequence_parallel", "expert_model_parallel_size", "expert_tensor_parallel_size", *ALL_GATHER}
 
@@ -62,7 +63,7 @@ MORE = {
     ),
     "T2": place(1, 2, 2, **TENSORS, **DIVIDED),
     "T2, every rank with all experts": place(1, 2, 2, **TENSORS),
-    "T2, whole experts": place(1, 2, 2, expert_tensor_parallel_size=1, **TENSORS, **DIVIDED),
+    "T2, whole experts with biases": place(1, 2, 2, expert_tensor_parallel_size=1, **TENSORS, **DIVIDED | BIASES),
     "shared experts": place(1, 2, 2, moe_shared_expert_intermediate_size=16, **DIVIDED),
     "dropped tokens": place(1, 2, 2, moe_expert_capacity_factor=0.5, **DIVIDED),
 }
@@ -72,9 +73,11 @@ ROUNDING = 1e-6
 
 def alone(where):
     """Returns one process with Megatron-core's own loop, which has all experts and trains the same batches. The loss of
-    context-parallel ranks is another one, so they stay."""
-    options = tuple(option for option in where.options if option[0] not in PARALLEL)
-    one = {"pipeline_ranks": 1, "chunks_per_rank": 1, "tensor_ranks": 1, "data_ranks": 1}
+    context-parallel ranks is another one, so they stay. On the CPU only divided experts have biases."""
+    has_biases = dict(where.options)["add_bias_linear"]
+    kept = {"expert_model_parallel_size"} if has_biases else set()
+    options = tuple(option for option in where.options if option[0] not in PARALLEL - kept)
+    one = {"pipeline_ranks": 1, "chunks_per_rank": 1, "tensor_ranks": 1, "data_ranks": 1 + has_biases}
     return where._replace(**one, schedule=STOCK, zero_stage=0, distributed_optimizer=False, options=options)
 
 
