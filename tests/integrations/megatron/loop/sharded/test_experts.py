@@ -63,6 +63,10 @@ MORE = {
     ),
     "T2": place(1, 2, 2, **TENSORS, **DIVIDED),
     "T2, every rank with all experts": place(1, 2, 2, **TENSORS),
+    "loss over all data-parallel ranks": place(2, 2, 2, moe_router_load_balancing_type="global_aux_loss", **DIVIDED),
+    "more experts than tokens": place(
+        *(2, 2, 2), num_moe_experts=64, moe_ffn_hidden_size=8, moe_router_topk=1, moe_router_pre_softmax=True, **DIVIDED
+    ),
     "T2, whole experts with biases": place(1, 2, 2, expert_tensor_parallel_size=1, **TENSORS, **DIVIDED | BIASES),
     "shared experts": place(1, 2, 2, moe_shared_expert_intermediate_size=16, **DIVIDED),
     "dropped tokens": place(1, 2, 2, moe_expert_capacity_factor=0.5, **DIVIDED),
@@ -72,12 +76,13 @@ ROUNDING = 1e-6
 
 
 def alone(where):
-    """Returns one process with Megatron-core's own loop, which has all experts and trains the same batches. The loss of
-    context-parallel ranks is another one, so they stay. On the CPU only divided experts have biases."""
-    has_biases = dict(where.options)["add_bias_linear"]
-    kept = {"expert_model_parallel_size"} if has_biases else set()
+    """Returns one process with Megatron-core's own loop, which has all experts and trains the same batches. Two
+    processes stay where one computes another loss, and where it has no biases of experts, as on the CPU."""
+    given = dict(where.options)
+    two = given["add_bias_linear"] or given["moe_router_load_balancing_type"] == "global_aux_loss"
+    kept = {"expert_model_parallel_size"} if two else set()
     options = tuple(option for option in where.options if option[0] not in PARALLEL - kept)
-    one = {"pipeline_ranks": 1, "chunks_per_rank": 1, "tensor_ranks": 1, "data_ranks": 1 + has_biases}
+    one = {"pipeline_ranks": 1, "chunks_per_rank": 1, "tensor_ranks": 1, "data_ranks": 2 if two else 1}
     return where._replace(**one, schedule=STOCK, zero_stage=0, distributed_optimizer=False, options=options)
 
 
