@@ -166,8 +166,10 @@ def _split_by_lists() -> None:
     exchange = dist.all_to_all_single
 
     def all_to_all_single(*arguments: Any, **keywords: Any) -> Any:
-        splits = {name: [*map(int, value)] for name, value in keywords.items() if isinstance(value, torch.Tensor)}
-        return exchange(*arguments, **keywords | splits)
+        for name in ("output_split_sizes", "input_split_sizes"):
+            if isinstance(keywords.get(name), torch.Tensor):
+                keywords[name] = keywords[name].tolist()
+        return exchange(*arguments, **keywords)
 
     dist.all_to_all_single = all_to_all_single
 
