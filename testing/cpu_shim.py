@@ -43,6 +43,8 @@ def install(everywhere: bool = True) -> None:
     _share_random_state()
     _keep_sent_tensors()
     _average_as_sums()
+    _split_by_lists()
+    _move_unequal_parts()
     _spawn_without_the_script()
     if everywhere:
         ToCpu().__enter__()
@@ -159,6 +161,42 @@ def _summing(collective: Callable[..., Any], reduced: int) -> Callable[..., Any]
     return summing
 
 
+def _split_by_lists() -> None:
+    """Lets tensors say how an all-to-all splits. Megatron moves them to the host as arrays, but only from a GPU."""
+    exchange = dist.all_to_all_single
+
+    def all_to_all_single(*arguments: Any, **keywords: Any) -> Any:
+        for name in ("output_split_sizes", "input_split_sizes"):
+            if isinstance(keywords.get(name), torch.Tensor):
+                keywords[name] = keywords[name].tolist()
+        return exchange(*arguments, **keywords)
+
+    dist.all_to_all_single = all_to_all_single
+
+
+def _move_unequal_parts() -> None:
+    """Lets ranks gather and reduce parts of unequal length, such as the tokens of experts, which gloo does not know."""
+    gather = dist.all_gather
+
+    def all_gather(tensors: list[torch.Tensor], tensor: torch.Tensor, **keywords: Any) -> Any:
+        longest = max(map(len, tensors))
+        if longest == min(map(len, tensors)):
+            return gather(tensors, tensor, **keywords)
+        padded = tensor.new_zeros(longest, *tensor.shape[1:])
+        padded[: len(tensor)] = tensor
+        found = [torch.empty_like(padded) for _ in tensors]
+        gather(found, padded, **keywords)
+        for part, whole in zip(tensors, found):
+            part.copy_(whole[: len(part)])
+
+    def reduce_scatter(output: torch.Tensor, tensors: list[torch.Tensor], group: Any = None) -> None:
+        whole = torch.cat(tensors)
+        dist.all_reduce(whole, group=group)
+        output.copy_(whole.split([*map(len, tensors)])[dist.get_rank(group)])
+
+    dist.all_gather, dist.reduce_scatter = all_gather, reduce_scatter
+
+
 def _spawn_without_the_script() -> None:
     """Keeps spawned processes from importing the script again, which would run without the shim. Processes that write
     checkpoints do not need the script."""
@@ -184,6 +222,8 @@ class _NothingToCompile(importlib.abc.MetaPathFinder):
         # pretrain_bert.py imports it and calls it only for Transformer Engine.
         "megatron.core.models.bert.bert_layer_specs": "bert_layer_with_transformer_engine_spec",
     }
+    # Modules that ask for a name whether or not Transformer Engine has brought it.
+    names = {"megatron.core.transformer.moe.moe_utils": "te_general_gemm"}
     kernels = {
         "megatron.core.transformer.custom_layers.batch_invariant_kernels",
         "megatron.core.inference.contexts.fused_kv_append_kernel",
@@ -198,9 +238,13 @@ class _NothingToCompile(importlib.abc.MetaPathFinder):
             return find(name, [str(Path(folder, *name.split(".")[:-1])) for folder in sys.path])
         if name in self.kernels:
             return importlib.machinery.ModuleSpec(name, _Absent())
-        spec = find(name, path) if name in self.compilers else None
-        if spec is not None:
-            spec.loader = _Without(spec.loader, self.compilers[name])
+        if name not in self.compilers | self.names:
+            return None
+        spec = find(name, path)
+        if spec is not None and name in self.compilers:
+            spec.loader = _With(spec.loader, self.compilers[name], lambda *arguments: None)
+        elif spec is not None:
+            spec.loader = _With(spec.loader, self.names[name], None)
         return spec
 
 
@@ -211,15 +255,15 @@ class _Absent(importlib.abc.Loader):
         module.__getattr__ = lambda name: None
 
 
-class _Without(importlib.abc.Loader):
-    """Loads a module and replaces one function by one that does nothing."""
+class _With(importlib.abc.Loader):
+    """Loads a module and gives one of its names a value."""
 
-    def __init__(self, loader: Any, function: str) -> None:
-        self.loader, self.function = loader, function
+    def __init__(self, loader: Any, name: str, value: Any) -> None:
+        self.loader, self.name, self.value = loader, name, value
 
     def exec_module(self, module: ModuleType) -> None:
         self.loader.exec_module(module)
-        setattr(module, self.function, lambda *arguments: None)
+        setattr(module, self.name, self.value)
 
 
 def main(words: list[str]) -> None:

@@ -41,6 +41,8 @@ class ZeroPolicy(NamedTuple):
     """The groups of hierarchical shards; None without them."""
     host: Host | None = None
     """What the host does for the units, at stages 1 to 3; None if everything stays on the device."""
+    expert_tensor_group: dist.ProcessGroup | None = None
+    """The tensor-parallel ranks of experts that not all data-parallel ranks have; None if there is one."""
     averaged_ranks: int | None = None
     """Over how many ranks gradients are means; None is the number of data-parallel ranks."""
 
@@ -56,7 +58,7 @@ class ZeroPolicy(NamedTuple):
     def of_experts(self, sharing: dist.ProcessGroup) -> "ZeroPolicy":
         """Returns the policy of a unit of experts that only the ranks in ``sharing`` have. Each of them has computed
         with the tokens of several ranks, so that gradients are means over all."""
-        return self._replace(data_group=sharing, averaged_ranks=self.mean_ranks)
+        return self._replace(data_group=sharing, tensor_group=self.expert_tensor_group, averaged_ranks=self.mean_ranks)
 
     @property
     def mean_ranks(self) -> int:

@@ -50,14 +50,11 @@ def _hybrid_model(config: Any, **options: Any) -> Any:
 def _layer_spec(config: Any) -> Any:
     """Returns Megatron-core's layer of PyTorch parts, with replacements for its missing parts."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     from tests.integrations.megatron.whole_sequences import WholeSequenceAttention, sequence_parallel_norm
 
     spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm)
-    # The name is missing without Transformer Engine.
-    moe_utils.te_general_gemm = None
     if config.context_parallel_size > 1:
         spec.submodules.self_attention.submodules.core_attention = WholeSequenceAttention
     if config.sequence_parallel:
@@ -66,15 +63,22 @@ def _layer_spec(config: Any) -> Any:
 
 
 def initialise(model: Any) -> None:
-    """Gives a layer the same weights wherever it is. Every tensor-parallel rank takes its slice of the whole."""
+    """Gives a layer, and an expert, the same weights wherever it is. Every tensor-parallel rank takes its slice of the
+    whole."""
     from megatron.core import parallel_state
 
-    rank, ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    config = model.config
     for name, parameter in model.named_parameters():
+        group = parallel_state.get_tensor_model_parallel_group()
         parts = name.split(".")
         if "layers" in parts:
             where = parts.index("layers") + 1
             parts[where] = str(getattr(model, parts[0]).layers[int(parts[where])].layer_number)
+        if "local_experts" in parts:
+            where, own = parts.index("local_experts") + 1, config.num_moe_experts // config.expert_model_parallel_size
+            parts[where] = str(int(parts[where]) + own * parallel_state.get_expert_model_parallel_rank())
+            group = parallel_state.get_expert_tensor_parallel_group()
+        rank, ranks = group.rank(), group.size()
         if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
             parts = ["embedding", "word_embeddings", "weight"]
         sliced = getattr(parameter, "partition_dim", -1) if getattr(parameter, "tensor_model_parallel", False) else -1

@@ -43,13 +43,14 @@ def policy_of(
         spec: the program of a step.
         disk: where a part of the host's part lies; None if nothing does.
     """
+    tensors = tensor_group(module)
     return ZeroPolicy(
         data_group,
         spec.zero_stage,
         accumulation_dtype(config),
         config.communication_data_type,
         settings.reproducible,
-        tensor_group(module),
+        tensors,
         None if spec.hierarchy is None else node_groups(spec.hierarchy, module._grid.dp_groups),
         None
         if spec.offload is None
@@ -60,6 +61,7 @@ def policy_of(
             on_disk_of(config, settings),
             spec.offload.on_device,
         ),
+        expert_tensor_group=tensors,
     )
 
 

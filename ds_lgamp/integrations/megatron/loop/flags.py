@@ -110,13 +110,11 @@ TOGETHER = {
 IMPLIED = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
 """Flags that ask for what the program does anyway at stages 2 and 3. They may be given or not."""
 
-NO_EXPERTS = "experts are in data-parallel groups of their own, which stages 2 and 3 have not; remove it"
 _WHOLE = "it reads whole weights or gradients, which no rank has; remove it"
 _BUFFERS = "it needs Megatron-core's buffers of gradients, which stages 2 and 3 have not; remove it"
 _UNTRIED = "it has not been tried with stages 2 and 3; remove it"
 
 REFUSED_BESIDE_SHARDING: tuple[Flag, ...] = (
-    Flag("num_experts", NO_EXPERTS, (None,)),
     Flag("num_distributed_optimizer_instances", "all data-parallel ranks share a chunk's shards; remove it", (1,)),
     Flag(
         "gradient_accumulation_fusion",

@@ -186,8 +186,8 @@ OF_SEVERAL = [
     (
         {"zero_optimization": {"stage": 3}},
         {},
-        {"num_experts": 4},
-        "--num-experts is 4 beside zero_optimization.stage 2",
+        {"async_save": True},
+        "--async-save is True beside zero_optimization.stage 2",
     ),
     ({}, {"recompute": "none"}, {"recompute_activations": True}, "recompute is 'none', but the flags say selective"),
     (

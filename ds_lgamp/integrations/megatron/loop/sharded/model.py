@@ -1,5 +1,5 @@
 """Chunks whose weights and gradients ds_lgamp partitions, in the place of Megatron-core's DistributedDataParallel: a
-unit for each chunk, and one for a tied embedding."""
+unit for each chunk, one for its experts if ranks divide them, and one for a tied embedding."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,7 +16,6 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_model_config, unwrap_model
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.megatron.loop.flags import NO_EXPERTS
 from ds_lgamp.integrations.megatron.loop.several_chunks import device_of, refuse_common
 from ds_lgamp.partition.agreement import everyone
 from ds_lgamp.partition.flat_storage import UnitParameter
@@ -52,7 +51,9 @@ class ShardedChunk(DistributedDataParallel):
         super(DistributedDataParallel, self).__init__(config=config, module=module)
         self.ddp_config = ddp_config
         if pg_collection is None:
-            pg_collection = ProcessGroupCollection.use_mpu_process_groups(["dp_cp", "tp", "pp", "embd"])
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(
+                ["dp_cp", "tp", "pp", "embd", "expt_dp", "expt_tp"]
+            )
         self.groups = pg_collection
         self.dp_cp_group, self.tp_group = pg_collection.dp_cp, pg_collection.tp
         self.force_all_reduce = False
@@ -125,7 +126,13 @@ class ShardedChunk(DistributedDataParallel):
     def broadcast_params(self) -> None:
         """Sends the weights of the first data-parallel rank to the others, before they are partitioned."""
         for parameter in self.module.parameters():
-            torch.distributed.broadcast(parameter.data, group=self.dp_cp_group, group_src=0)
+            group = self.sharing_of(parameter) or self.dp_cp_group
+            torch.distributed.broadcast(parameter.data, group=group, group_src=0)
+
+    def sharing_of(self, parameter: torch.nn.Parameter) -> dist.ProcessGroup | None:
+        """Returns the data-parallel ranks that have an expert's ``parameter``; None if all have it."""
+        # So Megatron-core marks experts that ranks divide.
+        return None if getattr(parameter, "allreduce", True) else self.groups.expt_dp
 
     def _check_gradients(self) -> None:
         """Lets Megatron-core's machine judge the norm of every unit's gradient, which is NaN or infinite on every rank
@@ -251,11 +258,10 @@ def shard_chunks(models: Sequence[ShardedChunk], groups: Sequence[Mapping[str, A
         groups: the optimizer's groups of whole parameters.
         zero_stage: 2 or 3.
 
-    Raises ConfigError if a model has experts, parameters that chunks or pipeline ranks have in common, or a tied
-    embedding of which one copy is frozen and another is not.
+    Raises ConfigError if a model has parameters that chunks or pipeline ranks have in common, a tied embedding of which
+    one copy is frozen and another is not, or experts whose gradients Megatron-core would not sum.
     """
-    for model in models:
-        _refuse_experts(model)
+    _refuse_experts_in_part(models[0])
     pipeline = models[0].groups.pp
     if pipeline.size() > 1 and getattr(models[0].config, "has_cond_embedder", False):
         raise ConfigError(
@@ -294,11 +300,19 @@ def shard_chunks(models: Sequence[ShardedChunk], groups: Sequence[Mapping[str, A
     return partition
 
 
-def _refuse_experts(model: ShardedChunk) -> None:
-    experts = getattr(model.config, "num_moe_experts", None)
-    # So Megatron-core marks parameters that data-parallel ranks do not have in common.
-    if experts is not None or not all(getattr(parameter, "allreduce", True) for parameter in model.parameters()):
-        raise ConfigError(f"num_moe_experts is {experts} beside zero_optimization.stage 2 or 3: {NO_EXPERTS}")
+def _refuse_experts_in_part(model: ShardedChunk) -> None:
+    """Raises ConfigError for experts that Megatron-core takes for parameters of all data-parallel ranks although other
+    ranks have copies of them, or slices."""
+    config = model.config
+    if getattr(config, "num_moe_experts", None) is None:
+        return
+    tensor_ranks, expert_ranks = config.tensor_model_parallel_size, config.expert_tensor_parallel_size
+    if config.expert_model_parallel_size == 1 and expert_ranks != tensor_ranks:
+        raise ConfigError(
+            f"expert_tensor_parallel_size is {expert_ranks} beside tensor_model_parallel_size {tensor_ranks} and "
+            "expert_model_parallel_size 1, with which Megatron-core trains experts on a part of their tokens; set "
+            f"expert_tensor_parallel_size to {tensor_ranks}, or more expert_model_parallel_size"
+        )
 
 
 def _refuse_half_frozen(embedding: torch.nn.Parameter, tie_group: dist.ProcessGroup) -> None:
@@ -337,11 +351,13 @@ def _tied_embedding(models: Sequence[ShardedChunk], pipeline_ranks: int) -> torc
 
 def _entry(name: str, parameter: torch.nn.Parameter, group: int | None, model: ShardedChunk) -> UnitParameter:
     """Describes how tensor-parallel ranks share a parameter, as ``finalize_model_grads`` of Megatron-core sees it."""
-    config, ranks = model.config, model.tp_group.size()
-    if ranks == 1:
-        return UnitParameter(name, parameter, group)
+    config, ranks, sharing = model.config, model.tp_group.size(), model.sharing_of(parameter)
     marked: Any = parameter
     sliced = marked.partition_dim if getattr(marked, "tensor_model_parallel", False) else None
+    if sharing is not None:
+        return UnitParameter(name, parameter, group, sliced, sharing=sharing)
+    if ranks == 1:
+        return UnitParameter(name, parameter, group)
     of_heads = config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name)
     partial = of_heads or (config.sequence_parallel and getattr(marked, "sequence_parallel", False))
     if parameter.requires_grad and getattr(marked, "average_gradients_across_tp_domain", False):
@@ -357,5 +373,11 @@ def _policy(model: ShardedChunk, zero_stage: int) -> ZeroPolicy:
         model.dp_cp_group,
         zero_stage,
         gradient_dtype=torch.float32 if model.ddp_config.grad_reduce_in_fp32 else None,
-        tensor_group=model.tp_group if model.tp_group.size() > 1 else None,
+        tensor_group=_if_several(model.tp_group),
+        # A collection for a dense model may lack it.
+        expert_tensor_group=_if_several(getattr(model.groups, "expt_tp", None)),
     )
+
+
+def _if_several(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    return group if group is not None and group.size() > 1 else None

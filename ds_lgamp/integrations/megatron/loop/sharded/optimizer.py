@@ -1,11 +1,13 @@
 """Megatron-core's optimizer on this rank's shards, and its state in Megatron-core's distributed checkpoints.
 
-The files have what Megatron-core saves without the distributed optimizer: whole tensors by the names of parameters.
+The files have what Megatron-core saves without the distributed optimizer: whole tensors by the names of parameters. It
+has another optimizer for experts that ranks divide, whose groups it saves apart; they load however ranks divide them.
 Each tensor is collected on one data-parallel rank, in turn, which saves and loads it. So no rank holds more than about
 its shard.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -115,8 +117,8 @@ class ShardedOptimizer(MixedPrecisionOptimizer):
 
     def sharded_state_dict(
         self, model_sharded_state_dict: dict[str, Any], is_loading: bool = False, metadata: Any = None
-    ) -> dict[str, Any]:
-        """Returns what Megatron-core saves and loads, by :class:`OptimizerState`. Weights are whole."""
+    ) -> dict[Any, Any]:
+        """Returns what Megatron-core saves, or what it fills. Weights are whole. All ranks call it together."""
         kind = (metadata or {}).get("distrib_optim_sharding_type") if is_loading else None
         if kind not in (None, RESHARDABLE):
             raise ConfigError(
@@ -124,35 +126,63 @@ class ShardedOptimizer(MixedPrecisionOptimizer):
                 "save it with --dist-ckpt-optim-fully-reshardable, or load without it with --no-load-optim"
             )
         master = MASTER if kind is None else MASTER_OF_DISTRIBUTED
-        state = self._state.sharded(model_sharded_state_dict, is_loading, master)
-        if kind is None and not (self.config.fp16 or self.config.bf16):
-            return state
-        scaler = {} if self.grad_scaler is None else {"grad_scaler": self.grad_scaler.state_dict()}
-        return {"optimizer": state, **scaler}
+        parts: list[dict[str, Any]] = [{"state": self._state.sharded(model_sharded_state_dict, is_loading, master)}]
+        if not is_loading:
+            parts = self._with_groups(**parts[0])
+        if kind is not None or self.config.fp16 or self.config.bf16:
+            scaler = {} if self.grad_scaler is None else {"grad_scaler": self.grad_scaler.state_dict()}
+            parts = [{"optimizer": part, **scaler} for part in parts]
+        return parts[0] if len(parts) == 1 else dict(enumerate(parts))
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def _with_groups(self, state: dict[Any, Any]) -> list[dict[str, Any]]:
+        """Returns the ``state`` with the options of the groups, those of divided experts apart."""
+        groups = [{**group, "params": LocalNonpersistentObject([])} for group in self.param_groups]
+        experts = [group for group in groups if group.get(OF_EXPERTS)]
+        if not experts:
+            return [{"state": state, "param_groups": groups}]
+        of_experts = {key: value for key, value in state.items() if key == COMMON_STEP}
+        others = [group for group in groups if not group.get(OF_EXPERTS)]
+        return [{"state": state, "param_groups": others}, {"state": of_experts, "param_groups": experts}]
+
+    def load_state_dict(self, state_dict: dict[Any, Any]) -> None:
         """Takes what :meth:`sharded_state_dict` asked Megatron-core to load."""
-        if self.grad_scaler is not None and "grad_scaler" in state_dict:
-            self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
-        state = {"state": {}, **state_dict.get("optimizer", state_dict)}
-        saved = self._saved_groups(state["param_groups"])
-        step = state["state"].get("common_step")
+        files: list[dict[str, Any]] = [state_dict[key] for key in (0, 1) if key in state_dict] or [state_dict]
+        if self.grad_scaler is not None and "grad_scaler" in files[0]:
+            self.grad_scaler.load_state_dict(files[0]["grad_scaler"])
+        parts = [part.get("optimizer", part) for part in files]
+        saved = self._saved_groups([dict(options) for part in parts for options in part["param_groups"]])
+        step = parts[0].get("state", {}).get(COMMON_STEP)
         if isinstance(self.optimizer, (torch.optim.Adam, torch.optim.SGD)):
             # Adam of apex and of Transformer Engine has the step in its groups, as the distributed optimizer's files.
             steps = [options.pop("step", None) for options in saved]
             step = steps[0] if step is None else step
         for group, options in zip(self.param_groups, saved, strict=True):
-            group.update({key: value for key, value in options.items() if key != "params"})
+            group.update({key: value for key, value in options.items() if key not in ("params", OF_EXPERTS)})
         if step is None and isinstance(self.optimizer, torch.optim.Adam):
             return  # It was saved before the first step.
-        self._state.load(state["state"], step)
+        self._state.load(state_dict.get("optimizer", state_dict).get("state", {}), step)
 
     def _saved_groups(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Returns what a checkpoint has ``saved`` of every group. Megatron-core finds it by keys that do not include
-        rates, and so gives all groups the rates of the last. Groups of equal settings have the same order."""
-        if list(map(_key_of, saved)) == list(map(_key_of, self.param_groups)):
-            return saved
-        return self._filter_and_reorder_param_groups(self.param_groups, saved)
+        rates, and so gives all groups the rates of the last. Groups of equal settings have the same order. Experts have
+        groups of their own only where ranks divide them.
+
+        Raises ConfigError for a group that the checkpoint has not.
+        """
+        found, seen = [], Counter[tuple[Any, ...]]()
+        for group in self.param_groups:
+            key, of_experts = _key_of(group), bool(group.get(OF_EXPERTS))
+            alike = [options for options in saved if _key_of(options) == key]
+            own = [options for options in alike if bool(options.get(OF_EXPERTS)) == of_experts] or alike
+            place = seen[key, of_experts]
+            if place >= len(own):
+                raise ConfigError(
+                    f"--load names a checkpoint that has no group of parameters with {dict(zip(IDENTIFIERS, key))}; "
+                    "set rates and weight decay as in the run that saved it, or load without it with --no-load-optim"
+                )
+            found.append(own[place])
+            seen[key, of_experts] += 1
+        return [dict(options) for options in found]
 
     def state_dict(self, is_loading: bool = False) -> dict[str, Any]:
         """Raises ConfigError: other formats than ``torch_dist`` are refused."""
@@ -205,9 +235,17 @@ def _build(config: Any, models: Sequence[ShardedChunk], overrides: Any, zero_sta
     return ShardedOptimizer(built.optimizer, config, scaler, built.init_state_fn, partition)
 
 
+OF_EXPERTS = "is_expert_parallel"
+"""The option of a group that says whether it has divided experts."""
+IDENTIFIERS = tuple(name for name in param_group_identifier_keys if name != OF_EXPERTS)
+COMMON_STEP = "common_step"
+"""Megatron-core's key for the number of steps of all parameters."""
+
+
 def _key_of(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Returns by what Megatron-core finds a group in a checkpoint. Some loops write ``pre_`` before a name."""
-    return tuple(group.get(name, group.get(f"pre_{name}")) for name in param_group_identifier_keys)
+    """Returns by what Megatron-core finds a group in a checkpoint, except whether it has divided experts. Some loops
+    write ``pre_`` before a name."""
+    return tuple(group.get(name, group.get(f"pre_{name}")) for name in IDENTIFIERS)
 
 
 def _names_of_states(config: Any) -> tuple[str, ...]:
@@ -243,8 +281,8 @@ class OptimizerState:
         self._partition, self._optimizer, self._names = partition, optimizer, names
 
     def sharded(self, model: Mapping[str, Any], is_loading: bool, master: str = MASTER) -> dict[str, Any]:
-        """Returns the state and the options of the groups, for Megatron-core to save or to load into. Weights are
-        whole. All ranks call it together.
+        """Returns the state by the numbers of parameters, for Megatron-core to save or to load into. Weights are whole.
+        All ranks call it together.
 
         Args:
             model: what Megatron-core saves of the model.
@@ -264,9 +302,8 @@ class OptimizerState:
                     state.setdefault(number, {})[name] = make_sharded_optimizer_tensor(main, whole, prefix)
         steps = [values["step"] for values in self._optimizer.state.values() if "step" in values]
         if steps and not is_loading:
-            state["common_step"] = steps[0].clone()
-        groups = [{**group, "params": LocalNonpersistentObject([])} for group in self._optimizer.param_groups]
-        return {"state": state, "param_groups": groups}
+            state[COMMON_STEP] = steps[0].clone()
+        return state
 
     def load(self, state: Mapping[Any, Any], step: Any) -> None:
         """Takes this rank's parts of tensors that Megatron-core has loaded on their owners. All ranks call it together.

@@ -90,7 +90,9 @@ def state_of(training, is_loading):
         f"model{number}": unwrap_model(model).sharded_state_dict(metadata=metadata)
         for number, model in enumerate(training.models)
     }
-    return state | {"optimizer": training.optimizer.sharded_state_dict(state, is_loading=is_loading)}
+    # As Megatron-LM names what its optimizers of experts and of all else save.
+    options = {"is_loading": is_loading, "metadata": {"chained_optim_avoid_prefix": True}}
+    return state | {"optimizer": training.optimizer.sharded_state_dict(state, **options)}
 
 
 @pytest.mark.parametrize("there", slow_except(DEFAULT, list(product(KINDS, ELSEWHERE))), ids=", ".join)
@@ -150,6 +152,15 @@ def ask_apart(stage):
             assert torch.equal(state[name].data, parameter) and parameter.numel() > 0
 
 
+def load_other_groups():
+    training = Training(Place(1, 2, "layered", zero_stage=3))
+    saved = [{**group, "wd_mult": 0.5} for group in training.optimizer.param_groups]
+    with pytest.raises(
+        ConfigError, match="no group of parameters with {'wd_mult': 1.0, .*}; set rates and weight decay"
+    ):
+        training.optimizer.load_state_dict({"state": {}, "param_groups": saved})
+
+
 def ask_for_buckets():
     training = Training(Place(1, 2, "layered", zero_stage=3))
     ask = partial(training.optimizer.sharded_state_dict, {}, metadata={"distrib_optim_sharding_type": "dp_reshardable"})
@@ -161,6 +172,7 @@ def ask_for_buckets():
 
 CASES = {
     "groups that differ in their rates alone keep them": Case(1, save_and_load_rates),
+    "groups that a checkpoint has not are refused": Case(1, load_other_groups),
     "state by buckets is refused": Case(1, ask_for_buckets),
     **{f"states at stage {stage} are those of whole weights": Case(2, ask_apart, (stage,)) for stage in (2, 3)},
     **{

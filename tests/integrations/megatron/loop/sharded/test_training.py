@@ -182,16 +182,6 @@ def train_whole_models():
         training.forward_backward(**training.call(0), forward_only=True)
 
 
-def shard_experts():
-    from megatron.core import optimizer
-
-    training = Training(place(1, 2, 1))
-    # As Megatron-core marks the weights of experts.
-    next(training.models[0].parameters()).allreduce = False
-    with pytest.raises(ConfigError, match="num_moe_experts is None beside zero_optimization.stage 2 or 3: experts are"):
-        optimizer.get_megatron_optimizer(training.optimizer.config, training.models, config_overrides={})
-
-
 def train_without_overrides():
     from megatron.core import optimizer
 
@@ -203,7 +193,6 @@ def train_without_overrides():
 
 CASES = {
     "models that are not sharded are refused": Case(1, train_whole_models),
-    "experts are refused without megatron lms arguments": Case(1, shard_experts),
     "weight decay that depends on the release is refused": Case(1, train_without_overrides),
     "a gradient of NaN ends the batch": Case(1, meet, (float("nan"),)),
     "a gradient of infinite norm ends the batch": Case(1, meet, (1e30,)),
