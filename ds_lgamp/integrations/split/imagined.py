@@ -169,14 +169,15 @@ class Imagined:
 def _imagining() -> Iterator[None]:
     """Runs torch's transformer layers inside the block without the kernels that they have for evaluation, which make
     nested tensors of masked ones and cannot be imagined. Lets torch log nothing of other operations that cannot."""
-    enabled, level = torch.backends.mha.get_fastpath_enabled(), _torchs_logger.level
+    enabled, silent = torch.backends.mha.get_fastpath_enabled(), _torchs_logger.disabled
     torch.backends.mha.set_fastpath_enabled(False)
-    _torchs_logger.setLevel(logging.CRITICAL)
+    # A level would clear the caches of all loggers.
+    _torchs_logger.disabled = True
     try:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(enabled)
-        _torchs_logger.setLevel(level)
+        _torchs_logger.disabled = silent
 
 
 class _Answers(TorchDispatchMode):
