@@ -1,28 +1,55 @@
-"""Experts of ``deepspeed.moe``, which data-parallel ranks divide among each other: their groups, their names in
-checkpoints, and what does not know them yet."""
+"""Experts that data-parallel ranks divide among each other, of ``deepspeed.moe`` or by DeepSpeed's AutoEP: their groups,
+their names and places in checkpoints, and what does not know them yet."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch.distributed as dist
+from deepspeed.checkpoint.constants import (
+    AUTOEP_PARAM_EP_RANK,
+    AUTOEP_PARAM_LOCAL_EXPERTS,
+    AUTOEP_PARAM_LOGICAL_SHAPE,
+    DS_AUTOEP_UC_META,
+)
+from deepspeed.module_inject.auto_ep import AutoEP
+from deepspeed.module_inject.auto_ep_config import validate_autoep_config, validate_autoep_post_detection
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer, ReplacementSourceMap
+from deepspeed.module_inject.auto_ep_presets.base import MoELayerSpec
+from deepspeed.module_inject.auto_ep_presets.registry import available_preset_names
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.sharded_moe import MOELayer
+from deepspeed.runtime.engine import (
+    _client_optimizer_needs_remap,
+    _model_parameters_need_remap,
+    _remap_client_optimizer_after_module_replacement,
+    _remap_model_parameters_after_module_replacement,
+)
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.utils import groups as stock_groups
 from torch import Tensor, nn
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.integrations.deepspeed.model.module import built_layers, global_names, tensors_of
+from ds_lgamp.integrations.split.parts import model_of
+from ds_lgamp.integrations.transformers.models import is_model
 from ds_lgamp.optimizers.lamb import Lamb
 from ds_lgamp.optimizers.muon import Muon
 from ds_lgamp.partition.agreement import everyone, raise_everywhere
 from ds_lgamp.schedule.spec import ProgramSpec
 
 
-def divided(model: nn.Module) -> list[MoE]:
+def divided(model: nn.Module) -> list[MoE | AutoEPMoELayer]:
     """Returns the layers of ``model`` whose experts ranks divide among each other."""
-    return [module for module in model.modules() if isinstance(module, MoE) and module.ep_size > 1]
+    return [module for module in model.modules() if isinstance(module, MoE | AutoEPMoELayer) and module.ep_size > 1]
+
+
+def place_among_experts(tensor: Tensor) -> tuple[int, int]:
+    """Returns which of how many equal slices of a parameter ``tensor`` is. AutoEP slices along the first dimension, by
+    experts; the experts of ``deepspeed.moe`` are parameters each."""
+    if (meta := getattr(tensor, DS_AUTOEP_UC_META, None)) is None:
+        return 0, 1
+    return meta[AUTOEP_PARAM_EP_RANK], meta[AUTOEP_PARAM_LOGICAL_SHAPE][0] // len(meta[AUTOEP_PARAM_LOCAL_EXPERTS])
 
 
 def expert_group(tensor: Tensor) -> dist.ProcessGroup | None:
@@ -43,23 +70,28 @@ _UNDIVIDED = "ep_size_1"
 """What DeepSpeed calls the group of experts that every rank has."""
 
 
-def make_groups(model: nn.Module, data_ranks: Sequence[int], experts_last: bool) -> None:
-    """Makes the groups of the experts of ``model``, where DeepSpeed's engine looks for them. Collective over all ranks,
-    which may have different layers.
+def sizes_of(model: nn.Module) -> set[int]:
+    """Returns among how many ranks each the layers of ``model`` divide their experts."""
+    return {module.ep_size for module in model.modules() if isinstance(module, MoE | AutoEPMoELayer)}
+
+
+def make_groups(own: set[int], data_ranks: Sequence[int], experts_last: bool) -> None:
+    """Makes the groups of ranks that divide experts, where DeepSpeed's engine looks for them. Collective over all
+    ranks, which may have different layers.
 
     Args:
+        own: the sizes of the groups that layers of this rank need.
         data_ranks: the global ranks that have the same layers as this one, which divide the experts of these.
         experts_last: whether ranks with copies of an expert are neighbours, as use_data_before_expert_parallelism says.
 
     Raises ConfigError on all ranks if they cannot divide the experts.
     """
-    own = {module.ep_size for module in model.modules() if isinstance(module, MoE)}
     sizes, ranks = sorted(set().union(*everyone(own))), len(data_ranks)
     for size in sizes:
         if ranks % size:
             raise ConfigError(
-                f"an MoE layer has ep_size {size}, which does not divide the {ranks} data-parallel ranks that share a "
-                f"layer; use a divisor of {ranks}, or other {BLOCK}.pipeline_ranks"
+                f"ep_size of an MoE layer, or expert_parallel.autoep_size, is {size}, which does not divide the {ranks} "
+                f"data-parallel ranks that share a layer; use a divisor of {ranks}, or other {BLOCK}.pipeline_ranks"
             )
         pipeline_ranks = dist.get_world_size() // ranks
         stock_groups._create_expert_and_data_parallel(
@@ -93,6 +125,85 @@ def with_groups(model: nn.Module) -> Iterator[None]:
         for layer in layers:
             # It refuses to be given one twice.
             layer.deepspeed_moe.ep_group = layer.deepspeed_moe.gate.ep_group = None
+
+
+def replace_experts(model: nn.Module, arguments: dict[str, Any], pipeline_ranks: int) -> None:
+    """Replaces the layers with experts of ``model`` by DeepSpeed's AutoEP, if the configuration asks for that. Needs the
+    groups of experts. Collective over all ranks; raises ConfigError on all if the layers cannot be replaced.
+
+    Args:
+        arguments: what DeepSpeed's engine gets. Afterwards ``optimizer`` and ``model_parameters`` have the parameters
+            of the new layers in the places of the old.
+    """
+    config, client, parameters = (arguments.get(name) for name in ("config_class", "optimizer", "model_parameters"))
+    asked = config.expert_parallel_config
+    if not autoep_sizes(config):
+        return
+    try:
+        validate_autoep_config(asked, dist.get_world_size(), pipeline_ranks, tp_size=1, sp_size=1)
+        finder = AutoEP(model, asked)
+        found = finder.ep_parser()
+        validate_autoep_post_detection(asked, found)
+    except ValueError as error:
+        raise ConfigError(f"DeepSpeed refuses expert_parallel for the {type(model).__name__}: {error}") from error
+    if not found:
+        raise ConfigError(
+            f"expert_parallel.enabled is True, but the {type(model).__name__} has no experts that DeepSpeed's presets "
+            f"{', '.join(available_preset_names())} know; remove expert_parallel, or name the parts of its layers by "
+            "expert_parallel.moe_layer_pattern and the keys beside it"
+        )
+    for each in found:
+        _refuse_other_weights(model, each)
+    _record_routers(model)
+    is_eager = _model_parameters_need_remap(parameters)
+    sources = ReplacementSourceMap()
+    rank = dist.get_rank(stock_groups._get_expert_parallel_group(f"ep_size_{asked.autoep_size}"))
+    for each in found:
+        router = model.get_submodule(f"{each.moe_module_name}.{each.router_name}")
+        # Not its own way to the logits of routers, which transformers 5.23 does not offer any more.
+        layer, more = finder._replace_moe_layer_without_retarget(
+            each, asked.autoep_size, rank, collect_sources=is_eager or _client_optimizer_needs_remap(client)
+        )
+        sources.update(more)
+        layer.set_deepspeed_parallelism()
+        for hook in router._forward_hooks.values():
+            if getattr(hook, "__name__", None) == _RECORDING:
+                layer.router.gate.register_forward_hook(hook)
+    _remap_client_optimizer_after_module_replacement(client, model, sources)
+    if is_eager:
+        _remap_model_parameters_after_module_replacement(parameters, model, sources)
+
+
+_RECORDING = "output_capturing_hook"
+"""The hook by which transformers records what modules return."""
+
+
+def autoep_sizes(config: Any) -> set[int]:
+    """Returns among how many ranks the configuration, a DeepSpeedConfig, divides experts by AutoEP, if it does."""
+    asked = config.expert_parallel_config
+    return {asked.autoep_size} if asked is not None and asked.enabled else set()
+
+
+def _record_routers(model: nn.Module) -> None:
+    """Lets transformers put its hooks on the routers of ``model`` while they are the ones that it knows."""
+    if is_model(model):
+        with suppress(ImportError):
+            from transformers.utils.output_capturing import maybe_install_capturing_hooks
+
+            maybe_install_capturing_hooks(model_of(model))
+
+
+def _refuse_other_weights(model: nn.Module, layer: MoELayerSpec) -> None:
+    """Raises ConfigError if the experts have weights that AutoEP would leave behind, such as biases."""
+    path = f"{layer.moe_module_name}.{layer.experts_name}"
+    known = {layer.expert_w1_name, layer.expert_w2_name, layer.expert_w3_name}
+    if layer.expert_storage == "fused_3d":
+        for name, _ in model.get_submodule(path).named_parameters():
+            if name not in known:
+                raise ConfigError(
+                    f"expert_parallel.enabled is True, but DeepSpeed would drop the parameter {path}.{name} of the "
+                    f"{type(model).__name__}; remove expert_parallel"
+                )
 
 
 def refuse_around_experts(
