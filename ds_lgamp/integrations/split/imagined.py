@@ -49,7 +49,7 @@ class Shape:
         return isinstance(other, Shape) and vars(self) == vars(other)
 
 
-def full_shape(parameter: nn.Parameter) -> torch.Size:
+def full_shape(parameter: Tensor) -> torch.Size:
     """Returns the shape of a parameter, also of one that deepspeed.zero.Init has left without elements."""
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 

@@ -1,5 +1,5 @@
-"""Experts that data-parallel ranks divide among each other, of ``deepspeed.moe`` or by DeepSpeed's AutoEP: their groups,
-their names and places in checkpoints, and what does not know them yet."""
+"""Experts that data-parallel ranks divide among each other, of ``deepspeed.moe`` or by DeepSpeed's AutoEP: their
+groups, their names and places in checkpoints, and what does not know them yet."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -90,8 +90,9 @@ def make_groups(own: set[int], data_ranks: Sequence[int], experts_last: bool) ->
     for size in sizes:
         if ranks % size:
             raise ConfigError(
-                f"ep_size of an MoE layer, or expert_parallel.autoep_size, is {size}, which does not divide the {ranks} "
-                f"data-parallel ranks that share a layer; use a divisor of {ranks}, or other {BLOCK}.pipeline_ranks"
+                f"ep_size of an MoE layer, or expert_parallel.autoep_size, is {size}, which does not divide the "
+                f"{ranks} data-parallel ranks that share a layer; use a divisor of {ranks}, or other "
+                f"{BLOCK}.pipeline_ranks"
             )
         pipeline_ranks = dist.get_world_size() // ranks
         stock_groups._create_expert_and_data_parallel(
@@ -128,16 +129,16 @@ def with_groups(model: nn.Module) -> Iterator[None]:
 
 
 def replace_experts(model: nn.Module, arguments: dict[str, Any], pipeline_ranks: int) -> None:
-    """Replaces the layers with experts of ``model`` by DeepSpeed's AutoEP, if the configuration asks for that. Needs the
-    groups of experts. Collective over all ranks; raises ConfigError on all if the layers cannot be replaced.
+    """Replaces the layers with experts of ``model`` by DeepSpeed's AutoEP, if the configuration asks for that. Needs
+    the groups of experts. Collective over all ranks; raises ConfigError on all if the layers cannot be replaced.
 
     Args:
         arguments: what DeepSpeed's engine gets. Afterwards ``optimizer`` and ``model_parameters`` have the parameters
             of the new layers in the places of the old.
     """
-    config, client, parameters = (arguments.get(name) for name in ("config_class", "optimizer", "model_parameters"))
-    asked = config.expert_parallel_config
-    if not autoep_sizes(config):
+    client, parameters = arguments.get("optimizer"), arguments.get("model_parameters")
+    asked = arguments["config_class"].expert_parallel_config
+    if not autoep_sizes(arguments["config_class"]):
         return
     try:
         validate_autoep_config(asked, dist.get_world_size(), pipeline_ranks, tp_size=1, sp_size=1)

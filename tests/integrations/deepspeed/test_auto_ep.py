@@ -1,0 +1,182 @@
+"""Models of transformers whose experts DeepSpeed's AutoEP divides among ranks train as in one process."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+
+import ds_lgamp
+from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.user_script import finish_engines
+from testing.deepspeed_rank import is_ours, prepare_rank, quiet
+from testing.ranks import run_on_ranks
+from tests.integrations.transformers.models import make, micro_batch_of
+
+STEPS, BATCH = 3, 8
+"""Steps, and micro-batches of a step, which all ranks together compute."""
+
+
+class Mode(NamedTuple):
+    """How a model is trained."""
+
+    name: str
+    expert_ranks: int
+    pipeline_ranks: int
+    stage: int
+    config: Any = None
+    """More of the configuration, and ``block`` and ``experts`` for more of these sections."""
+
+    def configuration(self, own: int) -> dict[str, Any]:
+        more = dict(self.config or {})
+        # The CPU has no kernel for the activation that follows grouped products.
+        experts = {"enabled": True, "autoep_size": self.expert_ranks, "use_grouped_mm": False}
+        return {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": own,
+            "gradient_clipping": 1e9,
+            "zero_optimization": {"stage": self.stage, **more.pop("zero_optimization", {})},
+            "zero_allow_untested_optimizer": True,
+            "expert_parallel": {**experts, **more.pop("experts", {})},
+            "ds_lgamp": {"pipeline_ranks": self.pipeline_ranks, **more.pop("block", {})},
+            **more,
+        }
+
+
+def optimizer_of(model: Any) -> torch.optim.Optimizer:
+    # Adam would make large steps of the rounding of small gradients, and tokens would choose other experts.
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def loss_of(name: str, compute: Callable[..., Any], step: int, number: int) -> torch.Tensor:
+    return compute(**micro_batch_of(name, step, 0, number)).loss
+
+
+@cache
+def alone(name: str) -> list[tuple[float, float]]:
+    """Trains in this process. Returns the mean loss and the norm of the gradient of every step."""
+    model, course = make(name), []
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        losses = [loss_of(name, model, step, number) for number in range(BATCH)]
+        mean = torch.stack(losses).mean()
+        mean.backward()
+        gradients = [parameter.grad.norm() for parameter in model.parameters() if parameter.grad is not None]
+        course.append((mean.item(), torch.stack(gradients).norm().item()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return course
+
+
+def train_on_rank(
+    mode: Mode, steps: range = range(STEPS), load: str | None = None, save: str | None = None
+) -> list[tuple[float, float]]:
+    """Trains on this rank, from the checkpoint ``load`` on, and saves the checkpoint ``save``. Returns what
+    :func:`alone` does, of its own micro-batches."""
+    prepare_rank()
+    ds_lgamp.install()
+    own = BATCH // dist.get_world_size()
+    first = dist.get_rank() * own
+    model = make(mode.name)
+    if load is not None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+    with quiet():
+        config = mode.configuration(own)
+        engine = deepspeed.initialize(model=model, optimizer=optimizer_of(model), config=config)[0]
+    assert is_ours(engine)
+    if load is not None:
+        engine.load_checkpoint(load)
+    course = []
+    for step in steps:
+        total = 0.0
+        for number in range(first, first + own):
+            loss = loss_of(mode.name, engine, step, number)
+            engine.backward(loss)
+            engine.step()
+            total += loss.item()
+        course.append((total / own, float(engine.get_global_grad_norm())))
+    if save is not None:
+        engine.save_checkpoint(save)
+    finish_engines()
+    return course
+
+
+def course_of(ranks: int, mode: Mode, *given: Any) -> list[tuple[float, float]]:
+    """Trains on ``ranks``. Returns the mean loss of all, and the norm of the gradient, of every step."""
+    courses = run_on_ranks(ranks, train_on_rank, mode, *given)
+    return [(sum(loss for loss, _ in step) / ranks, step[0][1]) for step in zip(*courses)]
+
+
+def assert_same(course: list[tuple[float, float]], wanted: list[tuple[float, float]], precision: float = 1e-6) -> None:
+    for own, other in zip(course, wanted, strict=True):
+        assert own == pytest.approx(other, rel=precision)
+
+
+MIXTRAL, QWEN, DEEPSEEK = "Mixtral with balance", "Qwen3-MoE with balance", "DeepSeek-V3"
+DEFAULT = {
+    "two ranks, stage 2": (2, Mode(MIXTRAL, 2, 1, 2)),
+    "shared experts in two pipelines, stage 3": (4, Mode(DEEPSEEK, 2, 2, 3)),
+}
+SLOW = {
+    f"{name}, {mode}": (4, Mode(name, *mode))
+    for name in (MIXTRAL, QWEN, DEEPSEEK)
+    for mode in [(2, 1, 0), (2, 1, 1), (2, 1, 2), (2, 1, 3), (4, 1, 0), (4, 1, 3), (1, 2, 1), (2, 2, 1), (2, 2, 3)]
+}
+
+
+@pytest.mark.parametrize("case", [*DEFAULT, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_losses_and_norms_are_those_of_one_process(case):
+    ranks, mode = {**DEFAULT, **SLOW}[case]
+    assert_same(course_of(ranks, mode), alone(mode.name))
+
+
+CHECKPOINTS = {
+    "two expert ranks to four": ((2, Mode(MIXTRAL, 2, 1, 2)), (4, Mode(MIXTRAL, 4, 1, 3))),
+    "two pipelines to one rank": ((4, Mode(QWEN, 2, 2, 3)), (1, Mode(QWEN, 1, 1, 0))),
+    "one rank to two pipelines": ((1, Mode(DEEPSEEK, 1, 1, 0)), (4, Mode(DEEPSEEK, 2, 2, 1))),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[pytest.mark.slow] if place else []) for place, name in enumerate(CHECKPOINTS)]
+)
+def test_a_checkpoint_goes_on_with_another_number_of_expert_ranks(case, tmp_path):
+    (before, mode), (after, other) = CHECKPOINTS[case]
+    course = course_of(before, mode, range(1), None, str(tmp_path))
+    course += course_of(after, other, range(1, STEPS), str(tmp_path))
+    assert_same(course, alone(mode.name))
+
+
+REFUSED = {
+    "a size that does not divide the ranks": (
+        *(3, Mode("Mixtral", 2, 1, 1)),
+        "expert_parallel.autoep_size, is 2, which does not divide the 3 data-parallel ranks",
+    ),
+    "a size that does not divide the experts": (
+        *(4, Mode("Mixtral", 4, 1, 1, {"experts": {"autoep_size": 4}})),
+        "x",
+    ),
+    "a model without experts": (2, Mode("Llama", 2, 1, 1), "the LlamaForCausalLM has no experts that DeepSpeed's"),
+    "a preset that stock lacks": (
+        *(2, Mode("Mixtral", 2, 1, 1, {"experts": {"preset_model": "gpt_oss"}})),
+        "Unknown preset_model 'gpt_oss'",
+    ),
+}
+
+
+def refusal_on_rank(mode: Mode) -> str:
+    with pytest.raises(ConfigError) as refused:
+        train_on_rank(mode)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_refused_in_one_sentence(case):
+    ranks, mode, sentence = REFUSED[case]
+    for message in run_on_ranks(ranks, refusal_on_rank, mode):
+        assert sentence in message
