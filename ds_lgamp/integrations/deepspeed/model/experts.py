@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from deepspeed.checkpoint.constants import (
     AUTOEP_PARAM_EP_RANK,
@@ -17,6 +18,7 @@ from deepspeed.module_inject.auto_ep_config import validate_autoep_config, valid
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer, ReplacementSourceMap
 from deepspeed.module_inject.auto_ep_presets.base import MoELayerSpec
 from deepspeed.module_inject.auto_ep_presets.registry import available_preset_names
+from deepspeed.moe.fused_expert_layout import classify_fused_gate_up_layout
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.runtime.engine import (
@@ -140,33 +142,40 @@ def replace_experts(model: nn.Module, arguments: dict[str, Any], pipeline_ranks:
     asked = arguments["config_class"].expert_parallel_config
     if not autoep_sizes(arguments["config_class"]):
         return
+    names = ", ".join(available_preset_names())
+    if asked.preset_model not in (None, *available_preset_names()):
+        raise ConfigError(
+            f"expert_parallel.preset_model is {asked.preset_model!r}; use one of {names}, or leave it out"
+        )
     try:
         validate_autoep_config(asked, dist.get_world_size(), pipeline_ranks, tp_size=1, sp_size=1)
         finder = AutoEP(model, asked)
         found = finder.ep_parser()
+        for each in found:
+            _refuse_layer(model, each, asked.autoep_size)
         validate_autoep_post_detection(asked, found)
     except ValueError as error:
         raise ConfigError(f"DeepSpeed refuses expert_parallel for the {type(model).__name__}: {error}") from error
     if not found:
         raise ConfigError(
             f"expert_parallel.enabled is True, but the {type(model).__name__} has no experts that DeepSpeed's presets "
-            f"{', '.join(available_preset_names())} know; remove expert_parallel, or name the parts of its layers by "
+            f"{names} know; remove expert_parallel, or name the parts of its layers by "
             "expert_parallel.moe_layer_pattern and the keys beside it"
         )
-    for each in found:
-        _refuse_other_weights(model, each)
     _record_routers(model)
     is_eager = _model_parameters_need_remap(parameters)
     sources = ReplacementSourceMap()
     rank = dist.get_rank(stock_groups._get_expert_parallel_group(f"ep_size_{asked.autoep_size}"))
     for each in found:
         router = model.get_submodule(f"{each.moe_module_name}.{each.router_name}")
+        transposed = _is_transposed(model.get_submodule(f"{each.moe_module_name}.{each.experts_name}"), each)
         # Not its own way to the logits of routers, which transformers 5.23 does not offer any more.
         layer, more = finder._replace_moe_layer_without_retarget(
             each, asked.autoep_size, rank, collect_sources=is_eager or _client_optimizer_needs_remap(client)
         )
         sources.update(more)
         layer.set_deepspeed_parallelism()
+        setattr(layer, _ORIGINAL, (each, transposed))
         for hook in router._forward_hooks.values():
             if getattr(hook, "__name__", None) == _RECORDING:
                 layer.router.gate.register_forward_hook(hook)
@@ -175,6 +184,8 @@ def replace_experts(model: nn.Module, arguments: dict[str, Any], pipeline_ranks:
         _remap_model_parameters_after_module_replacement(parameters, model, sources)
 
 
+_ORIGINAL = "_ds_lgamp_original"
+"""The attribute of a layer of AutoEP with what it replaces, and whether its matrices are transposed there."""
 _RECORDING = "output_capturing_hook"
 """The hook by which transformers records what modules return."""
 
@@ -194,17 +205,83 @@ def _record_routers(model: nn.Module) -> None:
             maybe_install_capturing_hooks(model_of(model))
 
 
-def _refuse_other_weights(model: nn.Module, layer: MoELayerSpec) -> None:
-    """Raises ConfigError if the experts have weights that AutoEP would leave behind, such as biases."""
+def _refuse_layer(model: nn.Module, layer: MoELayerSpec, size: int) -> None:
+    """Raises ConfigError if ``size`` ranks cannot divide the experts of a layer, or if AutoEP would leave weights
+    behind, such as biases."""
+    if layer.num_experts % size:
+        raise ConfigError(
+            f"expert_parallel.autoep_size is {size}, which does not divide the {layer.num_experts} experts of "
+            f"{layer.moe_module_name}; use a divisor of {layer.num_experts} and of the ranks"
+        )
     path = f"{layer.moe_module_name}.{layer.experts_name}"
+    if layer.expert_storage != "fused_3d":
+        raise ConfigError(
+            f"expert_parallel.enabled is True, but {path} has a module for every expert, as releases of transformers "
+            "before 5 have; use a newer one, or remove expert_parallel"
+        )
     known = {layer.expert_w1_name, layer.expert_w2_name, layer.expert_w3_name}
-    if layer.expert_storage == "fused_3d":
-        for name, _ in model.get_submodule(path).named_parameters():
-            if name not in known:
-                raise ConfigError(
-                    f"expert_parallel.enabled is True, but DeepSpeed would drop the parameter {path}.{name} of the "
-                    f"{type(model).__name__}; remove expert_parallel"
-                )
+    for name, _ in model.get_submodule(path).named_parameters():
+        if name not in known:
+            raise ConfigError(
+                f"expert_parallel.enabled is True, but DeepSpeed would drop the parameter {path}.{name} of the "
+                f"{type(model).__name__}; remove expert_parallel"
+            )
+
+
+def _is_transposed(experts: nn.Module, layer: MoELayerSpec) -> bool:
+    """Whether AutoEP transposes the matrices of ``experts``, as it does if it splits one of two along its columns."""
+    names = (layer.expert_w1_name, layer.expert_w2_name)
+    first, second = (getattr(experts, name) for name in names)
+    layout = classify_fused_gate_up_layout(*(tuple(getattr(each, "ds_shape", each.shape)) for each in (first, second)))
+    return layer.expert_w3_name is None and layout is not None and layout.needs_transpose
+
+
+def is_replaced(model: nn.Module) -> bool:
+    """Whether layers of ``model`` are AutoEP's."""
+    return any(isinstance(module, AutoEPMoELayer) for module in model.modules())
+
+
+def with_all_experts(tensor: Tensor) -> Tensor:
+    """Returns ``tensor`` with the experts of all ranks that divide it. These call it together."""
+    slices = place_among_experts(tensor)[1]
+    if slices == 1:
+        return tensor
+    parts = [torch.empty_like(tensor) for _ in range(slices)]
+    dist.all_gather(parts, tensor.detach().contiguous(), stock_groups._get_expert_parallel_group(f"ep_size_{slices}"))
+    return torch.cat(parts)
+
+
+def under_original_names(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """Returns the whole ``state`` of ``model`` as it would be with the layers that AutoEP has replaced."""
+    for path, layer in model.named_modules():
+        if (original := getattr(layer, _ORIGINAL, None)) is not None:
+            inside = {
+                name.removeprefix(f"{path}."): state.pop(name) for name in [*state] if name.startswith(f"{path}.")
+            }
+            state |= {f"{path}.{name}": value for name, value in _original_state(layer, original, inside)}
+    return state
+
+
+def _original_state(
+    layer: nn.Module, replaced: tuple[MoELayerSpec, bool], state: dict[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields the ``state`` of a layer of AutoEP by the names, and in the shapes, of the layer that it has replaced."""
+    original, transposed = replaced
+    routers = tuple(f"{name}." for name, part in layer._modules.items() if part is layer.router)
+    experts = {name: state.pop(f"experts.{name}") for name in ("w1", "w2", "w3") if f"experts.{name}" in state}
+    for name, value in state.items():
+        if name.startswith("router.gate."):
+            yield f"{original.router_name}.{name.removeprefix('router.gate.')}", value
+        elif name.startswith("router."):
+            yield f"{original.e_score_correction_bias_path}.{name.removeprefix('router.')}".lstrip("."), value
+        elif not name.startswith(routers):
+            yield name, value
+    if original.expert_w3_name is None and "w3" in experts:
+        experts["w1"] = torch.cat([experts["w1"], experts.pop("w3")], dim=1)
+    own = {"w1": original.expert_w1_name, "w2": original.expert_w2_name, "w3": original.expert_w3_name}
+    for name, value in experts.items():
+        made = value.transpose(1, 2).contiguous() if transposed else value
+        yield f"{original.experts_name}.{own[name]}", made
 
 
 def refuse_around_experts(
