@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import deepspeed
@@ -10,10 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.pipe import PipelineModule
 from transformers import AutoModelForCausalLM
 
 import ds_lgamp
 from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.deepspeed.explain.explain import explain
 from ds_lgamp.integrations.user_script import finish_engines
 from testing.deepspeed_rank import is_ours, prepare_rank, quiet
 from testing.ranks import run_on_ranks
@@ -85,8 +88,8 @@ def train_on_rank(
     save: str | None = None,
     written: str | None = None,
 ) -> list[tuple[float, float]]:
-    """Trains on this rank, from the checkpoint ``load`` on, saves the checkpoint ``save``, and the model as ``written``.
-    Returns what :func:`alone` does, of its own micro-batches."""
+    """Trains on this rank, from the checkpoint ``load`` on, and saves the checkpoint ``save``, and the model as
+    ``written``. Returns what :func:`alone` does, of its own micro-batches."""
     prepare_rank()
     ds_lgamp.install()
     own = BATCH // dist.get_world_size()
@@ -252,3 +255,22 @@ def test_what_cannot_be_is_refused_in_one_sentence(case):
     ranks, mode, sentence = REFUSED[case]
     for message in run_on_ranks(ranks, refusal_on_rank, mode):
         assert sentence in message
+
+
+def refusal_of_pipeline_on_rank() -> str:
+    prepare_rank()
+    ds_lgamp.install()
+    config = {**Mode("", 1, 1, 1).configuration(1), "ds_lgamp": {}}
+    with quiet(), pytest.raises(ConfigError) as refused:
+        deepspeed.initialize(model=PipelineModule([torch.nn.Linear(2, 2)], 1, loss_fn=torch.sum), config=config)
+    return str(refused.value)
+
+
+def test_a_pipeline_module_is_refused():
+    assert "DeepSpeed finds no experts in a PipelineModule" in run_on_ranks(1, refusal_of_pipeline_on_rank)[0]
+
+
+def test_explain_says_that_it_does_not_know_it():
+    asked = SimpleNamespace(expert_parallel_config=SimpleNamespace(enabled=True, autoep_size=2))
+    with pytest.raises(ConfigError, match="expert_parallel.enabled is True, which --explain does not know"):
+        explain({"model": None, "config": {"ds_lgamp": {}}, "config_class": asked}, "uniform")

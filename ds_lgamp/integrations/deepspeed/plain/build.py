@@ -49,10 +49,12 @@ def build_engine(settings: LgampConfig, arguments: dict[str, Any]) -> ModelEngin
             f"the {type(model).__name__} has an engine already, which a {BLOCK} block cannot replace; save its weights "
             "and give a new model to deepspeed.initialize or the Trainer, without auto_find_batch_size"
         )
+    split, settings = split_of(model, settings)
+    needed = needed_to_split(split, settings)
     check_tensors(model)
     _divide_experts(model, settings, arguments)
-    split, settings = split_of(model, settings)
-    make_whole([*needed_to_split(split, settings)])
+    # Only this looks for parameters, so that experts which were replaced are not among them.
+    make_whole(needed)
     with with_groups(model):
         layers = layers_of(split, layer_sources(next(model.parameters()).device), settings)
     module = pipeline_module(layers, topology_of(layers, settings))
