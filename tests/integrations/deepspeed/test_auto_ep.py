@@ -38,12 +38,13 @@ class Mode(NamedTuple):
     """More of the configuration, and ``block`` and ``experts`` for more of these sections."""
     is_stock: bool = False
     """Whether stock DeepSpeed trains, without a block."""
+    is_spread: bool = False
+    """Whether ``zero.Init`` has spread the weights over all ranks."""
 
     def configuration(self, own: int) -> dict[str, Any]:
         more = dict(self.config or {})
-        # The CPU has no kernel for the activation that follows grouped products.
         block = {"ds_lgamp": {"pipeline_ranks": self.pipeline_ranks, **more.pop("block", {})}}
-        experts = {"enabled": True, "autoep_size": self.expert_ranks, "use_grouped_mm": False}
+        experts = {"enabled": True, "autoep_size": self.expert_ranks}
         return {
             "train_micro_batch_size_per_gpu": 2,
             "gradient_accumulation_steps": own,
@@ -99,8 +100,12 @@ def train_on_rank(
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
+    config = mode.configuration(own)
+    if mode.is_spread:
+        of_stage = {key: config[key] for key in ("train_micro_batch_size_per_gpu", "zero_optimization")}
+        deepspeed.zero.Init(module=model, config_dict_or_path=of_stage)
+        assert not any(parameter.numel() for parameter in model.parameters())
     with quiet():
-        config = mode.configuration(own)
         engine = deepspeed.initialize(model=model, optimizer=optimizer_of(model), config=config)[0]
     assert is_ours(engine) != mode.is_stock
     assert any(isinstance(part, AutoEPMoELayer) for part in engine.module.modules())
@@ -152,6 +157,8 @@ OPTIONS: dict[str, tuple[Mode, float]] = {
         Mode(MIXTRAL, 2, 1, 2, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}),
         1e-6,
     ),
+    "spread by zero.Init": (Mode(DEEPSEEK, 2, 2, 3, is_spread=True), 1e-6),
+    "experts one by one": (Mode(MIXTRAL, 2, 1, 2, {"experts": {"use_grouped_mm": False}}), 1e-6),
     "no recomputation": (Mode(QWEN, 2, 2, 1, {"block": {"recompute": "none"}}), 1e-6),
     "all outputs": (Mode(MIXTRAL, 2, 1, 3, {"block": {"outputs": "all"}}), 1e-6),
     "copies beside each other": (Mode(DEEPSEEK, 2, 1, 1, {"use_data_before_expert_parallelism": True}), 1e-6),

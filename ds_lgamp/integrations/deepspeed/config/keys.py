@@ -350,7 +350,7 @@ _PARALLELISM = (
         "use_grouped_mm disable_triton_grouped_mm gate_up_impl combine_impl row_weighting_impl score_apply score_func "
         "top_k route_norm route_scale routed_scaling_factor num_expert_groups num_limited_groups",
         HONOURED,
-        "how DeepSpeed's layers choose experts and compute; a CPU needs use_grouped_mm false",
+        "how DeepSpeed's layers choose experts and compute",
     ),
     Key("expert_parallel.expert_tensor_parallel_size", REFUSED, "DeepSpeed has not built it yet; remove it", (1,)),
     Key("expert_parallel.load_balance_coeff", REFUSED, "DeepSpeed refuses it, too; remove it"),
