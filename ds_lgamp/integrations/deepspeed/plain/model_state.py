@@ -311,13 +311,13 @@ def _load(engine: Engine, stock: Callable[..., Any], state: dict[str, Any], stri
     """Loads the layers of this rank from the whole ``state``. Collective over all ranks, with the same state; raises
     RuntimeError on all if it does not fit one of them."""
     agree(Next.LOAD_STATE)
-    complaint = None
+    refusal = None
     if divided(engine.lgamp.placed) or is_replaced(engine.module):
-        complaint = (
+        refusal = (
             "load_state_dict is called, but ranks divide the experts of the model, or AutoEP has replaced them; call "
             "engine.load_checkpoint, or load the weights before deepspeed.initialize"
         )
-    raise_everywhere(complaint, ConfigError)
+    raise_everywhere(refusal, ConfigError)
     engine.forget_values()
     own = {id(tensor) for layer in built_layers(engine.lgamp.placed).values() for _, tensor in tensors_of(layer)}
     with engine.lgamp.placed.full_parameters(), engine.elsewhere.unguarded():
