@@ -1,8 +1,10 @@
 """Models of transformers whose experts DeepSpeed's AutoEP divides among ranks train as in one process."""
 
+import json
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -18,8 +20,11 @@ import ds_lgamp
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.explain.explain import explain
 from ds_lgamp.integrations.user_script import finish_engines
+from testing import SCRIPTS
 from testing.deepspeed_rank import is_ours, prepare_rank, quiet
+from testing.launching import torchrun
 from testing.ranks import run_on_ranks
+from tests.integrations.deepspeed.plain.accelerated import AUTO, WORDS
 from tests.integrations.deepspeed.test_expert_parallelism import assert_same, collectives_on_rank
 from tests.integrations.transformers.models import make, micro_batch_of
 
@@ -206,6 +211,34 @@ def test_save_pretrained_writes_the_layers_that_were_replaced(tmp_path):
     losses = [loss_of(mode.name, model, 2, number).item() for number in range(BATCH)]
     assert sum(losses) / BATCH == pytest.approx(alone(mode.name)[2][0], rel=1e-6)
     assert sum(losses) / BATCH != pytest.approx(loss, rel=1e-6)
+
+
+def trained(folder: Path, name: str, config: dict[str, Any], words: str) -> list[float]:
+    """Lets a script of the Trainer, which does not know ds_lgamp, train the model in ``folder``, and save it as
+    ``name``. Returns what it logs."""
+    (folder / f"{name}.json").write_text(json.dumps(config))
+    script = [str(SCRIPTS / "trains_with_trainer.py"), "--model", str(folder / "model")]
+    files = ["--deepspeed", str(folder / f"{name}.json"), "--output_dir", str(folder / name)]
+    torchrun(2, ["-m", "ds_lgamp", "run", *script, *files, *WORDS, *TRAINER.split(), *words.split()])
+    history = json.loads((folder / name / "history.json").read_text())
+    return [entry[key] for key in ("loss", "grad_norm", "eval_loss") for entry in history if key in entry]
+
+
+TRAINER = "--prediction_loss_only --max_steps 4 --save_steps 2 --eval_strategy steps --eval_steps 2"
+
+
+@pytest.mark.slow
+def test_a_trainer_trains_evaluates_saves_and_resumes(tmp_path):
+    make(MIXTRAL, vocab_size=64).save_pretrained(tmp_path / "model")
+    config = {**AUTO, "optimizer": {"type": "SGD", "params": {"lr": "auto"}}, "ds_lgamp": {"pipeline_ranks": 1}}
+    wanted = trained(tmp_path, "whole", config, "")
+    config["expert_parallel"] = {"enabled": True, "autoep_size": 2}
+    assert trained(tmp_path, "divided", config, "--save_strategy steps") == pytest.approx(wanted, rel=1e-6)
+    resumed = f"--resume_from_checkpoint {tmp_path / 'divided' / 'checkpoint-2'}"
+    assert trained(tmp_path, "resumed", config, resumed) == pytest.approx(wanted, rel=1e-6)
+    own, other = (AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("whole", "resumed"))
+    assert own.keys() == other.keys()
+    assert all(torch.allclose(value, other[name], rtol=1e-5, atol=1e-7) for name, value in own.items())
 
 
 CHECKPOINTS = {
