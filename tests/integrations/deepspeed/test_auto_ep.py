@@ -294,7 +294,7 @@ def refusal_on_rank(mode: Mode) -> str:
 def test_what_cannot_be_is_refused_in_one_sentence(case):
     ranks, mode, sentence = REFUSED[case]
     for message in run_on_ranks(ranks, refusal_on_rank, mode):
-        assert sentence in message
+        assert sentence in message and ". " not in message
 
 
 def refusal_of_pipeline_on_rank() -> str:

@@ -138,40 +138,20 @@ def replace_experts(model: nn.Module, arguments: dict[str, Any], pipeline_ranks:
         arguments: what DeepSpeed's engine gets. Afterwards ``optimizer`` and ``model_parameters`` have the parameters
             of the new layers in the places of the old.
     """
-    client, parameters = arguments.get("optimizer"), arguments.get("model_parameters")
-    asked = arguments["config_class"].expert_parallel_config
-    if not autoep_sizes(arguments["config_class"]):
+    config, client, parameters = (arguments.get(name) for name in ("config_class", "optimizer", "model_parameters"))
+    if not autoep_sizes(config):
         return
-    names = ", ".join(available_preset_names())
-    if asked.preset_model not in (None, *available_preset_names()):
-        raise ConfigError(
-            f"expert_parallel.preset_model is {asked.preset_model!r}; use one of {names}, or leave it out"
-        )
-    try:
-        validate_autoep_config(asked, dist.get_world_size(), pipeline_ranks, tp_size=1, sp_size=1)
-        finder = AutoEP(model, asked)
-        found = finder.ep_parser()
-        for each in found:
-            _refuse_layer(model, each, asked.autoep_size)
-        validate_autoep_post_detection(asked, found)
-    except ValueError as error:
-        raise ConfigError(f"DeepSpeed refuses expert_parallel for the {type(model).__name__}: {error}") from error
-    if not found:
-        raise ConfigError(
-            f"expert_parallel.enabled is True, but the {type(model).__name__} has no experts that DeepSpeed's presets "
-            f"{names} know; remove expert_parallel, or name the parts of its layers by "
-            "expert_parallel.moe_layer_pattern and the keys beside it"
-        )
+    finder = AutoEP(model, config.expert_parallel_config)  # type: ignore[union-attr]
+    found, size = _layers_to_replace(finder, pipeline_ranks), finder.config.autoep_size
     _record_routers(model)
-    is_eager = _model_parameters_need_remap(parameters)
-    sources = ReplacementSourceMap()
-    rank = dist.get_rank(stock_groups._get_expert_parallel_group(f"ep_size_{asked.autoep_size}"))
+    is_eager, sources = _model_parameters_need_remap(parameters), ReplacementSourceMap()
+    rank = dist.get_rank(stock_groups._get_expert_parallel_group(f"ep_size_{size}"))
     for each in found:
         router = model.get_submodule(f"{each.moe_module_name}.{each.router_name}")
         transposed = _is_transposed(model.get_submodule(f"{each.moe_module_name}.{each.experts_name}"), each)
         # Not its own way to the logits of routers, which transformers 5.23 does not offer any more.
         layer, more = finder._replace_moe_layer_without_retarget(
-            each, asked.autoep_size, rank, collect_sources=is_eager or _client_optimizer_needs_remap(client)
+            each, size, rank, collect_sources=is_eager or _client_optimizer_needs_remap(client)
         )
         sources.update(more)
         layer.set_deepspeed_parallelism()
@@ -182,6 +162,33 @@ def replace_experts(model: nn.Module, arguments: dict[str, Any], pipeline_ranks:
     _remap_client_optimizer_after_module_replacement(client, model, sources)
     if is_eager:
         _remap_model_parameters_after_module_replacement(parameters, model, sources)
+
+
+def _layers_to_replace(finder: AutoEP, pipeline_ranks: int) -> list[MoELayerSpec]:
+    """Returns the layers with experts that ``finder`` finds. Raises ConfigError if there are none, or if AutoEP cannot
+    replace them."""
+    asked, model, names = finder.config, type(finder.model).__name__, ", ".join(available_preset_names())
+    if asked.preset_model not in (None, *available_preset_names()):
+        raise ConfigError(
+            f"expert_parallel.preset_model is {asked.preset_model!r}; use one of {names}, or leave it out"
+        )
+    try:
+        validate_autoep_config(asked, dist.get_world_size(), pipeline_ranks, tp_size=1, sp_size=1)
+        found = finder.ep_parser()
+        for each in found:
+            _refuse_layer(finder.model, each, asked.autoep_size)
+        validate_autoep_post_detection(asked, found)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"DeepSpeed refuses expert_parallel for the {model}: {error}") from error
+    if not found:
+        raise ConfigError(
+            f"expert_parallel.enabled is True, but the {model} has no experts that DeepSpeed's presets {names} know; "
+            "remove expert_parallel, or name the parts of its layers by expert_parallel.moe_layer_pattern and the keys "
+            "beside it"
+        )
+    return found
 
 
 _ORIGINAL = "_ds_lgamp_original"
@@ -255,9 +262,8 @@ def under_original_names(model: nn.Module, state: dict[str, Any]) -> dict[str, A
     """Returns the whole ``state`` of ``model`` as it would be with the layers that AutoEP has replaced."""
     for path, layer in model.named_modules():
         if (original := getattr(layer, _ORIGINAL, None)) is not None:
-            inside = {
-                name.removeprefix(f"{path}."): state.pop(name) for name in [*state] if name.startswith(f"{path}.")
-            }
+            start = f"{path}."
+            inside = {name.removeprefix(start): state.pop(name) for name in [*state] if name.startswith(start)}
             state |= {f"{path}.{name}": value for name, value in _original_state(layer, original, inside)}
     return state
 

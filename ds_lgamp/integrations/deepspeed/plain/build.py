@@ -177,7 +177,7 @@ def refuse_shared_experts(mpu: Any, sizes: Collection[int]) -> None:
     if (ranks := sequence_ranks(mpu)) > 1 and max(sizes, default=1) > 1:
         raise ConfigError(
             f"{ranks} ranks share a sequence and {max(sizes)} divide the experts of a layer, which nobody has "
-            "tried together; let every rank have all experts (ep_size 1), or whole sequences"
+            "tried together; let every rank have all experts (ep_size or autoep_size 1), or whole sequences"
         )
 
 
