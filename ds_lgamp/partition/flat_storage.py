@@ -30,6 +30,8 @@ class UnitParameter(NamedTuple):
     """Whether each tensor-parallel rank computes a part of the gradient, as under sequence parallelism."""
     sharing: dist.ProcessGroup | None = None
     """The data-parallel ranks that have it, if it is an expert's; None if all do."""
+    place_among_experts: tuple[int, int] = (0, 1)
+    """Which of how many equal slices along the first dimension it is, if other ranks have other experts of it."""
     name_in_model: str | None = None
     """Its name in the model of the script; None if that is the global one."""
 

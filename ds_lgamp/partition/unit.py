@@ -199,9 +199,9 @@ class Part(NamedTuple):
     """What sentences call it."""
     parameter: Parameter
     shape: torch.Size
-    """Shape of this tensor-parallel rank's slice."""
+    """Shape of this rank's slice, among tensor-parallel ranks or those that divide experts."""
     whole_shape: torch.Size
-    """Shape of the slices of all tensor-parallel ranks together."""
+    """Shape of the slices of all these ranks together."""
     slice_offsets: tuple[int, ...]
     """Where this rank's slice begins in the whole shape, by dimension."""
     group: int | None
@@ -269,7 +269,7 @@ def parts_of(unit: Unit) -> Iterator[Part]:
         if first < last:
             in_shard = slice(first - shard_start, last - shard_start)
             in_parameter = slice(first - start, last - start)
-        whole_shape, slice_offsets = _place(unit.policy.tensor_group, entry.sliced_dimension, shape)
+        whole_shape, slice_offsets = _place(unit.policy.tensor_group, entry, shape)
         yield Part(
             unit,
             entry.name,
@@ -286,11 +286,16 @@ def parts_of(unit: Unit) -> Iterator[Part]:
 
 
 def _place(
-    tensor_group: dist.ProcessGroup | None, dimension: int | None, shape: Sequence[int]
+    tensor_group: dist.ProcessGroup | None, entry: UnitParameter, shape: Sequence[int]
 ) -> tuple[torch.Size, tuple[int, ...]]:
-    """Returns the shape of the whole parameter, and where this tensor-parallel rank's slice begins in it."""
+    """Returns the shape of the whole parameter, and where this rank's slice begins in it."""
     whole, offsets = list(shape), [0] * len(shape)
-    if dimension is not None and tensor_group is not None:
-        whole[dimension] *= tensor_group.size()
-        offsets[dimension] = tensor_group.rank() * shape[dimension]
+    dimension, (place, slices) = entry.sliced_dimension, entry.place_among_experts
+    if slices > 1:
+        dimension = 0
+    elif dimension is not None and tensor_group is not None:
+        place, slices = tensor_group.rank(), tensor_group.size()
+    if dimension is not None:
+        whole[dimension] *= slices
+        offsets[dimension] = place * shape[dimension]
     return torch.Size(whole), tuple(offsets)

@@ -49,7 +49,7 @@ class Shape:
         return isinstance(other, Shape) and vars(self) == vars(other)
 
 
-def full_shape(parameter: nn.Parameter) -> torch.Size:
+def full_shape(parameter: Tensor) -> torch.Size:
     """Returns the shape of a parameter, also of one that deepspeed.zero.Init has left without elements."""
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
@@ -74,7 +74,7 @@ class Imagined:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._full_shapes = {name: full_shape(parameter) for name, parameter in module.named_parameters()}
+        self._full_shapes = {name: full_shape(parameter) for name, parameter in _by_place(module, "named_parameters")}
         self._by_shape: dict[Any, Any] = {}
         """What it would return, by its mode, its type and the shapes of its arguments; None if that depends on values
         of integers, too."""
@@ -141,9 +141,10 @@ class Imagined:
         Args:
             with_values: whether to compute with the values of integers.
         """
-        own = dict(self._module.named_parameters())
+        own = dict(_by_place(self._module, "named_parameters"))
         # The module may write to them.
-        buffers = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
+        copies = {id(buffer): buffer.clone() for buffer in self._module.buffers()}
+        buffers = {name: copies[id(buffer)] for name, buffer in _by_place(self._module, "named_buffers")}
         with (
             restored(self._module.modules()),
             FakeTensorMode(allow_non_fake_inputs=True) as mode,
@@ -161,8 +162,16 @@ class Imagined:
             }
             positional, named = tree_map_only(Tensor, imagined, (positional, named))
             with _Answers(answers), _Values() if with_values else nullcontext():
-                result = functional_call(self._module, {**parameters, **buffers}, positional, dict(named))
+                tensors = {**parameters, **buffers}
+                result = functional_call(self._module, tensors, positional, dict(named), tie_weights=False)
             return shapes_in(result, (positional, named))
+
+
+def _by_place(module: nn.Module, method: str) -> Iterator[tuple[str, Tensor]]:
+    """Yields parameters or buffers by all their names, but those of a part with several names by one: torch would put
+    imagined ones there twice, and take away only one."""
+    for path, part in module.named_modules():
+        yield from getattr(part, method)(path, recurse=False, remove_duplicate=False)
 
 
 @contextmanager

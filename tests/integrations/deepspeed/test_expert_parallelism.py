@@ -1,6 +1,7 @@
 """Experts of ``deepspeed.moe`` that ranks divide among each other train as in one process."""
 
 from collections import Counter
+from collections.abc import Callable
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from ds_lgamp.integrations.deepspeed.plain.build import refuse_shared_experts
 from ds_lgamp.partition import flat_storage, gradient_reduction
 from ds_lgamp.partition.collectives import start_all_gather, start_reduce_scatter
 from testing.ranks import run_on_ranks
-from tests.integrations.deepspeed.moe import EXPERTS, STEPS, Mode, MoeGpt, train_alone, train_on_rank
+from tests.integrations.deepspeed.moe import EXPERTS, STEPS, Mode, train_alone, train_on_rank
 from tests.integrations.split.own_models import WIDTH
 
 alone = cache(train_alone)
@@ -90,8 +91,9 @@ def test_a_checkpoint_goes_on_with_another_number_of_expert_ranks(case, tmp_path
 CHUNKS, RESIDENT = 3, 2
 
 
-def collectives_on_rank(mode: Mode) -> Counter[tuple[str, int, int]]:
-    """Returns how often a step gathered or reduced, with the size of the group and the elements of the whole."""
+def collectives_on_rank(train: Callable[[Any, range], Any], mode: Any) -> Counter[tuple[str, int, int]]:
+    """Lets ``train`` train one step. Returns how often that gathered or reduced, with the size of the group and the
+    elements of the whole."""
     seen: Counter[tuple[str, int, int]] = Counter()
 
     def counting(start: Any, kind: str, place: int) -> Any:
@@ -104,14 +106,14 @@ def collectives_on_rank(mode: Mode) -> Counter[tuple[str, int, int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flat_storage, "start_all_gather", counting(start_all_gather, "gather", 2))
         patch.setattr(gradient_reduction, "start_reduce_scatter", counting(start_reduce_scatter, "reduce", 1))
-        train_on_rank(mode, range(1))
+        train(mode, range(1))
     return seen
 
 
 def test_a_step_gathers_and_reduces_experts_as_often_as_the_rest_of_their_chunk():
     ranks, mode = 4, Mode(2, 1, 3, config={"block": {"chunks_per_rank": CHUNKS}})
     *_, end = offsets([WIDTH * WIDTH, WIDTH] * 2 * (EXPERTS // mode.expert_ranks))
-    for seen in run_on_ranks(ranks, collectives_on_rank, mode):
+    for seen in run_on_ranks(ranks, collectives_on_rank, train_on_rank, mode):
         for kind, times in (("gather", 2 * CHUNKS - RESIDENT), ("reduce", CHUNKS)):
             of_experts = {
                 elements: number for (each, size, elements), number in seen.items() if (each, size) == (kind, 2)
@@ -123,15 +125,15 @@ def test_a_step_gathers_and_reduces_experts_as_often_as_the_rest_of_their_chunk(
 
 def test_ranks_that_share_sequences_do_not_divide_experts():
     shared = SimpleNamespace(get_sequence_parallel_world_size=lambda: 2)
-    refuse_shared_experts(shared, MoeGpt())
+    refuse_shared_experts(shared, {1})
     with pytest.raises(ConfigError, match="2 ranks share a sequence and 4 divide the experts of a layer"):
-        refuse_shared_experts(shared, MoeGpt(expert_ranks=4))
+        refuse_shared_experts(shared, {1, 4})
 
 
 REFUSED = {
     "a size that does not divide the ranks": (
         *(3, Mode(2, 1, 1)),
-        "ep_size 2, which does not divide the 3 data-parallel ranks",
+        "is 2, which does not divide the 3 data-parallel ranks",
     ),
     "shards inside nodes": (
         *(4, Mode(2, 1, 3, config={"zero_optimization": {"zero_hpz_partition_size": 2}})),

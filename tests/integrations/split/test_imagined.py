@@ -104,3 +104,12 @@ def test_a_shape_that_depends_on_values_of_floats_is_refused_by_torch():
 class Positive(nn.Module):
     def forward(self, rows):
         return rows[rows > 0]
+
+
+def test_a_part_with_two_names_keeps_its_parameters():
+    module = nn.Module()
+    module.first = module.second = nn.Linear(3, 5)
+    module.forward = lambda rows: module.second(rows)
+    weight = module.first.weight
+    assert tuple(Imagined(module)((torch.zeros(2, 3),), {}).shape) == (2, 5)
+    assert module.first.weight is module.second.weight is weight

@@ -13,7 +13,14 @@ from ds_lgamp.integrations.program_spec import MICS, shard_groups
 _ROWS = {key.name: key for key in KEYS}
 _ALIASES = {"bfloat16": "bf16"}
 """Sections by the old name under which DeepSpeed still reads them."""
-_AUTO_IS_A_VALUE = {"data_types.keep_in_fp32_modules", "pipeline.stages"}
+_AUTO_IS_A_VALUE = {
+    "data_types.keep_in_fp32_modules",
+    "pipeline.stages",
+    *(
+        f"expert_parallel.{name}"
+        for name in "score_apply combine_impl row_weighting_impl score_func top_k routed_scaling_factor".split()
+    ),
+}
 """Keys whose value "auto" DeepSpeed itself understands. Elsewhere Hugging Face's Trainer replaces "auto" by a value."""
 _DROPS_AUTO = ("zero_optimization", "fp16", "bf16", "bfloat16")
 """Sections from which DeepSpeed itself drops keys that are "auto", as its DeepSpeedConfigModel does."""

@@ -4,6 +4,7 @@ builds an engine, and the methods that scripts call on engines of both kinds."""
 from typing import Any
 
 import torch
+from deepspeed.module_inject.auto_ep_layer import ReplacementSourceMap
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 from deepspeed.runtime.keep_in_fp32 import keep_in_fp32_pattern
 from torch import nn
@@ -77,6 +78,10 @@ class LgampDoor(DeepSpeedEngine):
     def zero_use_cpu_optimizer(self) -> bool:
         """False: DeepSpeed would refuse other optimizers than its own on the host."""
         return False
+
+    def _configure_expert_parallel(self, model: nn.Module, collect_sources: bool | None = None) -> ReplacementSourceMap:
+        """Replaces nothing: the layers come from a model whose experts are replaced."""
+        return ReplacementSourceMap()
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
         """Leaves out layers without memory. :meth:`_prepare_layers` does the same with each when it has some."""

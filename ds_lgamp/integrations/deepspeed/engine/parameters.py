@@ -10,7 +10,7 @@ from deepspeed.runtime.pipe.module import TiedLayerSpec
 from ds_lgamp.config import ConfigError, LgampConfig
 from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype
 from ds_lgamp.integrations.deepspeed.config.zero import disk_path, on_disk_of
-from ds_lgamp.integrations.deepspeed.model.experts import expert_group, whole_names
+from ds_lgamp.integrations.deepspeed.model.experts import expert_group, place_among_experts, whole_names
 from ds_lgamp.integrations.deepspeed.model.materialise import DeferredLayers
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, global_names, shown_name
 from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources
@@ -134,7 +134,8 @@ def _parameters_by_unit(
             group = groups.get(id(tensor)) if tensor.requires_grad else None
             sharing = sharing_of(name, tensor) if is_tensor_parallel else Sharing()
             shown = shown_name(module, local)
-            entry = UnitParameter(name, tensor, group, *sharing, sharing=expert_group(tensor), name_in_model=shown)
+            among = expert_group(tensor), place_among_experts(tensor)
+            entry = UnitParameter(name, tensor, group, *sharing, *among, name_in_model=shown)
             first = name.split(".")
             if first[0] == "tied_modules":
                 tied[first[1]].append(entry)

@@ -27,7 +27,7 @@ from ds_lgamp.integrations.deepspeed.engine.parameters import open_disk, partiti
 from ds_lgamp.integrations.deepspeed.engine.plan import plan_training
 from ds_lgamp.integrations.deepspeed.engine.tensor_access import TensorAccess
 from ds_lgamp.integrations.deepspeed.model.construction import is_deferred
-from ds_lgamp.integrations.deepspeed.model.experts import make_groups, refuse_around_experts
+from ds_lgamp.integrations.deepspeed.model.experts import make_groups, refuse_around_experts, sizes_of
 from ds_lgamp.integrations.deepspeed.model.materialise import DeferredLayers
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, over_pipeline
 from ds_lgamp.integrations.deepspeed.model.recomputation import (
@@ -121,7 +121,7 @@ class Training:
         self.zero_stage = int(config.zero_optimization_stage)
         """The stage that the user asked for. DeepSpeed always sees 1, so that its ZeRO hooks run."""
         ranks = dist.get_process_group_ranks(module._grid.get_data_parallel_group())
-        make_groups(module, ranks, bool(config.use_data_before_expert_parallel_))
+        make_groups(sizes_of(module), ranks, bool(config.use_data_before_expert_parallel_))
         plan = plan_training(settings, arguments, partition_method, micro_batches, scales_in_step)
         self.placed: PlacedModule = module
         """Its layers are placed at the end of this constructor."""

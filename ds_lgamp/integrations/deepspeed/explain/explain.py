@@ -37,6 +37,7 @@ from ds_lgamp.integrations.deepspeed.explain.activations import (
 from ds_lgamp.integrations.deepspeed.explain.facts import Explanation, RankFacts
 from ds_lgamp.integrations.deepspeed.explain.imagined import ImaginedModel, ImaginedRank, unit_sizes
 from ds_lgamp.integrations.deepspeed.explain.updates import Update, comes_later, update_of
+from ds_lgamp.integrations.deepspeed.model.experts import autoep_sizes
 from ds_lgamp.integrations.deepspeed.model.module import Layout, layer_types
 from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources, offers_selective, refuse_unless_offered
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import check_tensors
@@ -64,6 +65,11 @@ def explain(arguments: dict[str, Any], partition_method: str, calls_engine: bool
     """
     module, config = arguments["model"], arguments["config_class"]
     settings = enabled_block(arguments["config"])
+    if autoep_sizes(config):
+        raise ConfigError(
+            "expert_parallel.enabled is True, which --explain does not know; set it to false, and read what would be "
+            "if every rank had all experts"
+        )
     if not (calls_engine or arguments.get("optimizer") or config.optimizer_name):
         arguments = {**arguments, "optimizer": comes_later}
     plan = plan_training(settings, arguments, partition_method, config.gradient_accumulation_steps, calls_engine)

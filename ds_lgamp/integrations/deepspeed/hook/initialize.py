@@ -130,6 +130,11 @@ def pipeline_engine(stock: Callable[..., Any], *positional: Any, **arguments: An
             f"{BLOCK}.outputs is '{settings.outputs}', but a PipelineModule computes the loss itself; remove it"
         )
     settings.refuse_split("a PipelineModule")
+    if (config.get("expert_parallel") or {}).get("enabled"):
+        raise ConfigError(
+            "expert_parallel.enabled is True, but DeepSpeed finds no experts in a PipelineModule; train the whole "
+            "model by engine(batch), or build layers of deepspeed.moe.layer.MoE"
+        )
     this_rank.start()
     gather_partitioned(module)
     share_given_layers(module)

@@ -1,7 +1,7 @@
 """Builds the engine of a plain script, unless another library has split the model or its data."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.integrations.deepspeed.config.client_optimizer import as_groups
 from ds_lgamp.integrations.deepspeed.model.construction import make_whole
-from ds_lgamp.integrations.deepspeed.model.experts import divided, make_groups, with_groups
+from ds_lgamp.integrations.deepspeed.model.experts import (
+    autoep_sizes,
+    make_groups,
+    replace_experts,
+    sizes_of,
+    with_groups,
+)
 from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import check_tensors, share_over_pipeline
 from ds_lgamp.integrations.deepspeed.plain.engine import ModelEngine
@@ -44,13 +50,11 @@ def build_engine(settings: LgampConfig, arguments: dict[str, Any]) -> ModelEngin
             "and give a new model to deepspeed.initialize or the Trainer, without auto_find_batch_size"
         )
     split, settings = split_of(model, settings)
-    needed = [*needed_to_split(split, settings)]
+    needed = needed_to_split(split, settings)
     check_tensors(model)
+    _divide_experts(model, settings, arguments)
+    # Only this looks for parameters, so that experts which were replaced are not among them.
     make_whole(needed)
-    refuse_shared_experts(arguments.get("mpu"), model)
-    size = max(dist.get_world_size() // (settings.pipeline_ranks or 1), 1)
-    first = dist.get_rank() // size * size
-    make_groups(model, range(first, first + size), bool(arguments["config_class"].use_data_before_expert_parallel_))
     with with_groups(model):
         layers = layers_of(split, layer_sources(next(model.parameters()).device), settings)
     module = pipeline_module(layers, topology_of(layers, settings))
@@ -63,6 +67,18 @@ def build_engine(settings: LgampConfig, arguments: dict[str, Any]) -> ModelEngin
         engine = _engine_class(split, settings)(split, layers, settings, {"model": module, **rest})
     this_rank.models.add(model)
     return engine
+
+
+def _divide_experts(model: torch.nn.Module, settings: LgampConfig, arguments: dict[str, Any]) -> None:
+    """Makes the groups of ranks that divide experts of ``model``, and replaces these where the configuration asks for
+    it."""
+    pipeline_ranks, config = settings.pipeline_ranks or 1, arguments["config_class"]
+    size = max(dist.get_world_size() // pipeline_ranks, 1)
+    first = dist.get_rank() // size * size
+    sizes = sizes_of(model) | autoep_sizes(config)
+    refuse_shared_experts(arguments.get("mpu"), sizes)
+    make_groups(sizes, range(first, first + size), bool(config.use_data_before_expert_parallel_))
+    replace_experts(model, arguments, pipeline_ranks)
 
 
 def _engine_class(split: torch.nn.Module, settings: LgampConfig) -> Callable[..., ModelEngine]:
@@ -156,12 +172,12 @@ def check_sequence_key(config: dict[str, Any], mpu: Any) -> None:
         )
 
 
-def refuse_shared_experts(mpu: Any, model: torch.nn.Module) -> None:
-    """Raises ConfigError if ranks share a sequence, and divide experts among each other."""
-    if (ranks := sequence_ranks(mpu)) > 1 and (layers := divided(model)):
+def refuse_shared_experts(mpu: Any, sizes: Collection[int]) -> None:
+    """Raises ConfigError if ranks share a sequence, and divide experts among each other in groups of these sizes."""
+    if (ranks := sequence_ranks(mpu)) > 1 and max(sizes, default=1) > 1:
         raise ConfigError(
-            f"{ranks} ranks share a sequence and {layers[0].ep_size} divide the experts of a layer, which nobody has "
-            "tried together; let every rank have all experts (ep_size 1), or whole sequences"
+            f"{ranks} ranks share a sequence and {max(sizes)} divide the experts of a layer, which nobody has "
+            "tried together; let every rank have all experts (ep_size or autoep_size 1), or whole sequences"
         )
 
 

@@ -12,12 +12,19 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from deepspeed.moe.layer import MoE
 from torch import Tensor, nn
 
 from ds_lgamp.checkpoint.files import everywhere
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.deepspeed.checkpoint.description import Run
-from ds_lgamp.integrations.deepspeed.model.experts import divided
+from ds_lgamp.integrations.deepspeed.model.experts import (
+    divided,
+    is_replaced,
+    place_among_experts,
+    under_original_names,
+    with_all_experts,
+)
 from ds_lgamp.integrations.deepspeed.model.layer_moves import transfer
 from ds_lgamp.integrations.deepspeed.model.module import built_layers, over_pipeline, prefix_of, tensors_of
 from ds_lgamp.integrations.deepspeed.plain.agreement import Next, agree
@@ -73,8 +80,10 @@ class _Tensor(NamedTuple):
 
 
 def is_spread(engine: Engine) -> bool:
-    """Whether this rank lacks current values of the model between two batches, so that reading them needs others."""
-    return engine.num_stages > 1 or engine.optimizer.partition.frees_weights or engine.lgamp.program_spec.defers_gathers
+    """Whether this rank lacks current values of the model between two batches, so that reading them needs others, or
+    has experts of other names and shapes than the script's."""
+    defers = engine.optimizer.partition.frees_weights or engine.lgamp.program_spec.defers_gathers
+    return engine.num_stages > 1 or defers or bool(divided(engine.lgamp.placed)) or is_replaced(engine.module)
 
 
 def give_state(engine: Engine) -> None:
@@ -150,6 +159,9 @@ class States:
                 state = _within(path, self._read() if last is None else last)
             if dist.get_rank() != 0:
                 return None
+            if is_replaced(model):
+                # Its own names are not those of the layers that AutoEP has replaced.
+                options["state_dict"] = state
             with self._shown(model, state):
                 return stock(*positional, **options)
 
@@ -215,7 +227,7 @@ def whole_state(engine: Engine, exclude_frozen_parameters: bool = False) -> dict
     broken = engine.optimizer.is_half_updated
     placed, partition = engine.lgamp.placed, engine.optimizer.partition
     complaint = "the last batch failed, and weights are of two steps" if broken else None
-    if divided(placed):
+    if any(isinstance(layer, MoE) for layer in divided(placed)):
         complaint = (
             "the state of the whole model is read, but ranks divide its experts, which have the same names on all of "
             "them; call engine.save_checkpoint, and run zero_to_fp32.py in its folder"
@@ -234,8 +246,10 @@ def whole_state(engine: Engine, exclude_frozen_parameters: bool = False) -> dict
         seen.update(new)
         if placed.stage_id == owner:
             with partition.full_parameters(chunk):
-                for prefix in new if sends else []:
-                    tensors = [state[tensor.name].detach() for tensor in described[prefix]]
+                for prefix in new:
+                    tensors = [with_all_experts(state[tensor.name]).detach() for tensor in described[prefix]]
+                    if not sends:
+                        continue
                     if owner == 0:
                         values |= {t.name: _copied(value) for t, value in zip(described[prefix], tensors)}
                     else:
@@ -245,7 +259,10 @@ def whole_state(engine: Engine, exclude_frozen_parameters: bool = False) -> dict
                 tensors = [torch.empty(t.shape, dtype=t.dtype, device=engine.device) for t in described[prefix]]
                 transfer(dist.irecv, placed, owner, tensors)
                 values |= {t.name: _copied(value) for t, value in zip(described[prefix], tensors)}
-    whole = OrderedDict(_under_all_names(state, values, exclude_frozen_parameters) if dist.get_rank() == 0 else {})
+    whole = OrderedDict[str, Any]()
+    if dist.get_rank() == 0:
+        named = _under_all_names(state, values, exclude_frozen_parameters)
+        whole = OrderedDict(under_original_names(engine.module, named))
     read = LastRead(engine.global_steps, weakref.ref(whole), without_values(whole), next(_NUMBERS))
     engine.last_read = None if exclude_frozen_parameters else read
     return whole
@@ -262,11 +279,14 @@ def _described(layer: nn.Module, names: dict[int, str]) -> list[_Tensor]:
     Args:
         names: their names in the model, by id.
     """
-    return [
-        _Tensor(names[id(tensor)], torch.Size(getattr(tensor, "ds_shape", tensor.shape)), tensor.dtype)
-        for _, tensor in tensors_of(layer)
-        if id(tensor) in names
-    ]
+    described = []
+    for _, tensor in tensors_of(layer):
+        if id(tensor) in names:
+            shape = [*getattr(tensor, "ds_shape", tensor.shape)]
+            if (slices := place_among_experts(tensor)[1]) > 1:
+                shape[0] *= slices
+            described.append(_Tensor(names[id(tensor)], torch.Size(shape), tensor.dtype))
+    return described
 
 
 def _copied(tensor: Tensor) -> Tensor:
@@ -291,6 +311,13 @@ def _load(engine: Engine, stock: Callable[..., Any], state: dict[str, Any], stri
     """Loads the layers of this rank from the whole ``state``. Collective over all ranks, with the same state; raises
     RuntimeError on all if it does not fit one of them."""
     agree(Next.LOAD_STATE)
+    refusal = None
+    if divided(engine.lgamp.placed) or is_replaced(engine.module):
+        refusal = (
+            "load_state_dict is called, but ranks divide the experts of the model, or AutoEP has replaced them; call "
+            "engine.load_checkpoint, or load the weights before deepspeed.initialize"
+        )
+    raise_everywhere(refusal, ConfigError)
     engine.forget_values()
     own = {id(tensor) for layer in built_layers(engine.lgamp.placed).values() for _, tensor in tensors_of(layer)}
     with engine.lgamp.placed.full_parameters(), engine.elsewhere.unguarded():

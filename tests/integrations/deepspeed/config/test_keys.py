@@ -36,7 +36,6 @@ COUNTS = {
     "checkpoint.writer": 7,
     "compile": 18,
     "data_efficiency": 20,
-    "expert_parallel": 36,
     "flops_profiler": 7,
     "hybrid_engine": 7,
     "tensor_parallel": 21,
