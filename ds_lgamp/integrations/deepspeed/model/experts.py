@@ -231,7 +231,8 @@ def _refuse_layer(model: nn.Module, layer: MoELayerSpec, size: int) -> None:
     if (lost := next(_lost(model.get_submodule(layer.moe_module_name), layer), None)) is not None:
         raise ConfigError(
             f"expert_parallel.enabled is True, but DeepSpeed would drop {lost} in {layer.moe_module_name} of the "
-            f"{type(model).__name__}; do without, or remove expert_parallel"
+            f"{type(model).__name__}; do without, register hooks after deepspeed.initialize, or remove "
+            "expert_parallel"
         )
 
 
