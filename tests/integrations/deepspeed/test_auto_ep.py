@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import deepspeed
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -45,6 +46,10 @@ class Mode(NamedTuple):
     """Whether stock DeepSpeed trains, without a block."""
     is_spread: bool = False
     """Whether ``zero.Init`` has spread the weights over all ranks."""
+    change: Callable[[Any], Any] | None = None
+    """Makes another model of it."""
+    parameters: Callable[[Any], Any] | None = None
+    """What the script passes as ``model_parameters``, if DeepSpeed makes the optimizer."""
 
     def configuration(self, own: int) -> dict[str, Any]:
         more = dict(self.config or {})
@@ -101,6 +106,8 @@ def train_on_rank(
     own = BATCH // dist.get_world_size()
     first = dist.get_rank() * own
     model = make(mode.name)
+    if mode.change is not None:
+        model = mode.change(model)
     if load is not None:
         with torch.no_grad():
             for parameter in model.parameters():
@@ -110,8 +117,12 @@ def train_on_rank(
         of_stage = {key: config[key] for key in ("train_micro_batch_size_per_gpu", "zero_optimization")}
         deepspeed.zero.Init(module=model, config_dict_or_path=of_stage)
         assert not any(parameter.numel() for parameter in model.parameters())
+    of_script = {"optimizer": optimizer_of(model)}
+    if mode.parameters is not None:
+        config["optimizer"] = {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}}
+        of_script = {"model_parameters": mode.parameters(model)}
     with quiet():
-        engine = deepspeed.initialize(model=model, optimizer=optimizer_of(model), config=config)[0]
+        engine = deepspeed.initialize(model=model, config=config, **of_script)[0]
     assert is_ours(engine) != mode.is_stock
     assert any(isinstance(part, AutoEPMoELayer) for part in engine.module.modules())
     if load is not None:
@@ -183,6 +194,22 @@ def test_losses_and_norms_are_those_of_stock():
     # Its way to the logits of routers fails with transformers 5.23, and this model has none.
     mode = Mode(DEEPSEEK, 2, 1, 3)
     assert_same(course_of(2, mode), course_of(2, mode._replace(is_stock=True)))
+
+
+def groups_of(model: Any) -> tuple[dict[str, Any], ...]:
+    """Returns one group that lists its parameters later, and one with the experts."""
+    inside, outside = ([each for name, each in model.named_parameters() if (".mlp." in name) == of] for of in (1, 0))
+    return {"params": iter(outside)}, {"params": inside}
+
+
+def tuple_of(model: Any) -> tuple[Any, ...]:
+    return tuple(model.parameters())
+
+
+@pytest.mark.parametrize("parameters", [groups_of, tuple_of])
+def test_parameters_train_in_whatever_the_script_lists_them(parameters):
+    mode = Mode(MIXTRAL, 2, 1, 2, parameters=parameters)
+    assert_same(course_of(2, mode), alone(mode.name))
 
 
 CHUNKS, RESIDENT = 3, 2
@@ -263,6 +290,28 @@ GPT_OSS = {
     "router_pattern": "router",
     "expert_activation": "swiglu_oai",
 }
+PEFT = {"moe_layer_pattern": r"base_model\.model\.model\.layers\.\d+\.mlp"}
+
+
+def with_noise(model: Any) -> Any:
+    model.model.layers[1].mlp.jitter_noise = 0.1
+    return model
+
+
+def with_hook(model: Any) -> Any:
+    model.model.layers[1].mlp.experts.register_forward_hook(lambda part, given, output: 2 * output)
+    return model
+
+
+def with_gradient_hook(model: Any) -> Any:
+    model.model.layers[1].mlp.gate.weight.register_hook(lambda gradient: 2 * gradient)
+    return model
+
+
+def with_lora(model: Any) -> Any:
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_parameters=["mlp.gate.weight"]))
+
+
 REFUSED = {
     "a size that does not divide the ranks": (
         *(3, Mode("Mixtral", 2, 1, 1)),
@@ -279,7 +328,18 @@ REFUSED = {
     ),
     "a preset that would drop biases": (
         *(2, Mode("GPT-OSS", 2, 1, 1, {"experts": GPT_OSS})),
-        "DeepSpeed would drop the parameter model.layers.0.mlp.experts.gate_up_proj_bias",
+        "DeepSpeed would drop the parameter or buffer experts.gate_up_proj_bias in model.layers.0.mlp",
+    ),
+    "noise of a router": (2, Mode("Mixtral", 2, 1, 1, change=with_noise), "would drop the router_jitter_noise 0.1"),
+    "a hook of experts": (2, Mode("Mixtral", 2, 1, 1, change=with_hook), "would drop hooks of experts"),
+    "a hook of gradients": (2, Mode("Mixtral", 2, 1, 1, change=with_gradient_hook), "would drop hooks of gate"),
+    "LoRA on a router": (
+        *(2, Mode("Mixtral", 2, 1, 1, {"experts": PEFT}, change=with_lora)),
+        "would drop the parameter or buffer gate.base_layer.weight",
+    ),
+    "LoRA whose names no preset knows": (
+        *(2, Mode("Mixtral", 2, 1, 1, change=with_lora)),
+        "begins with base_model.model inside a PeftModel",
     ),
 }
 

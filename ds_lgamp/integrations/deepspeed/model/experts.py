@@ -32,6 +32,7 @@ from deepspeed.utils import groups as stock_groups
 from torch import Tensor, nn
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
+from ds_lgamp.integrations.deepspeed.model.layer_moves import traits_of
 from ds_lgamp.integrations.deepspeed.model.module import built_layers, global_names, tensors_of
 from ds_lgamp.integrations.split.parts import model_of
 from ds_lgamp.integrations.transformers.models import is_model
@@ -181,12 +182,14 @@ def _layers_to_replace(finder: AutoEP, pipeline_ranks: int) -> list[MoELayerSpec
     except ConfigError:
         raise
     except ValueError as error:
-        raise ConfigError(f"DeepSpeed refuses expert_parallel for the {model}: {error}") from error
+        if "no MoE layers detected" not in str(error):
+            raise ConfigError(f"DeepSpeed refuses expert_parallel for the {model}: {error}") from error
+        found = []
     if not found:
         raise ConfigError(
             f"expert_parallel.enabled is True, but the {model} has no experts that DeepSpeed's presets {names} know; "
-            "remove expert_parallel, or name the parts of its layers by expert_parallel.moe_layer_pattern and the keys "
-            "beside it"
+            "remove expert_parallel, or name the parts of its layers by expert_parallel.moe_layer_pattern, which "
+            "begins with base_model.model inside a PeftModel, and the keys beside it"
         )
     return found
 
@@ -213,26 +216,43 @@ def _record_routers(model: nn.Module) -> None:
 
 
 def _refuse_layer(model: nn.Module, layer: MoELayerSpec, size: int) -> None:
-    """Raises ConfigError if ``size`` ranks cannot divide the experts of a layer, or if AutoEP would leave weights
-    behind, such as biases."""
+    """Raises ConfigError if ``size`` ranks cannot divide the experts of a layer, or if AutoEP would leave something of
+    it behind, such as biases and hooks."""
     if layer.num_experts % size:
         raise ConfigError(
             f"expert_parallel.autoep_size is {size}, which does not divide the {layer.num_experts} experts of "
             f"{layer.moe_module_name}; use a divisor of {layer.num_experts} and of the ranks"
         )
-    path = f"{layer.moe_module_name}.{layer.experts_name}"
     if layer.expert_storage != "fused_3d":
         raise ConfigError(
-            f"expert_parallel.enabled is True, but {path} has a module for every expert, as releases of transformers "
-            "before 5 have; use a newer one, or remove expert_parallel"
+            f"expert_parallel.enabled is True, but {layer.moe_module_name}.{layer.experts_name} has a module for every "
+            "expert, as releases of transformers before 5 have; use a newer one, or remove expert_parallel"
         )
-    known = {layer.expert_w1_name, layer.expert_w2_name, layer.expert_w3_name}
-    for name, _ in model.get_submodule(path).named_parameters():
-        if name not in known:
-            raise ConfigError(
-                f"expert_parallel.enabled is True, but DeepSpeed would drop the parameter {path}.{name} of the "
-                f"{type(model).__name__}; remove expert_parallel"
-            )
+    if (lost := next(_lost(model.get_submodule(layer.moe_module_name), layer), None)) is not None:
+        raise ConfigError(
+            f"expert_parallel.enabled is True, but DeepSpeed would drop {lost} in {layer.moe_module_name} of the "
+            f"{type(model).__name__}; do without, register hooks after deepspeed.initialize, or remove "
+            "expert_parallel"
+        )
+
+
+def _lost(part: nn.Module, layer: MoELayerSpec) -> Iterator[str]:
+    """Yields what of a layer with experts, ``part``, AutoEP would leave behind."""
+    biases = ("bias",) if layer.gate_bias else ()
+    known = {f"{layer.router_name}.{name}" for name in ("weight", *biases, *layer.unsupported_router_bias_names)}
+    matrices = (layer.expert_w1_name, layer.expert_w2_name, layer.expert_w3_name)
+    known |= {f"{layer.experts_name}.{name}" for name in matrices}
+    kept = tuple(name for name in (layer.shared_experts_name, layer.shared_experts_gate_name) if name)
+    for name, _ in tensors_of(part):
+        if name not in known and not name.endswith("e_score_correction_bias") and name.split(".")[0] not in kept:
+            yield f"the parameter or buffer {name}"
+    for name, traits in traits_of({"": part}).items():
+        hooks = part.get_submodule(name)._forward_hooks.values()
+        recording = sum(getattr(hook, "__name__", None) == _RECORDING for hook in hooks)
+        if traits.hooks > recording and name.split(".")[0] not in kept:
+            yield f"hooks of {name or 'all of it'}, or a forward of its own,"
+    if noise := getattr(part, "jitter_noise", 0):
+        yield f"the router_jitter_noise {noise}"
 
 
 def _is_transposed(experts: nn.Module, layer: MoELayerSpec) -> bool:

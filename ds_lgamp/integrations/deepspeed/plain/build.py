@@ -78,6 +78,11 @@ def _divide_experts(model: torch.nn.Module, settings: LgampConfig, arguments: di
     sizes = sizes_of(model) | autoep_sizes(config)
     refuse_shared_experts(arguments.get("mpu"), sizes)
     make_groups(sizes, range(first, first + size), bool(config.use_data_before_expert_parallel_))
+    if sizes and (parameters := arguments.get("model_parameters")) is not None:
+        # DeepSpeed lets lists alone follow layers that are replaced, and beside experts it wants names of groups.
+        groups, grouped = as_groups(parameters)
+        named = [{"name": f"group {number}", **group} for number, group in enumerate(groups)]
+        arguments["model_parameters"] = named if grouped else groups[0]["params"]
     replace_experts(model, arguments, pipeline_ranks)
 
 
