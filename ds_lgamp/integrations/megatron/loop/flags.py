@@ -137,6 +137,7 @@ REFUSED_BESIDE_SHARDING: tuple[Flag, ...] = (
     Flag("qk_clip", _WHOLE, (False,)),
     Flag("skip_train", "nothing is trained, so that nothing would be sharded; set stage 0", (False,)),
     *_flags("vision_pretraining perform_rl_step", _WHOLE, (False,)),
+    Flag("moe_use_upcycling", "no rank has whole weights to fill; remove it, and convert without a block", (False,)),
     Flag("async_save", "weights are complete only until the save returns; remove it"),
     Flag("ckpt_format", "it has not been tried with stages 2 and 3; use torch_dist", ("torch_dist",)),
     Flag("dump_param_to_param_group_map", "it is written for whole parameters, which no rank has; remove it", (None,)),

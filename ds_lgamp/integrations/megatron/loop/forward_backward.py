@@ -40,7 +40,7 @@ from ds_lgamp.watch.this_rank import this_rank
 
 _OF_SHAPES = ("hidden_size", "sequence_parallel", "pipeline_dtype", "variable_seq_lengths")
 """The fields of the model's configuration that determine the shapes of tensors."""
-_GROUPS = ["tp", "cp", "embd", "pos_embd", "pp", "dp_cp"]
+_GROUPS = ["tp", "cp", "embd", "pos_embd", "pp", "dp_cp", "tp_dp_cp"]
 """The groups of ``parallel_state`` that Megatron-core's schedules collect."""
 
 
