@@ -50,6 +50,7 @@ class _Variables:
         self._cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
 
     def named(self) -> Named:
+        # A variable without a value has an empty cell.
         return Named(self, [name for name, cell in self._cells.items() if cell != CellType()])
 
     def __getitem__(self, name: str) -> Any:

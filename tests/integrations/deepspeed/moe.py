@@ -1,9 +1,11 @@
 """A small GPT with experts of ``deepspeed.moe``, which ranks may divide, under ``engine(batch)`` scripts and as a
 PipelineModule, and its training in one process."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import deepspeed
+import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.moe.layer import MoE
@@ -12,6 +14,7 @@ from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from torch import Tensor, nn
 
 import ds_lgamp
+from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.user_script import finish_engines
 from testing.deepspeed_rank import prepare_rank, quiet
 from tests.integrations.split.own_models import LENGTH, VOCABULARY, WIDTH, Attention, Gpt, cross_entropy
@@ -134,17 +137,30 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 def train_alone(chosen: int = 1) -> list[tuple[float, float]]:
     """Trains in this process. Returns the mean loss and the norm of the gradient of every step."""
-    model, course = MoeGpt(chosen=chosen), []
-    optimizer = optimizer_of(model)
+    model = MoeGpt(chosen=chosen)
+    return course_alone(model, optimizer_of(model), lambda step, number: model(*micro_batch(step, number)))
+
+
+def course_alone(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: Callable[[int, int], Tensor]
+) -> list[tuple[float, float]]:
+    """As :func:`train_alone`, with the losses of any model by step and number of the micro-batch."""
+    course = []
     for step in range(STEPS):
-        losses = [model(*micro_batch(step, number)) for number in range(BATCH)]
-        mean = torch.stack(losses).mean()
+        mean = torch.stack([loss_of(step, number) for number in range(BATCH)]).mean()
         mean.backward()
         gradients = [parameter.grad.norm() for parameter in model.parameters() if parameter.grad is not None]
         course.append((mean.item(), torch.stack(gradients).norm().item()))
         optimizer.step()
         optimizer.zero_grad()
     return course
+
+
+def refusal_on_rank(train: Callable[[Any], Any], mode: Any) -> str:
+    """Returns with which sentence ``train`` is refused on this rank."""
+    with pytest.raises(ConfigError) as refused:
+        train(mode)
+    return str(refused.value)
 
 
 def train_on_rank(

@@ -25,12 +25,10 @@ from testing import SCRIPTS
 from testing.deepspeed_rank import is_ours, prepare_rank, quiet
 from testing.launching import torchrun
 from testing.ranks import run_on_ranks
+from tests.integrations.deepspeed.moe import BATCH, STEPS, course_alone, refusal_on_rank
 from tests.integrations.deepspeed.plain.accelerated import AUTO, WORDS
 from tests.integrations.deepspeed.test_expert_parallelism import assert_same, collectives_on_rank
 from tests.integrations.transformers.models import make, micro_batch_of
-
-STEPS, BATCH = 3, 8
-"""Steps, and micro-batches of a step, which all ranks together compute."""
 
 
 class Mode(NamedTuple):
@@ -79,17 +77,8 @@ def loss_of(name: str, compute: Callable[..., Any], step: int, number: int) -> t
 @cache
 def alone(name: str) -> list[tuple[float, float]]:
     """Trains in this process. Returns the mean loss and the norm of the gradient of every step."""
-    model, course = make(name), []
-    optimizer = optimizer_of(model)
-    for step in range(STEPS):
-        losses = [loss_of(name, model, step, number) for number in range(BATCH)]
-        mean = torch.stack(losses).mean()
-        mean.backward()
-        gradients = [parameter.grad.norm() for parameter in model.parameters() if parameter.grad is not None]
-        course.append((mean.item(), torch.stack(gradients).norm().item()))
-        optimizer.step()
-        optimizer.zero_grad()
-    return course
+    model = make(name)
+    return course_alone(model, optimizer_of(model), lambda step, number: loss_of(name, model, step, number))
 
 
 def train_on_rank(
@@ -344,16 +333,10 @@ REFUSED = {
 }
 
 
-def refusal_on_rank(mode: Mode) -> str:
-    with pytest.raises(ConfigError) as refused:
-        train_on_rank(mode)
-    return str(refused.value)
-
-
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_is_refused_in_one_sentence(case):
     ranks, mode, sentence = REFUSED[case]
-    for message in run_on_ranks(ranks, refusal_on_rank, mode):
+    for message in run_on_ranks(ranks, refusal_on_rank, train_on_rank, mode):
         assert sentence in message and ". " not in message
 
 

@@ -14,7 +14,7 @@ from ds_lgamp.integrations.deepspeed.plain.build import refuse_shared_experts
 from ds_lgamp.partition import flat_storage, gradient_reduction
 from ds_lgamp.partition.collectives import start_all_gather, start_reduce_scatter
 from testing.ranks import run_on_ranks
-from tests.integrations.deepspeed.moe import EXPERTS, STEPS, Mode, train_alone, train_on_rank
+from tests.integrations.deepspeed.moe import EXPERTS, STEPS, Mode, refusal_on_rank, train_alone, train_on_rank
 from tests.integrations.split.own_models import WIDTH
 
 alone = cache(train_alone)
@@ -142,14 +142,8 @@ REFUSED = {
 }
 
 
-def refusal_on_rank(mode: Mode) -> str:
-    with pytest.raises(ConfigError) as refused:
-        train_on_rank(mode)
-    return str(refused.value)
-
-
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_is_refused_in_one_sentence(case):
     ranks, mode, sentence = REFUSED[case]
-    for message in run_on_ranks(ranks, refusal_on_rank, mode):
+    for message in run_on_ranks(ranks, refusal_on_rank, train_on_rank, mode):
         assert sentence in message
