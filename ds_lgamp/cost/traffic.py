@@ -1,6 +1,7 @@
 """Predicts the collectives and messages of one step by reading a rank's program."""
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -201,3 +202,48 @@ def hop_bytes(rank: int, placement: Placement, micro_batches: int, activations: 
         for chunk, (own, following) in enumerate(zip(placement, placement[1:]))
         if own == rank != following
     )
+
+
+class ExpertLayer(NamedTuple):
+    """A layer whose experts E ranks divide, as far as its all-to-alls go."""
+
+    expert_ranks: int
+    token_bytes: float
+    """Bytes that an all-to-all has of each token: as many copies as a token has experts or, where the capacity of
+    experts sets the size, that factor more."""
+    number_bytes: int = 0
+    """Bytes of the numbers of tokens that ranks tell each other before; 0 where they need not."""
+
+
+class AllToAlls(NamedTuple):
+    """What the layers with divided experts of a pipeline rank send, if all experts get as many tokens."""
+
+    calls: int
+    """In a step."""
+    token_bytes: float
+    """Of every token of a step."""
+    number_bytes: int
+    """In a step."""
+
+
+def all_to_alls(actions: Sequence[Action], layers: Mapping[int, Sequence[ExpertLayer]]) -> AllToAlls:
+    """Counts the all-to-alls of a rank's program.
+
+    A forward of a layer has two, which take tokens to their experts and results back; a recomputation has them again.
+    A backward has two, for the gradients of both. Each sends all but this rank's own 1/E. An all-to-all of numbers
+    comes before each forward and recomputation where sizes are known only then.
+
+    Args:
+        layers: those with divided experts, by chunk.
+    """
+    backwards = Counter(action.chunk for action in actions if action.kind is Kind.BACKWARD)
+    again = Counter(action.chunk for action in actions if action.kind is Kind.BACKWARD and action.recomputed)
+    forwards = Counter(action.chunk for action in actions if action.kind is Kind.FORWARD) + again
+    calls, token_bytes, number_bytes = 0, 0.0, 0
+    for chunk, own in layers.items():
+        for layer in own:
+            others, with_tokens = 1 - 1 / layer.expert_ranks, 2 * (forwards[chunk] + backwards[chunk])
+            calls += with_tokens + (forwards[chunk] if layer.number_bytes else 0)
+            token_bytes += with_tokens * others * layer.token_bytes
+            number_bytes += round(forwards[chunk] * others * layer.number_bytes)
+    return AllToAlls(calls, token_bytes, number_bytes)

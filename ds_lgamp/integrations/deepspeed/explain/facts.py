@@ -45,6 +45,43 @@ class TiedFacts:
 
 
 @dataclass(frozen=True)
+class SharedFacts:
+    """The units of a pipeline rank that equally many data-parallel ranks share, where ranks divide experts."""
+
+    expert_ranks: int
+    """How many ranks divide the experts; 1 for what all data-parallel ranks have."""
+    sharing_ranks: int
+    """How many ranks share each unit."""
+    parameters: int
+    """Elements on this rank, before they are partitioned."""
+    gathers: int
+    """In a step."""
+    reduces: int
+    bytes_sent: int
+    """The part of ``collective_bytes_sent`` of these units."""
+    memory: Memory
+    """As if there were no other units, without activations."""
+
+
+@dataclass(frozen=True)
+class TokenFacts:
+    """What takes tokens to the experts of other ranks and back, on a pipeline rank."""
+
+    layers: int
+    """Layers whose experts ranks divide."""
+    calls: int
+    """All-to-alls for a micro-batch."""
+    token_bytes: float
+    """Bytes that they send for each token of a micro-batch, if all experts get as many."""
+    number_bytes: int
+    """Bytes that they send of how many tokens follow, for a micro-batch."""
+    micro_batch_bytes: int | None
+    """Bytes that they send for a micro-batch; None if its size is unknown."""
+    step_bytes: int | None
+    """Bytes that they send in a step."""
+
+
+@dataclass(frozen=True)
 class RankFacts:
     """What one pipeline rank holds, and does in a step."""
 
@@ -77,6 +114,10 @@ class RankFacts:
     hop_bytes: int | None = None
     """Bytes of results that it sends to the next pipeline rank, and of gradients that it gets back. The last rank is
     followed by the first. None if activations are unknown."""
+    shared: Sequence[SharedFacts] = ()
+    """Its units by how many ranks share them, if it has experts that ranks divide; else empty."""
+    tokens: TokenFacts | None = None
+    """None without such experts."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +135,7 @@ class Explanation:
     optimizer: str
     layers: int
     parameters: int
-    """Elements of the model on each tensor-parallel rank; a tied module counts once."""
+    """Elements of the model on each tensor-parallel rank, with all experts; a tied module counts once."""
     bubble: float
     """Idle time as a share of the ideal time, simulated: a backward pass takes twice as long as a forward pass,
     communication takes no time."""
@@ -122,6 +163,11 @@ class Explanation:
             and spec.micro_batch_group >= micro_batches >= ranks
         )
         return (ranks - 1) / (spec.chunks // ranks * micro_batches) if applies else None
+
+    @property
+    def divides_experts(self) -> bool:
+        """Whether ranks divide experts."""
+        return any(rank.shared for rank in self.ranks)
 
     @property
     def most_chunks(self) -> int:

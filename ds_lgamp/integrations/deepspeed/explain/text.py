@@ -17,8 +17,8 @@ _BUS = 31.5e9
 
 def as_text(facts: Explanation) -> str:
     """Returns the explanation as tables and sentences."""
-    tables = (_chunk_table, _traffic_table, _memory_table, _host_table, _disk_table, _live_table, _activation_table)
-    parts = (_header, *tables, _words)
+    moved, held = (_traffic_table, _token_table), (_memory_table, _shared_table, _host_table, _disk_table, _live_table)
+    parts = (_header, _chunk_table, *moved, *held, _activation_table, _words)
     return "\n\n".join(text for part in parts if (text := part(facts)))
 
 
@@ -109,13 +109,15 @@ def _compressed(names: Sequence[str]) -> list[str]:
 
 
 def _traffic_table(facts: Explanation) -> str:
-    titles = ["rank", "gathers", "reduces", "tied gathers", "tied reduces", "tied sums", "frozen gathers", "messages"]
+    titles = ["rank", "gathers", "reduces", *(["expert gathers", "expert reduces"] if facts.divides_experts else [])]
+    titles += ["tied gathers", "tied reduces", "tied sums", "frozen gathers", "messages"]
     between = ["refreshes", "combines"] if facts.spec.hierarchy is not None else []
     rows = []
     for rank in facts.ranks:
         moved = rank.traffic
         of_chunks, of_tied = [moved.gathers, moved.reduces], [moved.tied_gathers, moved.tied_reduces, rank.tied_sums]
-        counts = [*of_chunks, *of_tied, moved.frozen_gathers, moved.sends]
+        of_experts = [moved.expert_gathers, moved.expert_reduces] if facts.divides_experts else []
+        counts = [*of_chunks, *of_experts, *of_tied, moved.frozen_gathers, moved.sends]
         sent = [with_bytes(rank.collective_bytes_sent)]
         if rank.bytes_between_nodes is not None:
             counts += [moved.refreshes, moved.combines]
@@ -126,6 +128,19 @@ def _traffic_table(facts: Explanation) -> str:
     titles += [*between, "collectives send", *(["between nodes"] if between else [])]
     titles += ["from the host", "to the host"] if facts.spec.offload is not None else []
     return "Each step, each rank\n" + table(titles, rows)
+
+
+def _token_table(facts: Explanation) -> str:
+    titles = {
+        "layers": "layers",
+        "calls": "all-to-alls",
+        "token_bytes": "each token",
+        "number_bytes": "numbers of tokens",
+        "micro_batch_bytes": "each micro-batch",
+        "step_bytes": "each step",
+    }
+    heading = "All-to-alls of a micro-batch to experts on other ranks, and what they send, each rank"
+    return _sizes_table(heading, titles, [rank.tokens for rank in facts.ranks])
 
 
 def _memory_table(facts: Explanation) -> str:
@@ -144,6 +159,23 @@ def _memory_table(facts: Explanation) -> str:
         sizes = map(_size, (*before, held.optimizer_state, *after))
         rows.append([rank.pipeline_rank, *sizes, held.stored_activations])
     return "Memory, each rank\n" + table(titles, rows)
+
+
+def _shared_table(facts: Explanation) -> str:
+    if not facts.divides_experts:
+        return ""
+    titles = ["rank", "units", "shared by", "parameters", "gathers", "reduces", "send", "weights", "resident", "master"]
+    titles += ["optimizer", "gradients", "gradient buffers", *(["on the host"] if facts.spec.offload else [])]
+    rows = []
+    for rank in facts.ranks:
+        for units in rank.shared:
+            held, divided = units.memory, units.expert_ranks
+            kind = "dense" if divided == 1 else f"experts, 1/{divided} of all"
+            sizes = [units.bytes_sent, held.weights, held.resident_weights, held.master_weights, held.optimizer_state]
+            sizes += [held.gradients, held.gradient_buffers, *([held.host.peak] if held.host is not None else [])]
+            counts = units.sharing_ranks, units.parameters, units.gathers, units.reduces
+            rows.append([rank.pipeline_rank, kind, *counts, *map(_size, sizes)])
+    return "Units by the ranks that share them, each kind of memory at its highest\n" + table(titles, rows, left={1})
 
 
 def _host_table(facts: Explanation) -> str:
@@ -180,12 +212,18 @@ def _sizes_table(heading: str, titles: dict[str, str], ranks: Sequence[Any]) -> 
         ranks: what has the attributes, by rank; None for a rank without.
     """
     rows = [
-        [rank, *(_size(getattr(held, kind)) for kind in titles)] for rank, held in enumerate(ranks) if held is not None
+        [rank, *(getattr(held, kind) if kind in _COUNTS else _size(getattr(held, kind)) for kind in titles)]
+        for rank, held in enumerate(ranks)
+        if held is not None
     ]
     return f"{heading}\n" + table(["rank", *titles.values()], rows) if rows else ""
 
 
-def _size(number: int | None) -> str:
+_COUNTS = ("layers", "calls")
+"""Attributes that are no bytes."""
+
+
+def _size(number: float | None) -> str:
     return "unknown" if number is None else with_bytes(number)
 
 
@@ -201,6 +239,7 @@ def _words(facts: Explanation) -> str:
             f"2*N*M = 2*{facts.most_chunks}*{facts.spec.micro_batches} = {facts.micro_batch_outer_gathers} times per "
             f"step and rank, not {gathers}."
         )
+    sentences += _words_on_experts(facts)
     stored = "inputs of chunks" if facts.settings.recompute == "full" else "chunks with what autograd saves of them"
     passing = "layers" if all(rank.memory.update is not None for rank in facts.ranks) else "layers and the optimizer"
     if facts.activations_unknown is None:
@@ -242,6 +281,28 @@ def _words(facts: Explanation) -> str:
             "parameters that train now. An engine that only evaluates needs ds_lgamp.enabled false."
         )
     return "\n".join(sentences)
+
+
+def _words_on_experts(facts: Explanation) -> list[str]:
+    """Returns sentences on experts that ranks divide; none without them."""
+    if not facts.divides_experts:
+        return []
+    sentences = ["Parameters of chunks are those of one rank, with its own experts."]
+    if any(units.sharing_ranks == 1 for rank in facts.ranks for units in rank.shared) and facts.data_ranks > 1:
+        sentences.append("Experts that no other rank has are neither gathered, nor reduced, nor partitioned.")
+    tokens = [rank.tokens for rank in facts.ranks if rank.tokens is not None]
+    if any(each.micro_batch_bytes is None for each in tokens):
+        sentences.append(
+            "The tokens of a micro-batch are unknown until the script gives it. What an all-to-all sends for each is "
+            "the mean if all experts get as many tokens; other routing sends more from some ranks."
+        )
+    if facts.activations_unknown is None:
+        sentences.append("Activations include the tokens that wait for experts, as many as in the balanced case.")
+    sentences.append(
+        "On a cluster file (--cluster), the bytes of experts count as sent between all data-parallel ranks, and tokens "
+        "are left out."
+    )
+    return sentences
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[object]], left: Container[int] = ()) -> str:
