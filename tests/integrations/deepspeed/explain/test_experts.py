@@ -3,13 +3,12 @@
 import json
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.utils import groups as stock_groups
 
 import ds_lgamp
@@ -102,8 +101,7 @@ def pipeline_on_rank(case: Case) -> tuple[int, dict[str, list[tuple[str, int]]]]
 def counts(collectives: list[tuple[str, int]]) -> tuple[int, int, int]:
     """Returns the number of gathers and of reductions, and the bytes they send. gloo has no reduce-scatter."""
     kinds = Counter(kind for kind, _ in collectives)
-    reduces = kinds["all_to_all"] + (kinds["all_reduce"] if "all_to_all" not in kinds else 0)
-    return kinds["all_gather"], reduces, sum(size for kind, size in collectives if kind != "all_reduce")
+    return kinds["all_gather"], kinds["all_to_all"], sum(size for kind, size in collectives if kind != "all_reduce")
 
 
 PIPELINES = {
@@ -137,3 +135,126 @@ def test_a_pipeline_holds_and_sends_what_explain_says(group, tmp_path):
                 assert tokens["step_bytes"] == sum(size for _, size in collectives["tokens"]), case
                 sent += of_experts
             assert shown["collective_bytes_sent"] == sent, case
+
+
+class AutoEp(NamedTuple):
+    """How a model of transformers is trained by AutoEP."""
+
+    expert_ranks: int
+    stage: int
+    pipeline_ranks: int = 1
+    more: Any = None
+
+    @property
+    def config(self) -> dict[str, Any]:
+        divided = {"enabled": True, "autoep_size": self.expert_ranks}
+        block = {"pipeline_ranks": self.pipeline_ranks, "layers_per_chunk": 1}
+        return {**configuration(self.stage, block), "expert_parallel": divided, **(self.more or {})}
+
+
+def balanced(layer: Any, _given: Any, logits: torch.Tensor) -> torch.Tensor:
+    """Lets every expert get as many tokens."""
+    tokens, chosen = torch.arange(len(logits)), 2
+    experts = (chosen * tokens[:, None] + torch.arange(chosen)) % EXPERTS
+    return logits * 0.01 + torch.zeros_like(logits).scatter(1, experts, 10.0)
+
+
+class Held:
+    """Follows what the units of an engine hold, by how many ranks share them."""
+
+    def __init__(self, engine: Any, patch: pytest.MonkeyPatch) -> None:
+        self.engine, self.partition = engine, engine.optimizer.partition
+        self.most: dict[str, Counter[int]] = {"resident_weights": Counter(), "gradients": Counter()}
+        for kind, name, bytes_of in (
+            ("resident_weights", "gather", lambda unit: resident(unit)),
+            ("gradients", "finish_gradients", lambda unit: unit.reduction.shard_gradient.nbytes),
+        ):
+            patch.setattr(self.partition, name, self.following(getattr(self.partition, name), kind, bytes_of))
+
+    def following(self, act: Any, kind: str, bytes_of: Any) -> Any:
+        def followed(*given: Any) -> None:
+            act(*given)
+            self.most[kind] |= self.by_sharing(bytes_of)
+
+        return followed
+
+    def by_sharing(self, bytes_of: Any) -> Counter[int]:
+        held: Counter[int] = Counter()
+        for unit in self.partition.units:
+            held[unit.policy.data_group.size()] += bytes_of(unit)
+        return held
+
+    def facts(self) -> dict[str, Counter[int]]:
+        """Returns the bytes of every kind by the number of ranks that share them, between steps or at the highest."""
+        return {**self.most, "weights": self.by_sharing(weights), "optimizer_state": self.by_sharing(self.state)}
+
+    def state(self, unit: Any) -> int:
+        state = self.engine.optimizer.optimizer.state
+        kept = (state[segment.shard][name] for segment in unit.master.segments for name in ("exp_avg", "exp_avg_sq"))
+        return sum(tensor.nbytes for tensor in kept)
+
+
+def resident(unit: Any) -> int:
+    return storage_of(unit.storage.flat).nbytes() if unit.storage.frees_weights else 0
+
+
+def weights(unit: Any) -> int:
+    own = unit.storage.kept if unit.storage.frees_weights else unit.storage.flat
+    return storage_of(own).nbytes()
+
+
+def scripts_on_rank(cases: list[AutoEp]) -> list[tuple[dict[str, Counter[int]], dict[str, list[tuple[str, int]]]]]:
+    """Trains each. Returns what units hold, and the collectives of a step, on this rank."""
+    prepare_rank()
+    ds_lgamp.install()
+    return [script_on_rank(case) for case in cases]
+
+
+def script_on_rank(case: AutoEp) -> tuple[dict[str, Counter[int]], dict[str, list[tuple[str, int]]]]:
+    with quiet():
+        engine = mixtral(case.config)
+    assert type(engine).__module__.startswith("ds_lgamp.")
+    for layer in engine.module.modules():
+        if isinstance(layer, AutoEPMoELayer):
+            layer.router.gate.register_forward_hook(balanced)
+    tokens = torch.arange(SAMPLES * LENGTH).view(SAMPLES, LENGTH)
+    with pytest.MonkeyPatch.context() as patch:
+        held = Held(engine, patch)
+        for _ in range(2):
+            with CollectiveCounter() as counter:
+                for _ in range(MICRO_BATCHES):
+                    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+                    engine.step()
+        return held.facts(), of_groups(counter, engine, case.expert_ranks)
+
+
+AUTO_EP = {
+    "one pipeline": [AutoEp(2, stage) for stage in range(4)],
+    "other ranks": [AutoEp(4, 3), AutoEp(2, 3, more={"bf16": {"enabled": True}})],
+    "two pipelines": [AutoEp(2, 1, 2), AutoEp(2, 3, 2)],
+}
+
+
+@pytest.mark.parametrize("group", slow_except(["one pipeline"], [*AUTO_EP]))
+def test_experts_of_auto_ep_are_held_and_moved_as_explain_says(group, tmp_path):
+    cases, ranks = AUTO_EP[group], 4
+    measured = run_on_ranks(ranks, scripts_on_rank, cases)
+    for number, case in enumerate(cases):
+        facts = explained(tmp_path, ranks, "mixtral", case.config)
+        data_ranks = ranks // case.pipeline_ranks
+        for rank, shown in enumerate(facts["ranks"]):
+            held, collectives = measured[rank * data_ranks][number]
+            for units, name in zip(shown["shared"], ("dense", "experts"), strict=True):
+                sharing = units["sharing_ranks"]
+                assert sharing == data_ranks // units["expert_ranks"]
+                for kind, by_sharing in held.items():
+                    assert units["memory"][kind] == by_sharing[sharing], (case, rank, kind, sharing)
+                kinds = Counter(kind for kind, _ in collectives[name])
+                if case.stage > 0:
+                    assert (units["gathers"], units["reduces"]) == (kinds["all_gather"], kinds["all_to_all"]), case
+            tokens, calls = shown["tokens"], collectives["tokens"]
+            assert tokens["calls"] * case.pipeline_ranks * MICRO_BATCHES == len(calls), case
+            # The same tokens on all ranks, and as many for every expert.
+            each = SAMPLES * LENGTH * tokens["token_bytes"] + tokens["number_bytes"]
+            assert each * case.pipeline_ranks * MICRO_BATCHES == sum(size for _, size in calls), case
+            assert tokens["micro_batch_bytes"] is None
