@@ -1,5 +1,5 @@
-"""Models with experts that ranks may divide, as scripts train them: a PipelineModule of ``deepspeed.moe`` with data, and
-a model of transformers for AutoEP."""
+"""Models with experts that ranks may divide, as scripts train them: a PipelineModule of ``deepspeed.moe`` with its
+data, and a model of transformers for AutoEP."""
 
 from typing import Any
 
