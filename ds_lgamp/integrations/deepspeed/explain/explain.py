@@ -286,11 +286,11 @@ class Step(NamedTuple):
         known = None if self.activations is None else sum(self.activations.all_to_all[chunk] for chunk in layers)
         return TokenFacts(
             layers=sum(map(len, layers.values())),
-            calls=moved.calls // micro_batches,
-            token_bytes=moved.token_bytes / micro_batches,
-            number_bytes=moved.number_bytes // micro_batches,
-            micro_batch_bytes=known,
-            step_bytes=None if known is None else micro_batches * known,
+            all_to_alls=moved.calls // micro_batches,
+            each_token=moved.token_bytes / micro_batches,
+            numbers_of_tokens=moved.number_bytes // micro_batches,
+            each_micro_batch=known,
+            each_step=None if known is None else micro_batches * known,
         )
 
     def _memory_and_disk(

@@ -65,20 +65,19 @@ class SharedFacts:
 
 @dataclass(frozen=True)
 class TokenFacts:
-    """What takes tokens to the experts of other ranks and back, on a pipeline rank."""
+    """What takes tokens to the experts of other ranks and back, on a pipeline rank. Bytes are what it sends."""
 
     layers: int
     """Layers whose experts ranks divide."""
-    calls: int
-    """All-to-alls for a micro-batch."""
-    token_bytes: float
-    """Bytes that they send for each token of a micro-batch, if all experts get as many."""
-    number_bytes: int
-    """Bytes that they send of how many tokens follow, for a micro-batch."""
-    micro_batch_bytes: int | None
-    """Bytes that they send for a micro-batch; None if its size is unknown."""
-    step_bytes: int | None
-    """Bytes that they send in a step."""
+    all_to_alls: int
+    """Of a micro-batch."""
+    each_token: float
+    """Bytes of each token of a micro-batch, if all experts get as many."""
+    numbers_of_tokens: int
+    """Bytes that say how many tokens follow, of a micro-batch."""
+    each_micro_batch: int | None
+    """Bytes; None if they are unknown."""
+    each_step: int | None
 
 
 @dataclass(frozen=True)

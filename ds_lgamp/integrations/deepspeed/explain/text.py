@@ -8,7 +8,7 @@ from typing import Any
 from ds_lgamp.cost.activations import ActivationMemory
 from ds_lgamp.cost.assignment import LinkKind
 from ds_lgamp.cost.offload import HostMemory
-from ds_lgamp.integrations.deepspeed.explain.facts import LATER, Explanation, LaidOut, seconds_of
+from ds_lgamp.integrations.deepspeed.explain.facts import LATER, Explanation, LaidOut, TokenFacts, seconds_of
 from ds_lgamp.schedule.spec import ProgramSpec
 
 _BUS = 31.5e9
@@ -131,15 +131,8 @@ def _traffic_table(facts: Explanation) -> str:
 
 
 def _token_table(facts: Explanation) -> str:
-    titles = {
-        "layers": "layers",
-        "calls": "all-to-alls",
-        "token_bytes": "each token",
-        "number_bytes": "numbers of tokens",
-        "micro_batch_bytes": "each micro-batch",
-        "step_bytes": "each step",
-    }
-    heading = "All-to-alls of a micro-batch to experts on other ranks, and what they send, each rank"
+    titles = {kind.name: kind.name.replace("_", " ") for kind in fields(TokenFacts)}
+    heading = "To experts on other ranks and back: all-to-alls of a micro-batch, and what each rank sends"
     return _sizes_table(heading, titles, [rank.tokens for rank in facts.ranks])
 
 
@@ -219,7 +212,7 @@ def _sizes_table(heading: str, titles: dict[str, str], ranks: Sequence[Any]) -> 
     return f"{heading}\n" + table(["rank", *titles.values()], rows) if rows else ""
 
 
-_COUNTS = ("layers", "calls")
+_COUNTS = ("layers", "all_to_alls")
 """Attributes that are no bytes."""
 
 
@@ -290,17 +283,15 @@ def _words_on_experts(facts: Explanation) -> list[str]:
     sentences = ["Parameters of chunks are those of one rank, with its own experts."]
     if any(units.sharing_ranks == 1 for rank in facts.ranks for units in rank.shared) and facts.data_ranks > 1:
         sentences.append("Experts that no other rank has are neither gathered, nor reduced, nor partitioned.")
-    tokens = [rank.tokens for rank in facts.ranks if rank.tokens is not None]
-    if any(each.micro_batch_bytes is None for each in tokens):
-        sentences.append(
-            "The tokens of a micro-batch are unknown until the script gives it. What an all-to-all sends for each is "
-            "the mean if all experts get as many tokens; other routing sends more from some ranks."
-        )
     if facts.activations_unknown is None:
-        sentences.append("Activations include the tokens that wait for experts, as many as in the balanced case.")
+        sentences.append("All-to-alls send the capacity of experts, whatever the routing; activations include it.")
+    else:
+        sentences.append(
+            f"What all-to-alls send is known for each token only, because {facts.activations_unknown}. It is that of "
+            "the balanced case, in which every expert gets as many tokens; other routing sends more or less."
+        )
     sentences.append(
-        "On a cluster file (--cluster), the bytes of experts count as sent between all data-parallel ranks, and tokens "
-        "are left out."
+        "Links of a cluster file carry the bytes of experts as if all data-parallel ranks shared them, and no tokens."
     )
     return sentences
 

@@ -1,8 +1,9 @@
 """``ds_lgamp run --explain`` of experts that ranks divide says what these ranks then hold and send."""
 
 import json
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ import ds_lgamp
 from ds_lgamp.runtime.measure import CollectiveCounter, PeakMemory, live_tensors, storage_of
 from testing import ROOT
 from testing.deepspeed_rank import prepare_rank, quiet
-from testing.forks import run_module
+from testing.forks import Ended, run_module
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.explain.expert_models import EXPERTS, LENGTH, SCRIPT, mixtral, pipeline
 from tests.slow import slow_except
@@ -53,13 +54,18 @@ def configuration(stage: int, block: dict[str, Any]) -> dict[str, Any]:
 
 def explained(folder: Path, ranks: int, kind: str, config: dict[str, Any], *sizes: int, as_json: bool = True) -> Any:
     """Returns what ``--explain`` says of the script."""
-    (folder / "script.py").write_text(SCRIPT)
-    words = [str(folder / "script.py"), kind, json.dumps(config), *map(str, sizes)]
-    given = ["--ranks", str(ranks), *(["--json"] if as_json else [])]
-    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    ended = run_module(["ds_lgamp", "run", "--explain", *given, *words], folder, environment)
+    ended = run_explain(folder, ranks, kind, config, *sizes, options=["--json"] if as_json else [])
     assert ended.status == 0, ended.complaints
     return json.loads(ended.output) if as_json else ended.output
+
+
+def run_explain(
+    folder: Path, ranks: int, kind: str, config: dict[str, Any], *sizes: int, options: Sequence[str] = ()
+) -> Ended:
+    (folder / "script.py").write_text(SCRIPT)
+    words = [str(folder / "script.py"), kind, json.dumps(config), *map(str, sizes)]
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return run_module(["ds_lgamp", "run", "--explain", "--ranks", str(ranks), *options, *words], folder, environment)
 
 
 def of_groups(counter: CollectiveCounter, engine: Any, expert_ranks: int) -> dict[str, list[tuple[str, int]]]:
@@ -131,8 +137,8 @@ def test_a_pipeline_holds_and_sends_what_explain_says(group, tmp_path):
                 assert (gathers, reduces) == (moved["expert_gathers"], moved["expert_reduces"]), case
                 assert [units["bytes_sent"] for units in shown["shared"]] == [dense_bytes, of_experts], case
                 tokens = shown["tokens"]
-                assert tokens["calls"] * MICRO_BATCHES == len(collectives["tokens"]), case
-                assert tokens["step_bytes"] == sum(size for _, size in collectives["tokens"]), case
+                assert tokens["all_to_alls"] * MICRO_BATCHES == len(collectives["tokens"]), case
+                assert tokens["each_step"] == sum(size for _, size in collectives["tokens"]), case
                 sent += of_experts
             assert shown["collective_bytes_sent"] == sent, case
 
@@ -253,8 +259,27 @@ def test_experts_of_auto_ep_are_held_and_moved_as_explain_says(group, tmp_path):
                 if case.stage > 0:
                     assert (units["gathers"], units["reduces"]) == (kinds["all_gather"], kinds["all_to_all"]), case
             tokens, calls = shown["tokens"], collectives["tokens"]
-            assert tokens["calls"] * case.pipeline_ranks * MICRO_BATCHES == len(calls), case
+            assert tokens["all_to_alls"] * case.pipeline_ranks * MICRO_BATCHES == len(calls), case
             # The same tokens on all ranks, and as many for every expert.
-            each = SAMPLES * LENGTH * tokens["token_bytes"] + tokens["number_bytes"]
+            each = SAMPLES * LENGTH * tokens["each_token"] + tokens["numbers_of_tokens"]
             assert each * case.pipeline_ranks * MICRO_BATCHES == sum(size for _, size in calls), case
-            assert tokens["micro_batch_bytes"] is None
+            assert tokens["each_micro_batch"] is None
+
+
+def test_words_tell_what_is_divided_and_what_is_known_of_tokens(tmp_path):
+    said = explained(tmp_path, 8, "mixtral", AutoEp(2, 3, 2).config, as_json=False)
+    assert re.search(r"^ +0 +experts, 1/2 of all +2 +\d", said, re.MULTILINE)
+    assert re.search(r"^ +1 +dense +4 +\d", said, re.MULTILINE)
+    assert "known for each token only, because the script gives micro-batches to the engine only after" in said
+    assert "the balanced case, in which every expert gets as many tokens" in said
+    assert "Experts that no other rank has" not in said
+    said = explained(tmp_path, 2, "pipeline", Case(2, 2, 3).config, 2, 1, as_json=False)
+    assert "Experts that no other rank has are neither gathered, nor reduced, nor partitioned." in said
+    assert "All-to-alls send the capacity of experts, whatever the routing" in said and "known for each" not in said
+
+
+def test_what_the_engine_refuses_around_experts_is_not_explained(tmp_path):
+    shards = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}
+    ended = run_explain(tmp_path, 4, "mixtral", AutoEp(2, 3, more=shards).config)
+    assert ended.status == 2
+    assert "ranks divide the experts of a layer (ep_size 2), but zero_hpz_partition_size" in ended.complaints
