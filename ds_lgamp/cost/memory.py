@@ -89,7 +89,8 @@ A last chunk whose backwards directly follow its forwards is never recomputed.
 Source: ``ds_lgamp/partition`` and ``ds_lgamp/runtime``; tests compare both with this formula. It holds from the second
 step on, because the first one learns shapes, and while shapes do not change. It does not cover:
 
-- scalars and buffers of layers.
+- scalars and buffers of layers, and tensors that they keep in attributes, such as the loss that balances experts, whose
+  graph holds the input of its chunk.
 - the copy of labels from which a recomputation computes the loss.
 - memory inside a kernel.
 - data that the script itself holds.

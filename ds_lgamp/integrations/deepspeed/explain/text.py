@@ -131,9 +131,10 @@ def _traffic_table(facts: Explanation) -> str:
 
 
 def _token_table(facts: Explanation) -> str:
-    titles = {kind.name: kind.name.replace("_", " ") for kind in fields(TokenFacts)}
+    titles = ["layers", "all-to-alls", "each token", "numbers of tokens", "each micro-batch", "each step"]
     heading = "To experts on other ranks and back: all-to-alls of a micro-batch, and what each rank sends"
-    return _sizes_table(heading, titles, [rank.tokens for rank in facts.ranks])
+    names = (kind.name for kind in fields(TokenFacts))
+    return _sizes_table(heading, dict(zip(names, titles)), [rank.tokens for rank in facts.ranks])
 
 
 def _memory_table(facts: Explanation) -> str:

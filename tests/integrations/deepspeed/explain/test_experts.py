@@ -273,6 +273,7 @@ def test_words_tell_what_is_divided_and_what_is_known_of_tokens(tmp_path):
     assert "known for each token only, because the script gives micro-batches to the engine only after" in said
     assert "the balanced case, in which every expert gets as many tokens" in said
     assert "Experts that no other rank has" not in said
+    assert re.search(r"^rank +layers +all-to-alls +each token +numbers of tokens", said, re.MULTILINE)
     said = explained(tmp_path, 2, "pipeline", Case(2, 2, 3).config, 2, 1, as_json=False)
     assert "Experts that no other rank has are neither gathered, nor reduced, nor partitioned." in said
     assert "All-to-alls send the capacity of experts, whatever the routing" in said and "known for each" not in said
