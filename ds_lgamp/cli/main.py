@@ -107,7 +107,9 @@ def _add_run_command(commands) -> None:
     command.add_argument("--trace", metavar="DIR", help="record what ranks do in some steps: docs/tracing.md")
     command.add_argument("--trace-steps", metavar="A:B", help="the first and last step to record (default: 10:12)")
     command.add_argument(
-        "--explain", action="store_true", help="stop at deepspeed.initialize and print what the block would do"
+        "--explain",
+        action="store_true",
+        help="stop at deepspeed.initialize and print what every rank would hold and send, of divided experts too",
     )
     command.add_argument(
         "--ranks", type=count, metavar="N", help="with --explain: ranks of the job (default: WORLD_SIZE, else 1)"

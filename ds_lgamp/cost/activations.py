@@ -51,6 +51,9 @@ class ActivationBytes:
     """Whether layers draw random numbers. Every stored input then has random states of its own."""
     flops: Sequence[int] = ()
     """Floating-point operations of every chunk's forward; empty if they were not counted."""
+    all_to_all: Sequence[int] = ()
+    """Bytes that the all-to-alls of every chunk send, in its forward, recomputation and backward; empty if they were
+    not counted."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Predicts the collectives and messages of one step by reading a rank's program."""
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,6 +32,9 @@ class Traffic:
     """Gathers between nodes, of chunks and tied modules; with hierarchical shards only, like ``combines``."""
     combines: int = 0
     """Sums between nodes, of chunks and tied modules."""
+    expert_gathers: int = 0
+    """Gathers of experts that ranks divide, beside those of the rest of their chunk."""
+    expert_reduces: int = 0
 
 
 def predict_traffic(
@@ -39,6 +43,7 @@ def predict_traffic(
     chunks: Collection[int],
     tied_users: Sequence[Collection[int]],
     frozen_users: Sequence[Collection[int]] = (),
+    expert_users: Sequence[Collection[int]] = (),
 ) -> Traffic:
     """Counts the traffic of a rank's program.
 
@@ -48,11 +53,14 @@ def predict_traffic(
             gathered with the first user that needs it and reduced after the last.
         frozen_users: for each chunk and tied module with frozen parameters, the chunks of the rank that use them.
             Frozen parameters never change, so they are gathered at stage 3 only and never reduced.
+        expert_users: for each unit of trainable experts that ranks divide, the chunks of the rank that use it. Experts
+            that nobody else has move nothing, and are not among them.
     """
     moves = [action for action in actions if action.kind in PARTITION]
     own = [_moves_of(moves, [chunk], zero_stage) for chunk in chunks]
     tied = [_moves_of(moves, users, zero_stage) for users in tied_users]
     frozen = [_moves_of(moves, users, zero_stage) for users in frozen_users if zero_stage == 3]
+    experts = [_moves_of(moves, users, zero_stage) for users in expert_users]
     trained, combines = [*own, *tied], any(action.kind is Kind.COMBINE for action in moves)
     return Traffic(
         gathers=sum(unit.gathers for unit in own),
@@ -64,6 +72,8 @@ def predict_traffic(
         frozen_gathers=sum(unit.gathers for unit in frozen),
         refreshes=sum(unit.refreshes for unit in trained),
         combines=sum(unit.reduces for unit in trained) if combines else 0,
+        expert_gathers=sum(unit.gathers for unit in experts),
+        expert_reduces=sum(unit.reduces for unit in experts),
     )
 
 
@@ -110,7 +120,7 @@ def collective_bytes(
 ) -> int:
     """Returns the bytes a rank sends for one unit in a step, counted as ``CollectiveCounter`` counts them.
 
-    With W data-parallel ranks:
+    With W ranks that have the unit:
 
     - A gather sends W-1 parts.
     - A reduce-scatter sends (W-1)/W of the gradient.
@@ -120,9 +130,10 @@ def collective_bytes(
 
     With hierarchical shards over nodes of h ranks, h takes the place of W, and :func:`bytes_between_nodes` come on top.
     """
-    zero_stage, ranks = sharding.zero_stage, sharding.data_ranks
+    shared = unit.shared(sharding)
+    zero_stage, ranks = shared.zero_stage, shared.data_ranks
     moves, part = _moves_of(actions, unit.chunks, zero_stage), unit.part(sharding)
-    others = unit.kept(sharding._replace(zero_stage=3)) * (sharding.sharers - 1)
+    others = unit.kept(sharding._replace(zero_stage=3)) * (shared.sharers - 1)
     if zero_stage == 0:
         reduce = 2 * size.travelling * part * (ranks - 1) // ranks
     else:
@@ -191,3 +202,48 @@ def hop_bytes(rank: int, placement: Placement, micro_batches: int, activations: 
         for chunk, (own, following) in enumerate(zip(placement, placement[1:]))
         if own == rank != following
     )
+
+
+class ExpertLayer(NamedTuple):
+    """A layer whose experts E ranks divide, as far as its all-to-alls go."""
+
+    expert_ranks: int
+    token_bytes: float
+    """Bytes that an all-to-all has of each token: as many copies as a token has experts or, where the capacity of
+    experts sets the size, that factor more."""
+    number_bytes: int = 0
+    """Bytes of the numbers of tokens that ranks tell each other before; 0 where they need not."""
+
+
+class AllToAlls(NamedTuple):
+    """What the layers with divided experts of a pipeline rank send, if all experts get as many tokens."""
+
+    calls: int
+    """In a step."""
+    token_bytes: float
+    """Of every token of a step."""
+    number_bytes: int
+    """In a step."""
+
+
+def all_to_alls(actions: Sequence[Action], layers: Mapping[int, Sequence[ExpertLayer]]) -> AllToAlls:
+    """Counts the all-to-alls of a rank's program.
+
+    A forward of a layer has two, which take tokens to their experts and results back; a recomputation has them again.
+    A backward has two, for the gradients of both. Each sends all but this rank's own 1/E. An all-to-all of numbers
+    comes before each forward and recomputation where sizes are known only then.
+
+    Args:
+        layers: those with divided experts, by chunk.
+    """
+    backwards = Counter(action.chunk for action in actions if action.kind is Kind.BACKWARD)
+    again = Counter(action.chunk for action in actions if action.kind is Kind.BACKWARD and action.recomputed)
+    forwards = Counter(action.chunk for action in actions if action.kind is Kind.FORWARD) + again
+    calls, token_bytes, number_bytes = 0, 0.0, 0
+    for chunk, own in layers.items():
+        for layer in own:
+            others, with_tokens = 1 - 1 / layer.expert_ranks, 2 * (forwards[chunk] + backwards[chunk])
+            calls += with_tokens + (forwards[chunk] if layer.number_bytes else 0)
+            token_bytes += with_tokens * others * layer.token_bytes
+            number_bytes += round(forwards[chunk] * others * layer.number_bytes)
+    return AllToAlls(calls, token_bytes, number_bytes)

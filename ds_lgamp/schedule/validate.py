@@ -124,7 +124,9 @@ class _Queues:
     - Every link has a stream for each kind of message. A send is done once its receive has started, a receive once its
       send has started. No buffer in between holds a message.
     - A compute that needs a message waits for the receive.
-    - Gathers and reductions start together on all data-parallel ranks, because these run the same program.
+    - Gathers and reductions start together on all data-parallel ranks, because these run the same program. So do, on
+      ranks that divide experts, those of experts, and inside computes the all-to-alls of tokens: a host that waits for
+      how many tokens come waits for nothing that other ranks launch later.
     - A script's turn begins when all pipeline ranks have launched everything before it: hosts meet, because outputs
       travel.
     - Transfers between host and device, and updates on the host, wait for nothing but their own rank's work.

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import deepspeed
@@ -19,7 +18,6 @@ from transformers import AutoModelForCausalLM
 
 import ds_lgamp
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.deepspeed.explain.explain import explain
 from ds_lgamp.integrations.user_script import finish_engines
 from testing import SCRIPTS
 from testing.deepspeed_rank import is_ours, prepare_rank, quiet
@@ -351,9 +349,3 @@ def refusal_of_pipeline_on_rank() -> str:
 
 def test_a_pipeline_module_is_refused():
     assert "DeepSpeed finds no experts in a PipelineModule" in run_on_ranks(1, refusal_of_pipeline_on_rank)[0]
-
-
-def test_explain_says_that_it_does_not_know_it():
-    asked = SimpleNamespace(expert_parallel_config=SimpleNamespace(enabled=True, autoep_size=2))
-    with pytest.raises(ConfigError, match="expert_parallel.enabled is True, which --explain does not know"):
-        explain({"model": None, "config": {"ds_lgamp": {}}, "config_class": asked}, "uniform")

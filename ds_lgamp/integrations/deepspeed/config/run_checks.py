@@ -307,9 +307,8 @@ def _complaint_about_tensors(module: PipelineModule) -> str | None:
             )
         if is_of_unknown_group(parameter) or hasattr(parameter, "ds_optim_param"):
             return (
-                f"parameter {shown} differs between data-parallel ranks, but not as experts of deepspeed.moe in a "
-                "training, which --explain does not know; let every rank have all experts (ep_size 1), and use layers "
-                "without sharded weights"
+                f"parameter {shown} differs between data-parallel ranks, but not as experts of deepspeed.moe; let "
+                "every rank have all experts (ep_size 1), and use layers without sharded weights"
             )
     shared = complaint_about_memory((shown_name(module, name), tensor) for name, tensor in global_names(module))
     if shared is not None:

@@ -43,6 +43,8 @@ from ds_lgamp.integrations.deepspeed.model.shared_tensors import SharedBuffers
 from ds_lgamp.integrations.program_spec import program_of
 from ds_lgamp.integrations.split.state import leave_out_hosts
 from ds_lgamp.integrations.tracing import trace_if_asked
+from ds_lgamp.optimizers.lamb import Lamb
+from ds_lgamp.optimizers.muon import Muon
 from ds_lgamp.optimizers.updates import HostUpdateError
 from ds_lgamp.partition.agreement import host_group
 from ds_lgamp.partition.bus import Bus
@@ -155,7 +157,8 @@ class Training:
                 others.
         """
         module = self.placed
-        refuse_around_experts(module, self.settings, self.program_spec, optimizer, is_deferred(module))
+        whole = isinstance(optimizer, Lamb | Muon)
+        refuse_around_experts(module, self.settings, self.program_spec, whole, is_deferred(module))
         deferred = DeferredLayers(module, prepare) if is_deferred(module) else None
         self.device = self.door.device
         policy = policy_of(

@@ -24,7 +24,7 @@ from ds_lgamp.integrations.deepspeed.model.module import function_of
 from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources, switch_on
 from ds_lgamp.partition.gradient_reduction import ACCUMULATES_IN_OTHER_DTYPES
 from ds_lgamp.runtime.chunk import Chunk, differentiable
-from ds_lgamp.runtime.measure import chunk_bytes
+from ds_lgamp.runtime.measure import CollectiveCounter, chunk_bytes
 from ds_lgamp.runtime.messages import laid_out
 from ds_lgamp.runtime.recompute import read_states, undisturbed
 from ds_lgamp.schedule.spec import ProgramSpec
@@ -79,7 +79,8 @@ def measure_activations(
         with undisturbed(sources), FakeTensorMode(allow_non_fake_inputs=True), faked(layers, config, device):
             fake = _fake_data(inputs, device, input_dtype(config)), _fake_data(labels, device)
             with _Draws() as draws:
-                chunks, flops = map(list, zip(*_chunks(module, layers, bounds, fake, spec, settings.reproducible)))
+                measured = _chunks(module, layers, bounds, fake, spec, settings.reproducible)
+                chunks, flops, all_to_all = map(list, zip(*measured))
     except Exception as error:
         raise UnknownActivations(f"a layer does not work on tensors without values ({_first_line(error)})") from None
     on_host = device.type == "cpu" and not settings.reproducible
@@ -90,6 +91,7 @@ def measure_activations(
         random_states=sum(state.nbytes for state in states) if on_host else 0,
         draws=draws.any,
         flops=flops,
+        all_to_all=all_to_all,
     )
 
 
@@ -100,8 +102,9 @@ def _chunks(
     data: tuple[Any, Any],
     spec: ProgramSpec,
     reproducible: bool,
-) -> Iterator[tuple[ChunkBytes, int]]:
-    """Yields the bytes of every chunk, and the floating-point operations of its forward."""
+) -> Iterator[tuple[ChunkBytes, int, int]]:
+    """Yields the bytes of every chunk, the floating-point operations of its forward, and the bytes that its all-to-alls
+    send."""
     functions = [function_of(spec, layer) for spec, layer in zip(module._layer_specs, layers)]
     last, (inputs, labels) = len(bounds) - 2, data
     between_layers = laid_out if reproducible else None
@@ -112,16 +115,17 @@ def _chunks(
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             result = compute(inputs)
         gradients = [torch.ones_like(member) for member in differentiable(result)]
-        taken = chunk_bytes(
-            compute,
-            inputs,
-            gradients if chunk >= spec.first_trained else None,
-            [*_memory_of(layers[own]), *tree_leaves(labels)],
-            0 if chunk == last else _bytes_of(result),
-            is_first=chunk == 0,
-            recompute=spec.is_recomputed(chunk),
-        )
-        yield taken, counter.get_total_flops()
+        with CollectiveCounter() as sent:
+            taken = chunk_bytes(
+                compute,
+                inputs,
+                gradients if chunk >= spec.first_trained else None,
+                [*_memory_of(layers[own]), *tree_leaves(labels)],
+                0 if chunk == last else _bytes_of(result),
+                is_first=chunk == 0,
+                recompute=spec.is_recomputed(chunk),
+            )
+        yield taken, counter.get_total_flops(), sent.bytes_sent["all_to_all"]
         inputs = result
 
 

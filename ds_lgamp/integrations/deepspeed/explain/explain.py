@@ -4,13 +4,16 @@ The script runs, unedited and in one process, up to ``deepspeed.initialize``; th
 own functions compute what would have followed.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig, DtypeEnum
 from deepspeed.runtime.pipe.module import PipelineModule
+from torch import nn
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, read_block
 from ds_lgamp.cost.activations import ActivationBytes
@@ -18,6 +21,7 @@ from ds_lgamp.cost.memory import Memory, rank_memory
 from ds_lgamp.cost.offload import DiskUse, disk_use, host_beside_disk, live_use
 from ds_lgamp.cost.traffic import (
     Traffic,
+    all_to_alls,
     bus_bytes,
     bytes_between_nodes,
     collective_bytes,
@@ -34,16 +38,30 @@ from ds_lgamp.integrations.deepspeed.explain.activations import (
     first_micro_batch,
     measure_activations,
 )
-from ds_lgamp.integrations.deepspeed.explain.facts import Explanation, RankFacts
+from ds_lgamp.integrations.deepspeed.explain.facts import Explanation, RankFacts, SharedFacts, TokenFacts
 from ds_lgamp.integrations.deepspeed.explain.imagined import ImaginedModel, ImaginedRank, unit_sizes
 from ds_lgamp.integrations.deepspeed.explain.updates import Update, comes_later, update_of
-from ds_lgamp.integrations.deepspeed.model.experts import autoep_sizes
+from ds_lgamp.integrations.deepspeed.model.construction import is_deferred
+from ds_lgamp.integrations.deepspeed.model.experts import (
+    DividedLayer,
+    exchange_of,
+    make_groups,
+    refuse_around_experts,
+    sizes_of,
+    with_groups,
+)
 from ds_lgamp.integrations.deepspeed.model.module import Layout, layer_types
 from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources, offers_selective, refuse_unless_offered
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import check_tensors
-from ds_lgamp.integrations.deepspeed.plain.build import check_layout, refuse_other_parallelism, sequence_ranks
+from ds_lgamp.integrations.deepspeed.plain.build import (
+    check_layout,
+    divide_experts,
+    refuse_other_parallelism,
+    sequence_ranks,
+)
 from ds_lgamp.integrations.deepspeed.plain.layers import layers_of, pipeline_module, topology_of
 from ds_lgamp.integrations.deepspeed.plain.wrapper import split_of
+from ds_lgamp.partition.zero_partition import ZeroPartition
 from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.costs import UNIT_DURATIONS, Costs, sized_costs, uniform_costs
 from ds_lgamp.schedule.placement import split_automatic
@@ -65,11 +83,7 @@ def explain(arguments: dict[str, Any], partition_method: str, calls_engine: bool
     """
     module, config = arguments["model"], arguments["config_class"]
     settings = enabled_block(arguments["config"])
-    if autoep_sizes(config):
-        raise ConfigError(
-            "expert_parallel.enabled is True, which --explain does not know; set it to false, and read what would be "
-            "if every rank had all experts"
-        )
+    _make_expert_groups(module, module, config)
     if not (calls_engine or arguments.get("optimizer") or config.optimizer_name):
         arguments = {**arguments, "optimizer": comes_later}
     plan = plan_training(settings, arguments, partition_method, config.gradient_accumulation_steps, calls_engine)
@@ -77,6 +91,9 @@ def explain(arguments: dict[str, Any], partition_method: str, calls_engine: bool
     program = build_program(spec)
     validate(spec, program)
     update, model = update_of(arguments.get("optimizer"), config), ImaginedModel(module, plan.layout)
+    # Layers of other pipeline ranks may be divided otherwise.
+    _make_expert_groups(module, model.modules, config)
+    refuse_around_experts(model.modules, settings, spec, update.needs_whole_tensors, is_deferred(module))
     if settings.recompute == "selective":
         refuse_unless_offered(map(offers_selective, model.built))
     activations, unknown = None, None
@@ -85,7 +102,9 @@ def explain(arguments: dict[str, Any], partition_method: str, calls_engine: bool
             raise UnknownActivations("the script gives micro-batches to the engine only after deepspeed.initialize")
         samples = config.train_micro_batch_size_per_gpu
         micro_batch = first_micro_batch(arguments.get("training_data"), arguments.get("collate_fn"), samples)
-        activations = measure_activations(module, model.layers, plan.layout.bounds, micro_batch, spec, settings, config)
+        layers, bounds = model.layers, plan.layout.bounds
+        with with_groups(model.modules):
+            activations = measure_activations(module, layers, bounds, micro_batch, spec, settings, config)
     except UnknownActivations as reason:
         unknown = str(reason)
     data_ranks, tensor_ranks = (module.topology().get_dim(axis) or 1 for axis in ("data", "model"))
@@ -105,6 +124,12 @@ def explain(arguments: dict[str, Any], partition_method: str, calls_engine: bool
         activations_unknown=unknown,
         ranks=[step.facts(rank, *each) for rank, each in enumerate(zip(held, program))],
     )
+
+
+def _make_expert_groups(module: PipelineModule, layers: nn.Module, config: Any) -> None:
+    """Makes the groups of ranks that divide the experts of ``layers``, as the engine of ``module`` does."""
+    ranks = dist.get_process_group_ranks(module._grid.get_data_parallel_group())
+    make_groups(sizes_of(layers), ranks, bool(config.use_data_before_expert_parallel_))
 
 
 def enabled_block(config: dict[str, Any]) -> LgampConfig:
@@ -135,7 +160,9 @@ def explain_plain(settings: LgampConfig, arguments: dict[str, Any]) -> Explanati
     refuse_other_parallelism(model)
     check_tensors(model)
     split, settings = split_of(model, settings)
-    layers = layers_of(split, layer_sources(next(model.parameters()).device), settings)
+    divide_experts(model, settings, arguments)
+    with with_groups(model):
+        layers = layers_of(split, layer_sources(next(model.parameters()).device), settings)
     module = pipeline_module(layers, topology_of(layers, settings))
     check_layout(arguments.get("mpu"), module.mpu(), settings)
     config = _configuration_of_pipelines(arguments, module.num_stages)
@@ -208,18 +235,63 @@ class Step(NamedTuple):
             disk=disk,
             live=live_use(units, sharding, size, spec.updates) if leaves_live_states else None,
             hop_bytes=None if activations is None else hop_bytes(rank, spec.placement, spec.micro_batches, activations),
+            shared=self._shared(actions, held.partition, units, size),
+            tokens=self._tokens(actions, held.expert_layers),
         )
 
     def _traffic(self, actions: Sequence[Action], units: Sequence[UnitSize]) -> Traffic:
-        training = [unit for unit in units if not unit.frozen]
-        traffic = predict_traffic(
+        moving = [unit for unit in units if unit.shared(self._sharding).data_ranks > 1]
+        training = [unit for unit in moving if not unit.frozen]
+        dense = [unit for unit in training if unit.expert_ranks == 1]
+        return predict_traffic(
             actions,
             self.spec.zero_stage,
-            [chunk for unit in training if not unit.tied for chunk in unit.chunks],
-            [unit.chunks for unit in training if unit.tied],
-            [unit.chunks for unit in units if unit.frozen],
+            [chunk for unit in dense if not unit.tied for chunk in unit.chunks],
+            [unit.chunks for unit in dense if unit.tied],
+            [unit.chunks for unit in moving if unit.frozen],
+            [unit.chunks for unit in training if unit.expert_ranks > 1],
         )
-        return Traffic(sends=traffic.sends, receives=traffic.receives) if self.data_ranks == 1 else traffic
+
+    def _shared(
+        self, actions: Sequence[Action], partition: ZeroPartition, units: Sequence[UnitSize], size: ElementBytes
+    ) -> list[SharedFacts]:
+        """Returns the units of a rank by how many ranks share them; nothing without experts that ranks divide."""
+        if all(unit.expert_ranks == 1 for unit in units):
+            return []
+        facts = []
+        for expert_ranks in sorted({unit.expert_ranks for unit in units}):
+            own = [unit for unit in units if unit.expert_ranks == expert_ranks]
+            moved = self._traffic(actions, own)
+            of_units = (unit for unit, other in zip(partition.units, units) if other.expert_ranks == expert_ranks)
+            facts.append(
+                SharedFacts(
+                    expert_ranks,
+                    self.data_ranks // expert_ranks,
+                    sum(math.prod(shape) for unit in of_units for _, shape, _ in unit.storage.contents()),
+                    moved.gathers + moved.tied_gathers + moved.expert_gathers + moved.frozen_gathers,
+                    moved.reduces + moved.tied_reduces + moved.expert_reduces,
+                    sum(collective_bytes(actions, unit, self._sharding, size) for unit in own),
+                    rank_memory(actions, own, self._sharding, size, offload=self.spec.offload),
+                )
+            )
+        return facts
+
+    def _tokens(self, actions: Sequence[Action], chunks: Mapping[int, Sequence[DividedLayer]]) -> TokenFacts | None:
+        """Returns what takes tokens to experts; None if no layer in the ``chunks`` of a rank has divided ones."""
+        element, micro_batches = parameter_dtype(self.config).itemsize, self.spec.micro_batches
+        layers = {chunk: [exchange_of(layer, element) for layer in own] for chunk, own in chunks.items() if own}
+        if not layers:
+            return None
+        moved = all_to_alls(actions, layers)
+        known = None if self.activations is None else sum(self.activations.all_to_all[chunk] for chunk in layers)
+        return TokenFacts(
+            layers=sum(map(len, layers.values())),
+            all_to_alls=moved.calls // micro_batches,
+            each_token=moved.token_bytes / micro_batches,
+            numbers_of_tokens=moved.number_bytes // micro_batches,
+            each_micro_batch=known,
+            each_step=None if known is None else micro_batches * known,
+        )
 
     def _memory_and_disk(
         self, actions: Sequence[Action], units: Sequence[UnitSize], size: ElementBytes, step: int | None

@@ -1,9 +1,11 @@
 """What ``ds_lgamp run --explain`` says, as data."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from ds_lgamp.config import LgampConfig
+from ds_lgamp.cost.assignment import Assignment, Demand
 from ds_lgamp.cost.memory import Memory
 from ds_lgamp.cost.offload import DiskUse, LiveUse
 from ds_lgamp.cost.traffic import Traffic
@@ -43,6 +45,42 @@ class TiedFacts:
 
 
 @dataclass(frozen=True)
+class SharedFacts:
+    """The units of a pipeline rank that equally many data-parallel ranks share, where ranks divide experts."""
+
+    expert_ranks: int
+    """How many ranks divide the experts; 1 for what all data-parallel ranks have."""
+    sharing_ranks: int
+    """How many ranks share each unit."""
+    parameters: int
+    """Elements on this rank, before they are partitioned."""
+    gathers: int
+    """In a step."""
+    reduces: int
+    bytes_sent: int
+    """The part of ``collective_bytes_sent`` of these units."""
+    memory: Memory
+    """As if there were no other units, without activations."""
+
+
+@dataclass(frozen=True)
+class TokenFacts:
+    """What takes tokens to the experts of other ranks and back, on a pipeline rank. Bytes are what it sends."""
+
+    layers: int
+    """Layers whose experts ranks divide."""
+    all_to_alls: int
+    """Of a micro-batch."""
+    each_token: float
+    """Bytes of each token of a micro-batch, if all experts get as many."""
+    numbers_of_tokens: int
+    """Bytes that say how many tokens follow, of a micro-batch."""
+    each_micro_batch: int | None
+    """Bytes; None if they are unknown."""
+    each_step: int | None
+
+
+@dataclass(frozen=True)
 class RankFacts:
     """What one pipeline rank holds, and does in a step."""
 
@@ -75,6 +113,10 @@ class RankFacts:
     hop_bytes: int | None = None
     """Bytes of results that it sends to the next pipeline rank, and of gradients that it gets back. The last rank is
     followed by the first. None if activations are unknown."""
+    shared: Sequence[SharedFacts] = ()
+    """Its units by how many ranks share them, if it has experts that ranks divide; else empty."""
+    tokens: TokenFacts | None = None
+    """None without such experts."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +134,7 @@ class Explanation:
     optimizer: str
     layers: int
     parameters: int
-    """Elements of the model on each tensor-parallel rank; a tied module counts once."""
+    """Elements of the model on each tensor-parallel rank, with all experts; a tied module counts once."""
     bubble: float
     """Idle time as a share of the ideal time, simulated: a backward pass takes twice as long as a forward pass,
     communication takes no time."""
@@ -120,6 +162,11 @@ class Explanation:
             and spec.micro_batch_group >= micro_batches >= ranks
         )
         return (ranks - 1) / (spec.chunks // ranks * micro_batches) if applies else None
+
+    @property
+    def divides_experts(self) -> bool:
+        """Whether ranks divide experts."""
+        return any(rank.shared for rank in self.ranks)
 
     @property
     def most_chunks(self) -> int:
@@ -158,3 +205,51 @@ def _rank_data(rank: RankFacts) -> dict[str, Any]:
     # asdict leaves named tuples as they are, which JSON would write as lists.
     parts = {key: None if (part := getattr(rank, key)) is None else part._asdict() for key in ("disk", "live")}
     return asdict(rank) | parts
+
+
+class LaidOut(NamedTuple):
+    """The chosen order, and why."""
+
+    cluster: str
+    islands: Sequence[str]
+    demand: Demand
+    knows_messages: bool
+    """Whether the bytes between pipeline ranks are known. Unknown ones count as none."""
+    assignment: Assignment
+    others: Sequence[Assignment]
+    """In orders that were not chosen."""
+    network_seconds: float
+    """Of a step on the clock, if compute took no time."""
+    step_seconds: float | None
+    """Of a step on the clock; None if the time of compute is unknown."""
+    exposed_seconds: float | None
+    """Of the network that no compute hides."""
+
+
+def assigned_json(laid_out: LaidOut) -> dict[str, Any]:
+    """Returns the same for a program to read."""
+    assignment = laid_out.assignment
+    return {
+        "cluster": laid_out.cluster,
+        "order": assignment.order,
+        "slots": [
+            {"rank": rank, "island": laid_out.islands[slot.island], "node": slot.node, "gpu": slot.gpu}
+            for rank, slot in enumerate(assignment.slots)
+        ],
+        "pipeline_speeds": assignment.pipeline_speeds,
+        "data_speeds": assignment.data_speeds,
+        "data_group_links": assignment.data_group_kinds,
+        "hop_links": assignment.hop_kinds,
+        "bytes_sent": dict(assignment.bytes_sent),
+        "seconds": dict(assignment.seconds),
+        "knows_messages": laid_out.knows_messages,
+        "network_seconds": laid_out.network_seconds,
+        "step_seconds": laid_out.step_seconds,
+        "exposed_seconds": laid_out.exposed_seconds,
+        "other_orders": [{"order": other.order, "seconds": seconds_of(other)} for other in laid_out.others],
+    }
+
+
+def seconds_of(assignment: Assignment) -> float:
+    """Returns the seconds of the messages of a step."""
+    return sum(assignment.seconds.values())

@@ -25,6 +25,7 @@ from ds_lgamp.integrations.deepspeed.engine.parameters import partition_paramete
 from ds_lgamp.integrations.deepspeed.explain.activations import faked
 from ds_lgamp.integrations.deepspeed.explain.facts import ChunkFacts, TiedFacts
 from ds_lgamp.integrations.deepspeed.model.construction import build_without_memory
+from ds_lgamp.integrations.deepspeed.model.experts import DividedLayer, divided
 from ds_lgamp.integrations.deepspeed.model.layer_moves import place_built
 from ds_lgamp.integrations.deepspeed.model.module import (
     Layout,
@@ -45,7 +46,8 @@ def imagine_ranks(ranks: int, rank: int) -> None:
     """Makes this process rank ``rank`` of ``ranks``, of which the other ones do not exist.
 
     The environment is as a launcher sets it. The process group is torch's fake one: its collectives return at once, as
-    if every rank had sent what this one did.
+    if every rank had sent what this one did. In an all-to-all every rank sends this one what it gets from it, so that
+    numbers of tokens for experts fit together.
     """
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
     for name, value in {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
@@ -59,10 +61,20 @@ def imagine_ranks(ranks: int, rank: int) -> None:
         named = signature.bind(*arguments, **options).arguments
         return new_group(**{**named, "backend": None, "pg_options": None})
 
+    all_to_all = dist.all_to_all_single
+
+    @functools.wraps(all_to_all)
+    def imagined_all_to_all(output: torch.Tensor, input: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        """Gives this rank what it sends."""
+        work = all_to_all(output, input, *arguments, **options)
+        with torch.no_grad():
+            output.copy_(input)
+        return work
+
     def nothing(*arguments: Any, **options: Any) -> None:
         """Replaces what the fake group does not offer. Objects that a rank would receive stay as they are."""
 
-    replacements: dict[str, Any] = {"new_group": imagined_group}
+    replacements: dict[str, Any] = {"new_group": imagined_group, "all_to_all_single": imagined_all_to_all}
     replacements |= dict.fromkeys(("init_process_group", "broadcast_object_list", "monitored_barrier"), nothing)
     # Never closed: this process imagines its ranks until it ends.
     undo = ExitStack()
@@ -79,6 +91,8 @@ class ImaginedRank(NamedTuple):
     """Its tied modules, in the order of their keys."""
     partition: ZeroPartition
     """The engine's own, of tensors without memory. Shards are neither spread over nodes nor on the host."""
+    expert_layers: dict[int, list[DividedLayer]]
+    """The layers whose experts ranks divide, by chunk."""
 
 
 class ImaginedModel:
@@ -99,7 +113,17 @@ class ImaginedModel:
         """Every layer once."""
         self.layers = [by_name[name] for name in self._names]
         """A tied module stands for each of its uses."""
-        self.parameters = sum(map(_parameters, self.built))
+        self.parameters = sum(map(_parameters, self.built)) + sum(map(_elsewhere, divided(self.modules)))
+
+    @property
+    def modules(self) -> nn.ModuleList:
+        """The layers that are modules, each once."""
+        return nn.ModuleList(layer for layer in self.built if isinstance(layer, nn.Module))
+
+    def _expert_layers(self, chunk: int) -> list[DividedLayer]:
+        """Returns the layers of ``chunk`` whose experts ranks divide."""
+        own = [self.layers[layer] for layer in self.layout.layers(chunk)]
+        return [inner for layer in own if isinstance(layer, nn.Module) for inner in divided(layer)]
 
     def _layer(self, layer: int) -> Any:
         """Returns the layer as this rank has built it, else one without memory that its specification builds."""
@@ -138,7 +162,8 @@ class ImaginedModel:
                 optimizer: Any = SimpleNamespace(param_groups=_groups(placed, owned))
                 policy = policy_of(placed, settings, config, spec, group, device, disk=None)
                 partition = partition_parameters(placed, optimizer, policy, device)
-                ranks.append(ImaginedRank(self._chunks(rank), tied, partition))
+                experts = {chunk: self._expert_layers(chunk) for chunk in self.layout.chunks_of(rank)}
+                ranks.append(ImaginedRank(self._chunks(rank), tied, partition, experts))
         return ranks
 
     def _placed(self, rank: int, tied: list[TiedFacts]) -> PlacedModule:
@@ -197,8 +222,17 @@ def unit_sizes(partition: ZeroPartition) -> list[UnitSize]:
         owned = [math.prod(shape) for _, shape, group in unit.storage.contents() if group is not None]
         chunks = tuple(chunk for chunk, units in partition.chunk_units.items() if unit in units)
         copies = 1 if unit.tie_group is None or not unit.trains else unit.tie_group.size()
-        sizes.append(UnitSize(unit.storage.end, sum(map(aligned, owned)), chunks, unit.tied, copies, not unit.trains))
+        size = UnitSize(unit.storage.end, sum(map(aligned, owned)), chunks, unit.tied, copies, not unit.trains)
+        # Experts are means over all ranks, and lie on fewer.
+        divided = unit.policy.mean_ranks // unit.policy.data_group.size()
+        sizes.append(replace(size, expert_ranks=divided))
     return sizes
+
+
+def _elsewhere(layer: DividedLayer) -> int:
+    """Returns the elements of the experts of a layer that this rank does not have."""
+    own = (parameter.numel() for parameter in layer.parameters() if not getattr(parameter, "allreduce", True))
+    return (layer.ep_size - 1) * sum(own)
 
 
 def _parameters(layer: Any) -> int:

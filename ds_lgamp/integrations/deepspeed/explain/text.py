@@ -3,12 +3,12 @@
 import itertools
 from collections.abc import Container, Sequence
 from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import Any
 
 from ds_lgamp.cost.activations import ActivationMemory
-from ds_lgamp.cost.assignment import Assignment, Demand, LinkKind
+from ds_lgamp.cost.assignment import LinkKind
 from ds_lgamp.cost.offload import HostMemory
-from ds_lgamp.integrations.deepspeed.explain.facts import LATER, Explanation
+from ds_lgamp.integrations.deepspeed.explain.facts import LATER, Explanation, LaidOut, TokenFacts, seconds_of
 from ds_lgamp.schedule.spec import ProgramSpec
 
 _BUS = 31.5e9
@@ -17,8 +17,8 @@ _BUS = 31.5e9
 
 def as_text(facts: Explanation) -> str:
     """Returns the explanation as tables and sentences."""
-    tables = (_chunk_table, _traffic_table, _memory_table, _host_table, _disk_table, _live_table, _activation_table)
-    parts = (_header, *tables, _words)
+    moved, held = (_traffic_table, _token_table), (_memory_table, _shared_table, _host_table, _disk_table, _live_table)
+    parts = (_header, _chunk_table, *moved, *held, _activation_table, _words)
     return "\n\n".join(text for part in parts if (text := part(facts)))
 
 
@@ -109,13 +109,15 @@ def _compressed(names: Sequence[str]) -> list[str]:
 
 
 def _traffic_table(facts: Explanation) -> str:
-    titles = ["rank", "gathers", "reduces", "tied gathers", "tied reduces", "tied sums", "frozen gathers", "messages"]
+    titles = ["rank", "gathers", "reduces", *(["expert gathers", "expert reduces"] if facts.divides_experts else [])]
+    titles += ["tied gathers", "tied reduces", "tied sums", "frozen gathers", "messages"]
     between = ["refreshes", "combines"] if facts.spec.hierarchy is not None else []
     rows = []
     for rank in facts.ranks:
         moved = rank.traffic
         of_chunks, of_tied = [moved.gathers, moved.reduces], [moved.tied_gathers, moved.tied_reduces, rank.tied_sums]
-        counts = [*of_chunks, *of_tied, moved.frozen_gathers, moved.sends]
+        of_experts = [moved.expert_gathers, moved.expert_reduces] if facts.divides_experts else []
+        counts = [*of_chunks, *of_experts, *of_tied, moved.frozen_gathers, moved.sends]
         sent = [with_bytes(rank.collective_bytes_sent)]
         if rank.bytes_between_nodes is not None:
             counts += [moved.refreshes, moved.combines]
@@ -126,6 +128,13 @@ def _traffic_table(facts: Explanation) -> str:
     titles += [*between, "collectives send", *(["between nodes"] if between else [])]
     titles += ["from the host", "to the host"] if facts.spec.offload is not None else []
     return "Each step, each rank\n" + table(titles, rows)
+
+
+def _token_table(facts: Explanation) -> str:
+    titles = ["layers", "all-to-alls", "each token", "numbers of tokens", "each micro-batch", "each step"]
+    heading = "To experts on other ranks and back: all-to-alls of a micro-batch, and what each rank sends"
+    names = (kind.name for kind in fields(TokenFacts))
+    return _sizes_table(heading, dict(zip(names, titles)), [rank.tokens for rank in facts.ranks])
 
 
 def _memory_table(facts: Explanation) -> str:
@@ -144,6 +153,23 @@ def _memory_table(facts: Explanation) -> str:
         sizes = map(_size, (*before, held.optimizer_state, *after))
         rows.append([rank.pipeline_rank, *sizes, held.stored_activations])
     return "Memory, each rank\n" + table(titles, rows)
+
+
+def _shared_table(facts: Explanation) -> str:
+    if not facts.divides_experts:
+        return ""
+    titles = ["rank", "units", "shared by", "parameters", "gathers", "reduces", "send", "weights", "resident", "master"]
+    titles += ["optimizer", "gradients", "gradient buffers", *(["on the host"] if facts.spec.offload else [])]
+    rows = []
+    for rank in facts.ranks:
+        for units in rank.shared:
+            held, divided = units.memory, units.expert_ranks
+            kind = "dense" if divided == 1 else f"experts, 1/{divided} of all"
+            sizes = [units.bytes_sent, held.weights, held.resident_weights, held.master_weights, held.optimizer_state]
+            sizes += [held.gradients, held.gradient_buffers, *([held.host.peak] if held.host is not None else [])]
+            counts = units.sharing_ranks, units.parameters, units.gathers, units.reduces
+            rows.append([rank.pipeline_rank, kind, *counts, *map(_size, sizes)])
+    return "Units by the ranks that share them, each kind of memory at its highest\n" + table(titles, rows, left={1})
 
 
 def _host_table(facts: Explanation) -> str:
@@ -180,12 +206,18 @@ def _sizes_table(heading: str, titles: dict[str, str], ranks: Sequence[Any]) -> 
         ranks: what has the attributes, by rank; None for a rank without.
     """
     rows = [
-        [rank, *(_size(getattr(held, kind)) for kind in titles)] for rank, held in enumerate(ranks) if held is not None
+        [rank, *(getattr(held, kind) if kind in _COUNTS else _size(getattr(held, kind)) for kind in titles)]
+        for rank, held in enumerate(ranks)
+        if held is not None
     ]
     return f"{heading}\n" + table(["rank", *titles.values()], rows) if rows else ""
 
 
-def _size(number: int | None) -> str:
+_COUNTS = ("layers", "all_to_alls")
+"""Attributes that are no bytes."""
+
+
+def _size(number: float | None) -> str:
     return "unknown" if number is None else with_bytes(number)
 
 
@@ -201,6 +233,7 @@ def _words(facts: Explanation) -> str:
             f"2*N*M = 2*{facts.most_chunks}*{facts.spec.micro_batches} = {facts.micro_batch_outer_gathers} times per "
             f"step and rank, not {gathers}."
         )
+    sentences += _words_on_experts(facts)
     stored = "inputs of chunks" if facts.settings.recompute == "full" else "chunks with what autograd saves of them"
     passing = "layers" if all(rank.memory.update is not None for rank in facts.ranks) else "layers and the optimizer"
     if facts.activations_unknown is None:
@@ -244,6 +277,26 @@ def _words(facts: Explanation) -> str:
     return "\n".join(sentences)
 
 
+def _words_on_experts(facts: Explanation) -> list[str]:
+    """Returns sentences on experts that ranks divide; none without them."""
+    if not facts.divides_experts:
+        return []
+    sentences = ["Parameters of chunks are those of one rank, with its own experts."]
+    if any(units.sharing_ranks == 1 for rank in facts.ranks for units in rank.shared) and facts.data_ranks > 1:
+        sentences.append("Experts that no other rank has are neither gathered, nor reduced, nor partitioned.")
+    if facts.activations_unknown is None:
+        sentences.append("All-to-alls send the capacity of experts, whatever the routing; activations include it.")
+    else:
+        sentences.append(
+            f"What all-to-alls send is known for each token only, because {facts.activations_unknown}. It is that of "
+            "the balanced case, in which every expert gets as many tokens; other routing sends more or less."
+        )
+    sentences.append(
+        "Links of a cluster file carry the bytes of experts as if all data-parallel ranks shared them, and no tokens."
+    )
+    return sentences
+
+
 def table(titles: Sequence[str], rows: Sequence[Sequence[object]], left: Container[int] = ()) -> str:
     """Returns aligned columns. Columns with an index in ``left`` align to the left, other columns to the right."""
     cells = [titles, *([f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row] for row in rows)]
@@ -267,25 +320,6 @@ def with_bytes(number: float) -> str:
     return f"{number:.3g} TB"
 
 
-class LaidOut(NamedTuple):
-    """The chosen order, and why."""
-
-    cluster: str
-    islands: Sequence[str]
-    demand: Demand
-    knows_messages: bool
-    """Whether the bytes between pipeline ranks are known. Unknown ones count as none."""
-    assignment: Assignment
-    others: Sequence[Assignment]
-    """In orders that were not chosen."""
-    network_seconds: float
-    """Of a step on the clock, if compute took no time."""
-    step_seconds: float | None
-    """Of a step on the clock; None if the time of compute is unknown."""
-    exposed_seconds: float | None
-    """Of the network that no compute hides."""
-
-
 _KINDS_OF_LINKS: dict[LinkKind, str] = {
     "node": "inside nodes",
     "island": "inside islands",
@@ -297,30 +331,6 @@ def assigned_text(laid_out: LaidOut) -> str:
     """Returns tables and sentences."""
     parts = (_nodes, _groups, _links, _orders)
     return "\n\n".join(part(laid_out) for part in parts)
-
-
-def assigned_json(laid_out: LaidOut) -> dict[str, Any]:
-    """Returns the same for a program to read."""
-    assignment = laid_out.assignment
-    return {
-        "cluster": laid_out.cluster,
-        "order": assignment.order,
-        "slots": [
-            {"rank": rank, "island": laid_out.islands[slot.island], "node": slot.node, "gpu": slot.gpu}
-            for rank, slot in enumerate(assignment.slots)
-        ],
-        "pipeline_speeds": assignment.pipeline_speeds,
-        "data_speeds": assignment.data_speeds,
-        "data_group_links": assignment.data_group_kinds,
-        "hop_links": assignment.hop_kinds,
-        "bytes_sent": dict(assignment.bytes_sent),
-        "seconds": dict(assignment.seconds),
-        "knows_messages": laid_out.knows_messages,
-        "network_seconds": laid_out.network_seconds,
-        "step_seconds": laid_out.step_seconds,
-        "exposed_seconds": laid_out.exposed_seconds,
-        "other_orders": [{"order": other.order, "seconds": _seconds(other)} for other in laid_out.others],
-    }
 
 
 def _nodes(laid_out: LaidOut) -> str:
@@ -373,15 +383,10 @@ def _links(laid_out: LaidOut) -> str:
 
 
 def _orders(laid_out: LaidOut) -> str:
-    rows = [[f"{_seconds(each):.3g}", each.order] for each in (laid_out.assignment, *laid_out.others)]
+    rows = [[f"{seconds_of(each):.3g}", each.order] for each in (laid_out.assignment, *laid_out.others)]
     return "Orders, and the seconds of their messages in a step; the first one is taken\n" + table(
         ["seconds", "order"], rows, left={1}
     )
-
-
-def _seconds(assignment: Assignment) -> float:
-    """Returns the seconds of the messages of a step."""
-    return sum(assignment.seconds.values())
 
 
 def _ranges(numbers: Sequence[int]) -> str:

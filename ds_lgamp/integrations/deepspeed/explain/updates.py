@@ -62,6 +62,11 @@ class Update:
         elif kind is not None and all(updates_in_place(kind, group) for group in groups):
             self.temporary_tensors = 0
 
+    @property
+    def needs_whole_tensors(self) -> bool:
+        """Whether it is LAMB or Muon."""
+        return self._kind is not None
+
     def group_of(self, name: str, parameter: nn.Parameter) -> int:
         """Returns the group of a parameter that trains. Those of layers that this process has not built belong to
         Muon's matrices if DeepSpeed would mark them with ``use_muon``."""

@@ -32,19 +32,36 @@ from deepspeed.utils import groups as stock_groups
 from torch import Tensor, nn
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
+from ds_lgamp.cost.traffic import ExpertLayer
 from ds_lgamp.integrations.deepspeed.model.layer_moves import traits_of
 from ds_lgamp.integrations.deepspeed.model.module import built_layers, global_names, tensors_of
 from ds_lgamp.integrations.split.parts import model_of
 from ds_lgamp.integrations.transformers.models import is_model
-from ds_lgamp.optimizers.lamb import Lamb
-from ds_lgamp.optimizers.muon import Muon
 from ds_lgamp.partition.agreement import everyone, raise_everywhere
 from ds_lgamp.schedule.spec import ProgramSpec
 
+DividedLayer = MoE | AutoEPMoELayer
+"""A layer with experts, which ranks divide among each other."""
 
-def divided(model: nn.Module) -> list[MoE | AutoEPMoELayer]:
+
+def divided(model: nn.Module) -> list[DividedLayer]:
     """Returns the layers of ``model`` whose experts ranks divide among each other."""
-    return [module for module in model.modules() if isinstance(module, MoE | AutoEPMoELayer) and module.ep_size > 1]
+    return [module for module in model.modules() if isinstance(module, DividedLayer) and module.ep_size > 1]
+
+
+def exchange_of(layer: DividedLayer, element: int) -> ExpertLayer:
+    """Returns what the all-to-alls of a layer with divided experts carry, if all experts get as many tokens.
+
+    Args:
+        element: bytes of an element of hidden states.
+    """
+    if isinstance(layer, AutoEPMoELayer):
+        token = layer.top_k * layer.hidden_size * element
+        return ExpertLayer(layer.ep_size, token, layer.num_experts * torch.int32.itemsize)
+    gate = layer.deepspeed_moe.gate
+    # An expert has room for so many tokens, and all of it travels.
+    copies = gate.k * gate.capacity_factor if gate.drop_tokens else gate.k
+    return ExpertLayer(layer.ep_size, copies * gate.wg.in_features * element)
 
 
 def place_among_experts(tensor: Tensor) -> tuple[int, int]:
@@ -75,7 +92,7 @@ _UNDIVIDED = "ep_size_1"
 
 def sizes_of(model: nn.Module) -> set[int]:
     """Returns among how many ranks each the layers of ``model`` divide their experts."""
-    return {module.ep_size for module in model.modules() if isinstance(module, MoE | AutoEPMoELayer)}
+    return {module.ep_size for module in model.modules() if isinstance(module, DividedLayer)}
 
 
 def make_groups(own: set[int], data_ranks: Sequence[int], experts_last: bool) -> None:
@@ -311,21 +328,19 @@ def _original_state(
 
 
 def refuse_around_experts(
-    module: PipelineModule, settings: LgampConfig, spec: ProgramSpec, optimizer: Any, deferred: bool
+    model: nn.Module, settings: LgampConfig, spec: ProgramSpec, whole: bool, deferred: bool
 ) -> None:
     """Raises ConfigError on all ranks for what does not know divided experts.
 
     Args:
-        module: its layers are placed.
+        model: has the layers of this rank.
         spec: the program of a step.
-        optimizer: the optimizer.
+        whole: whether the optimizer needs whole tensors, as LAMB and Muon do.
         deferred: whether layers have no memory yet.
     """
     refused = {
         "it is built inside ds_lgamp.deferred_init(); build it outside": deferred,
-        "the optimizer is LAMB or Muon; use Adam, SGD or another one that works element by element": isinstance(
-            optimizer, Lamb | Muon
-        ),
+        "the optimizer is LAMB or Muon; use Adam, SGD or another one that works element by element": whole,
         "zero_hpz_partition_size or mics_shard_size is given; remove it": spec.hierarchy is not None,
         f"{BLOCK}.live_checkpoint is given; remove it": settings.live_checkpoint is not None,
         f"{BLOCK}.data_rank_speeds is given, with which ranks have other numbers of micro-batches; remove it": (
@@ -334,7 +349,7 @@ def refuse_around_experts(
     }
     reason = next((reason for reason, holds in refused.items() if holds), None)
     complaint = None
-    if reason is not None and (layers := divided(module)):
+    if reason is not None and (layers := divided(model)):
         complaint = f"ranks divide the experts of a layer (ep_size {layers[0].ep_size}), but {reason}"
     raise_everywhere(complaint, ConfigError)
 

@@ -52,7 +52,7 @@ def build_engine(settings: LgampConfig, arguments: dict[str, Any]) -> ModelEngin
     split, settings = split_of(model, settings)
     needed = needed_to_split(split, settings)
     check_tensors(model)
-    _divide_experts(model, settings, arguments)
+    divide_experts(model, settings, arguments)
     # Only this looks for parameters, so that experts which were replaced are not among them.
     make_whole(needed)
     with with_groups(model):
@@ -69,7 +69,7 @@ def build_engine(settings: LgampConfig, arguments: dict[str, Any]) -> ModelEngin
     return engine
 
 
-def _divide_experts(model: torch.nn.Module, settings: LgampConfig, arguments: dict[str, Any]) -> None:
+def divide_experts(model: torch.nn.Module, settings: LgampConfig, arguments: dict[str, Any]) -> None:
     """Makes the groups of ranks that divide experts of ``model``, and replaces these where the configuration asks for
     it."""
     pipeline_ranks, config = settings.pipeline_ranks or 1, arguments["config_class"]

@@ -32,6 +32,8 @@ _CHUNKS = {
     6: ([], [(6, 6)]),
 }
 """The shapes of each chunk's parameters: those that train, and frozen ones."""
+_EXPERTS = {0: ([(3, 4, 9)], []), 4: ([(3, 40), (7,)], [(5, 9)])}
+"""As ``_CHUNKS``: experts, if ranks divide them."""
 _TIED = [(11, 2)], [(2, 5)]
 
 
@@ -49,10 +51,13 @@ def spec_of(case, zero_stage: int, **others) -> ProgramSpec:
     return ProgramSpec(place_chunks("modular", 8, 2), schedule, micro_batches, group, zero_stage, resident, **others)
 
 
-def partition_of(policy: ZeroPolicy, dtype: torch.dtype, tie_group) -> ZeroPartition:
-    """Returns the partition of the rank as it is between steps."""
+def partition_of(policy: ZeroPolicy, dtype: torch.dtype, tie_group, sharing=None) -> ZeroPartition:
+    """Returns the partition of the rank as it is between steps. Only the ranks in ``sharing`` have its experts."""
+    chunks = {chunk: _parameters(chunk, *shapes, dtype) for chunk, shapes in _CHUNKS.items()}
+    for chunk, shapes in _EXPERTS.items() if sharing is not None else ():
+        chunks[chunk] += [entry._replace(sharing=sharing) for entry in _parameters(f"e{chunk}", *shapes, dtype)]
     partition = build_partition(
-        {chunk: _parameters(chunk, *shapes, dtype) for chunk, shapes in _CHUNKS.items()},
+        chunks,
         [TiedParameters("embedding", _parameters("tied", *_TIED, dtype), [0, 6], tie_group)],
         policy,
         torch.device("cpu"),
@@ -98,3 +103,18 @@ SIZES = [
     UnitSize(_numel(_TIED[1]), 0, (0, 6), tied=True, frozen=True),
 ]
 """Of the units of the rank."""
+
+
+def sizes_of_experts(expert_ranks: int) -> list[UnitSize]:
+    """Returns the sizes of the units of experts that so many ranks divide."""
+    return [
+        UnitSize(
+            *(_numbers(shapes) if trains else (_numel(shapes), 0)),
+            (chunk,),
+            frozen=not trains,
+            expert_ranks=expert_ranks,
+        )
+        for chunk, both in _EXPERTS.items()
+        for trains, shapes in zip((True, False), both)
+        if shapes
+    ]

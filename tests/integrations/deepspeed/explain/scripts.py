@@ -9,6 +9,9 @@ distributed.init_process_group("gloo")
 said = ["nothing"]
 distributed.broadcast_object_list(said, src=1)
 assert said == ["nothing"] and distributed.new_group([0, 1], backend="gloo").size() == 2
+sent, got = torch.arange(3.0), torch.zeros(3)
+distributed.all_to_all_single(got, sent, [1, 2], [1, 2])
+assert got.equal(sent)
 import deepspeed
 deepspeed.init_distributed("gloo")
 from deepspeed.pipe import LayerSpec, PipelineModule

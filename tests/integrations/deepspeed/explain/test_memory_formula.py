@@ -21,6 +21,7 @@ from tests.integrations.deepspeed.explain.imagined_rank import (
     element_of,
     imagined_group,
     partition_of,
+    sizes_of_experts,
     spec_of,
 )
 from tests.slow import slow_except
@@ -66,6 +67,17 @@ def test_memory_of_hierarchical_shards_is_what_the_partition_takes(case, dtypes,
         compare_memory(CASES[case], 3, data_group, tie_group, *dtypes, in_rank_order, hierarchy, nodes)
 
 
+@pytest.mark.parametrize("case", slow_except(["layered", "groups"], [*CASES]))
+@pytest.mark.parametrize("dtypes", slow_except([DTYPES[0], DTYPES[-1]], DTYPES))
+def test_memory_of_experts_that_ranks_divide_is_what_the_partition_takes(case, dtypes, imagined_group):
+    """Two of four ranks have the same experts, and one of two."""
+    tie_group = imagined_group(2)
+    for data_ranks in (4, 2):
+        data_group, sharing = imagined_group(data_ranks), imagined_group(data_ranks // 2)
+        for zero_stage, in_rank_order in itertools.product(range(4), (False, True)):
+            compare_memory(CASES[case], zero_stage, data_group, tie_group, *dtypes, in_rank_order, sharing=sharing)
+
+
 def compare_memory(
     case,
     zero_stage,
@@ -77,12 +89,14 @@ def compare_memory(
     in_rank_order,
     hierarchy=None,
     nodes=None,
+    sharing=None,
 ):
     updates = case[-1]
     spec = spec_of(case, zero_stage, hierarchy=hierarchy, updates=updates, defers_gathers=updates == "next_step")
     actions = build_program(spec)[0]
     policy = ZeroPolicy(data_group, zero_stage, gradient_dtype, communication_dtype, in_rank_order, nodes=nodes)
-    partition = partition_of(policy, dtype, tie_group)
+    partition = partition_of(policy, dtype, tie_group, sharing)
+    sizes = SIZES + ([] if sharing is None else sizes_of_experts(data_group.size() // sharing.size()))
     follow(partition, actions, updates)
     stored = [each for unit in partition.units for each in (unit.storage.flat, unit.storage.shard)]
     state = [
@@ -96,7 +110,7 @@ def compare_memory(
         gradients, buffers = follow(partition, actions, updates)
     element = element_of(dtype, gradient_dtype, communication_dtype)
     sharding = Sharding(zero_stage, data_group.size(), hierarchy, in_rank_order, in_rank_order)
-    formula = rank_memory(actions, SIZES, sharding, element)
+    formula = rank_memory(actions, sizes, sharding, element)
     label = (case, zero_stage, data_group.size(), dtype, gradient_dtype, communication_dtype, in_rank_order)
     held = {tensor.untyped_storage()._cdata: tensor for tensor in stored}
     assert formula.weights == sum(tensor.untyped_storage().nbytes() for tensor in held.values()), label

@@ -24,6 +24,7 @@ from tests.integrations.deepspeed.explain.imagined_rank import (
     element_of,
     imagined_group,
     partition_of,
+    sizes_of_experts,
     spec_of,
 )
 from tests.slow import slow_except
@@ -82,12 +83,26 @@ def test_formulas_are_what_the_partition_takes_and_moves(case, updates, imagined
             compare(CASES[case], updates, stage, Offload(*offload), data_group, tie_group, *dtypes)
 
 
-def compare(case, updates, stage, offload, data_group, tie_group, dtype, gradient_dtype, communication_dtype):
+@pytest.mark.parametrize("case", slow_except(["layered"], [*CASES]))
+@pytest.mark.parametrize("updates", ["reduction", "next_step"])
+def test_formulas_know_experts_that_ranks_divide(case, updates, imagined_group):
+    """Two of four ranks have the same experts, and one of two."""
+    tie_group = imagined_group(2)
+    for data_ranks in (4, 2):
+        data_group, sharing = imagined_group(data_ranks), imagined_group(data_ranks // 2)
+        for (stage, *offload), dtypes in product(KEPT, DTYPES):
+            compare(CASES[case], updates, stage, Offload(*offload), data_group, tie_group, *dtypes, sharing)
+
+
+def compare(
+    case, updates, stage, offload, data_group, tie_group, dtype, gradient_dtype, communication_dtype, sharing=None
+):
     spec = spec_of(case, stage, defers_gathers=stage < 3, updates=updates, offload=offload)
     actions, bus = build_program(spec)[0], CountedBus()
     host = Host(bus, HostThread(torch.device("cpu")), offload.parameters, on_device=offload.on_device)
     policy = ZeroPolicy(data_group, stage, gradient_dtype, communication_dtype, host=host)
-    partition = partition_of(policy, dtype, tie_group)
+    partition = partition_of(policy, dtype, tie_group, sharing)
+    sizes = SIZES + ([] if sharing is None else sizes_of_experts(data_group.size() // sharing.size()))
     follow(partition, actions, updates)
     weights = [each for unit in partition.units for each in (unit.storage.flat, unit.storage.kept)]
     for unit in partition.units:
@@ -102,12 +117,12 @@ def compare(case, updates, stage, offload, data_group, tie_group, dtype, gradien
     partition.catch_up()
     element = element_of(dtype, gradient_dtype, communication_dtype)
     sharding = Sharding(stage, data_group.size())
-    formula = rank_memory(actions, SIZES, sharding, element, offload=offload)
+    formula = rank_memory(actions, sizes, sharding, element, offload=offload)
     label = (spec, data_group.size(), dtype, gradient_dtype, communication_dtype)
     assert formula.peak == memory.peak, label
     assert formula.host.peak == sum(home.nbytes for home in bus.homes), label
     moved = bus.bytes_loaded - before[0], bus.bytes_stored - before[1]
-    assert moved == bus_bytes(actions, SIZES, offload, sharding, element), label
+    assert moved == bus_bytes(actions, sizes, offload, sharding, element), label
 
 
 def follow(partition, actions, updates, look=lambda: None):
