@@ -95,23 +95,27 @@ class Bound:
 
     def __init__(self, model: Model, cluster: Cluster) -> None:
         self._model, self._compute = model, Compute(cluster, Efficiency(**cluster.efficiency))
-        self._layers: dict[tuple[int, int, bool], Seconds] = {}
+        self._layers: dict[tuple[int, int, bool], list[tuple[int, Seconds]]] = {}
+        """How many layers of each kind there are and what one of it takes, by what that depends on."""
 
     def on_host(self, of: Configuration) -> float:
         """Returns the least seconds of loads, of stores and of the host's updates, with offloading."""
         if of.offload is None:
             return 0.0
-        own = self._model.layers * self._model.layer_parameters / of.tensor_ranks / of.pipeline_ranks
+        own = sum(count * kind.layer_parameters for count, kind in self._model.kinds)
+        own = own / of.tensor_ranks / of.pipeline_ranks
         return max(host_seconds(self._compute, of, own))
 
     def seconds(self, of: Configuration) -> float:
         key = of.micro_batch, of.tensor_ranks, of.fused_attention
         if key not in self._layers:
-            self._layers[key] = self._compute.layer(self._model, *key)
-        layer = self._layers[key]
+            self._layers[key] = [(count, self._compute.layer(kind, *key)) for count, kind in self._model.kinds]
         # The only chunk of a single pipeline rank is not recomputed.
-        again = layer.forward if of.recompute == "full" and of.chunks > 1 else 0.0
-        rank = (layer.forward + layer.backward + again) * self._model.layers / of.pipeline_ranks
+        recomputes = of.recompute == "full" and of.chunks > 1
+        rank = sum(
+            (layer.forward + layer.backward + (layer.forward if recomputes else 0.0)) * count / of.pipeline_ranks
+            for count, layer in self._layers[key]
+        )
         return rank * (of.micro_batches + (of.pipeline_ranks - 1) / of.chunks_per_rank)
 
 

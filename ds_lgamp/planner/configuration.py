@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any
 
 from ds_lgamp.planner.fields import count
@@ -167,6 +168,11 @@ class Configuration:
         else:
             bounds = split_evenly(model.layers, self.chunks)
         return [end - start for start, end in zip(bounds, bounds[1:])]
+
+    def kinds_of_chunks(self, model: Model) -> list[tuple[int, ...]]:
+        """Returns how many layers of each kind every chunk has, in the order of ``model.kinds``."""
+        bounds = accumulate(self.layers_of_chunks(model), initial=0)
+        return [model.counts_between(start, end) for start, end in pairwise(bounds)]
 
 
 def method_of(configuration: Configuration) -> str:

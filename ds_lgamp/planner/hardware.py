@@ -54,19 +54,25 @@ class Compute:
     def layer(self, model: Model, sequences: int, tensor_ranks: int, fused_attention: bool) -> Seconds:
         """Returns the seconds of one layer for a micro-batch of ``sequences``, without communication."""
         tokens, hidden = sequences * model.sequence_length, model.hidden_size
-        queries = model.attention_heads * model.head_size / tensor_ranks
-        keys = 2 * model.key_value_heads * model.head_size / tensor_ranks
+        queries, keys = model.query_width / tensor_ranks, model.key_value_width / tensor_ranks
         wide = model.feed_forward_size / tensor_ranks
         routed = tokens * model.experts_per_token
-        matrices = 3 if model.gated else 2
-        products = self._product(tokens, hidden, queries + keys) + self._product(tokens, queries, hidden)
+        matrices = model.matrices
+        if model.latent is None:
+            products = self._product(tokens, hidden, queries + keys) + self._product(tokens, queries, hidden)
+        else:
+            products = sum(self._product(tokens, rows, columns) for rows, columns in model.attention_matrices)
         # With experts, each matrix sees its share of the tokens.
         share = max(1.0, routed / model.experts)
         products += matrices * self._product(share, hidden, wide) * (routed / share)
+        if model.shared_size:
+            products += matrices * self._product(tokens, hidden, model.shared_size / tensor_ranks)
+            routed += tokens * model.shared_size / model.feed_forward_size
         scores = sequences * model.attention_heads / tensor_ranks * model.sequence_length**2
         attention = self._attention(model, scores)
         moved = tokens * (HIDDEN_BYTES * hidden + 4 * (2 * queries + keys)) + 2 * matrices * routed * wide
         weights = model.layer_parameters / tensor_ranks
+        fused_attention &= not model.attention_masks
         unfused = 0 if fused_attention else scores
         forward = products + attention + self._moved(moved + SCORE_BYTES * unfused)
         # A fused kernel computes the scores again in the backward.
@@ -111,7 +117,8 @@ class Compute:
         """Seconds of the two products around ``scores`` scores."""
         half = self.efficiency.dimension
         waste = (1 + half / model.head_size) * (1 + half / model.sequence_length) ** 2
-        return 4.0 * scores * model.head_size * waste / (self.cluster.peak * self.efficiency.matmul)
+        size = (model.head_size + model.value_size) / 2
+        return 4.0 * scores * size * waste / (self.cluster.peak * self.efficiency.matmul)
 
     def _moved(self, size: float) -> float:
         return size / (self.cluster.memory_bandwidth * self.efficiency.memory)

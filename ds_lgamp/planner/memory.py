@@ -41,14 +41,14 @@ def units_of(model: Model, configuration: Configuration, rank: int) -> list[Unit
     matrices and the biases of their columns; they all hold norms and other biases."""
     ranks, last = configuration.tensor_ranks, configuration.chunks - 1
     replicated = 2 * model.norm_parameters + (2 * model.hidden_size if model.biases else 0)
-    of_layer = share(model.layer_parameters - replicated, ranks) + replicated
+    of_layers = [share(kind.layer_parameters - replicated, ranks) + replicated for _, kind in model.kinds]
     words = share(model.vocabulary_size, ranks) * model.hidden_size
     ends = {chunk: 0 for chunk in (0, last)}
     ends[0] += words + model.position_embeddings * model.hidden_size
     ends[last] += model.norm_parameters + model.extras + (0 if model.tied_embeddings else words)
-    units, users, layers = [], [], configuration.layers_of_chunks(model)
+    units, users, layers = [], [], configuration.kinds_of_chunks(model)
     for chunk in chunks_of(configuration.placement, rank):
-        parameters = layers[chunk] * of_layer
+        parameters = sum(count * of_layer for count, of_layer in zip(layers[chunk], of_layers))
         if chunk in ends and model.tied_embeddings:
             users.append(chunk)
         elif chunk in ends:
@@ -63,11 +63,12 @@ def units_of(model: Model, configuration: Configuration, rank: int) -> list[Unit
 
 def chunk_bytes_of(model: Model, configuration: Configuration, software: Software) -> list[ChunkBytes]:
     """Returns the bytes of one micro-batch on each chunk."""
-    layer = layer_bytes(model, configuration.micro_batch, configuration.tensor_ranks, software)
-    ends = end_bytes(model, configuration.micro_batch, configuration.tensor_ranks, software)
-    last, spec, layers = configuration.chunks - 1, configuration.spec, configuration.layers_of_chunks(model)
+    sizes = configuration.micro_batch, configuration.tensor_ranks, software
+    ends, of_kinds = end_bytes(model, *sizes), [layer_bytes(kind, *sizes) for _, kind in model.kinds]
+    last, spec = configuration.chunks - 1, configuration.spec
+    layers = configuration.kinds_of_chunks(model)
     sorts = [(layers[chunk], chunk == 0, chunk == last, spec.is_recomputed(chunk)) for chunk in range(last + 1)]
-    made = {sort: chunk_bytes(layer, ends, *sort) for sort in set(sorts)}
+    made = {sort: chunk_bytes(of_kinds, ends, *sort) for sort in set(sorts)}
     return [made[sort] for sort in sorts]
 
 
@@ -251,8 +252,9 @@ def _ranks(configuration: Configuration) -> list[int]:
 
 def batch_bytes(model: Model, configuration: Configuration, software: Software) -> int:
     """Returns the bytes of all micro-batches before they are embedded. Models of transformers compute a sine and a
-    cosine for every position and micro-batch."""
-    per_token = 2 * _ID_BYTES * configuration.micro_batch
+    cosine for every position and micro-batch, and masks for attention by several operations."""
+    per_token, w = 2 * _ID_BYTES * configuration.micro_batch, software.element.weights
     if not model.position_embeddings and not software.fused:
-        per_token += 2 * software.element.weights * model.head_size
+        per_token += 2 * w * (model.rotary_size or model.head_size)
+        per_token += w * model.attention_masks * model.sequence_length * configuration.micro_batch
     return per_token * model.sequence_length * configuration.micro_batches

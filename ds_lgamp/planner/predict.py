@@ -4,12 +4,13 @@ needs."""
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from math import ceil
+from operator import add
 
 from ds_lgamp.planner.cluster import Cluster
 from ds_lgamp.planner.configuration import Configuration
 from ds_lgamp.planner.hardware import ELEMENT, Seconds
 from ds_lgamp.planner.model import Model
-from ds_lgamp.planner.work import Work, exact_seconds, is_layered
+from ds_lgamp.planner.work import Work, exact_seconds, is_layered, total
 from ds_lgamp.schedule.closed_form import Shape, step_time
 from ds_lgamp.schedule.costs import Durations
 from ds_lgamp.schedule.program import build_timed_program
@@ -127,22 +128,26 @@ def _check(model: Model, cluster: Cluster, configuration: Configuration) -> None
 
 
 def _stages(work: Work) -> list[_Stage]:
-    """What each pipeline rank does. Only the ends and the numbers of layers differ."""
-    of, layer = work.configuration, work.layer
-    recomputed = layer.forward if of.recompute == "full" else 0.0
+    """What each pipeline rank does. Only the ends and the layers differ."""
+    of, layers = work.configuration, work.layers
+    again = [layer.seconds.forward if of.recompute == "full" else 0.0 for layer in layers]
     # Two sums in a forward (arXiv 1909.08053), two in a backward, two in a recomputation.
     sums = work.tensor_sum * (6 if of.recompute == "full" else 4)
-    layers = [0] * of.pipeline_ranks
-    for chunk, count in enumerate(of.layers_of_chunks(work.model)):
-        layers[of.placement[chunk]] += count
+    counts = [(0,) * len(layers)] * of.pipeline_ranks
+    for chunk, own in enumerate(of.kinds_of_chunks(work.model)):
+        rank = of.placement[chunk]
+        counts[rank] = tuple(map(add, counts[rank], own))
     stages = [
         _Stage(
-            Seconds(count * layer.forward, count * (layer.backward + recomputed)),
-            count * recomputed,
-            count * sums,
-            count * work.layer_parameters,
+            Seconds(
+                total(own, [layer.seconds.forward for layer in layers]),
+                total(own, [layer.seconds.backward + more for layer, more in zip(layers, again)]),
+            ),
+            total(own, again),
+            sum(own) * sums,
+            total(own, [layer.parameters for layer in layers]),
         )
-        for count in layers
+        for own in counts
     ]
     for chunk, end, parameters in work.ends:
         rank = of.placement[chunk]

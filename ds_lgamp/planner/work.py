@@ -1,6 +1,7 @@
 """What the parts of a step take on one tensor-parallel rank, and the step on the clock, which is exact where the closed
 form assumes equal ranks."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -30,6 +31,18 @@ class End(NamedTuple):
     """-1 is the last chunk."""
     seconds: Seconds
     parameters: float
+
+
+class Layer(NamedTuple):
+    """What a layer takes for one micro-batch on one tensor-parallel rank, and what it holds there."""
+
+    seconds: Seconds
+    parameters: float
+
+
+def total(counts: Iterable[int], each: Iterable[float]) -> float:
+    """Returns the sum over kinds of layers: how many there are of each kind, times what one of it takes."""
+    return sum(count * own for count, own in zip(counts, each))
 
 
 class Collectives(NamedTuple):
@@ -70,14 +83,13 @@ class Work:
         return network_of(self.cluster, self.configuration.gpus, self.compute.efficiency)
 
     @cached_property
-    def layer(self) -> Seconds:
-        """Of one layer, for one micro-batch."""
-        of = self.configuration
-        return self.compute.layer(self.model, of.micro_batch, of.tensor_ranks, of.fused_attention)
-
-    @property
-    def layer_parameters(self) -> float:
-        return self.model.layer_parameters / self.configuration.tensor_ranks
+    def layers(self) -> list[Layer]:
+        """One layer of every kind."""
+        of, ranks = self.configuration, self.configuration.tensor_ranks
+        return [
+            Layer(self.compute.layer(kind, of.micro_batch, ranks, of.fused_attention), kind.layer_parameters / ranks)
+            for _, kind in self.model.kinds
+        ]
 
     @cached_property
     def ends(self) -> tuple[End, End]:
@@ -164,11 +176,11 @@ class Work:
         """Returns what the actions of the configuration's program take, in seconds. Chunks differ in their layers;
         embedding and head belong to the first and the last one."""
         of, compute, sums = self.configuration, self.compute, 2 * self.tensor_sum
-        counts = of.layers_of_chunks(self.model)
-        forward = [count * (self.layer.forward + sums) for count in counts]
-        backward = [count * (self.layer.backward + sums) for count in counts]
+        counts, layers = of.kinds_of_chunks(self.model), self.layers
+        forward = [total(own, [layer.seconds.forward + sums for layer in layers]) for own in counts]
+        backward = [total(own, [layer.seconds.backward + sums for layer in layers]) for own in counts]
         recompute = list(forward)
-        elements = [count * self.layer_parameters for count in counts]
+        elements = [total(own, [layer.parameters for layer in layers]) for own in counts]
         for chunk, end, own in self.ends:
             forward[chunk] += end.forward + self.tensor_sum / 2
             backward[chunk] += end.backward + self.tensor_sum / 2

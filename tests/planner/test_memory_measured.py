@@ -15,13 +15,13 @@ from ds_lgamp.planner.memory import memory
 from ds_lgamp.planner.write import ds_config, why_not
 from testing.ranks import run_on_ranks
 from tests.pairwise import pairwise
-from tests.planner.training import LAYERS, Case, measure_all_on_rank, model_of
+from tests.planner.training import EXPERTS, LAYERS, Case, measure_all_on_rank, model_of
 
 LARGEST_DEVIATION = 0.03
 GRIDS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 FACTORS = {
     "grid": GRIDS,
-    "name": ["GPT-2", "Llama", "Qwen3"],
+    "name": ["GPT-2", "Llama", "Qwen3", *EXPERTS],
     "bf16": [False, True],
     "zero_stage": [0, 1, 2, 3],
     "schedule": ["layered", "1f1b"],
