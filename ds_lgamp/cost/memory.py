@@ -1,9 +1,9 @@
 """The memory formula: predicts the bytes on one pipeline rank by following its program.
 
 A **unit** is gathered, released and reduced together. It holds the trainable or the frozen parameters of one chunk or
-of one tied module. Symbols:
+of one tied module; experts that ranks divide are a unit of their own. Symbols:
 
-- W: data-parallel ranks.
+- W: data-parallel ranks that have the unit. Where E of them divide experts, 1/E of all have the same ones.
 - S: equal parts of a unit's storage. S is W at stages 1, 2 and 3, and 1 at stage 0.
 - m: elements of one part, as ``units.py`` counts them.
 - T: pipeline ranks that hold a copy of a tied unit.

@@ -91,7 +91,7 @@ class OffloadedStateWalk(StateWalk):
         for unit in units:
             if self.offload.parameters and not unit.holders and not unit.loaded:
                 unit.loaded = True
-                self.ledger.take("loaded" if self.partitioned else "resident", self.size.weights * unit.part)
+                self.ledger.take("loaded" if unit.partitioned else "resident", self.size.weights * unit.part)
 
     def gather(self, units: Sequence[HeldUnit], chunk: int) -> None:
         self.load(units)
@@ -100,7 +100,7 @@ class OffloadedStateWalk(StateWalk):
     def finish_gather(self, units: Sequence[HeldUnit]) -> None:
         """Frees the parts that a gather copied."""
         for unit in units:
-            if unit.loaded and self.partitioned:
+            if unit.loaded and unit.partitioned:
                 unit.loaded = False
                 self.ledger.free("loaded", self.size.weights * unit.part)
 
@@ -114,14 +114,14 @@ class OffloadedStateWalk(StateWalk):
     def begin_backward(self, units: Sequence[HeldUnit]) -> None:
         super().begin_backward(units)
         for unit in units:
-            if not self.partitioned and not unit.size.frozen and not unit.accumulating:
+            if not unit.partitioned and not unit.size.frozen and not unit.accumulating:
                 unit.accumulating = True
                 self.ledger.take("gradients", self.size.gradients * unit.part)
 
     def store(self, units: Sequence[HeldUnit]) -> None:
         """Converts the gradient to the type of the master weights, in which it travels."""
         for unit in units:
-            if unit.is_alone and not unit.size.frozen and self.converts:
+            if unit.is_alone and not unit.size.frozen and self.converts(unit):
                 self.ledger.take("gradients", self.size.master * unit.part)
                 self.ledger.free("gradients", self.size.gradients * unit.part)
 
@@ -134,17 +134,16 @@ class OffloadedStateWalk(StateWalk):
         unit.accumulating = False
         self.ledger.free("gradients", self.size.master * unit.part)
 
-    @property
-    def converts(self) -> bool:
+    def converts(self, unit: HeldUnit) -> bool:
         """Whether a gradient has another type when it accumulates than when the optimizer reads it."""
-        return not self.partitioned and self.size.gradients != self.size.master
+        return not unit.partitioned and self.size.gradients != self.size.master
 
     def step(self) -> None:
         """Stores what several chunks share, one unit after another."""
         for unit in self.training:
             if unit.is_alone:
                 continue
-            if self.converts:
+            if self.converts(unit):
                 self.ledger.take("gradients", self.size.master * unit.part)
                 self.ledger.free("gradients", self.size.gradients * unit.part)
             if unit.size.copies > 1:
@@ -334,7 +333,7 @@ def live_use(
         return LiveUse(None, None)
     written = frozen = 0
     for unit in units:
-        copies = sharding.data_ranks // unit.parts(sharding)
+        copies = unit.shared(sharding).data_ranks // unit.parts(sharding)
         own = unit.part(sharding) // copies
         if unit.frozen:
             frozen += size.weights * own

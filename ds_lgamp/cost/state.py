@@ -4,7 +4,6 @@ has the formula.
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize
 from ds_lgamp.schedule.actions import PARTITION, Action, Kind
@@ -65,19 +64,16 @@ class StateWalk:
         ledger: Ledger,
         step: int | None = None,
     ) -> None:
-        hierarchy, data_ranks = sharding.hierarchy, sharding.data_ranks
-        self.units = [HeldUnit(unit, sharding) for unit in units]
+        hierarchy = sharding.hierarchy
+        self.units = [HeldUnit(unit, sharding, size) for unit in units]
         self.training = [unit for unit in self.units if not unit.size.frozen]
         self.using = {
             chunk: [unit for unit in self.units if chunk in unit.size.chunks] for unit in units for chunk in unit.chunks
         }
-        self.partitioned = sharding.partitioned
-        self.data_ranks, self.receives = data_ranks, self.partitioned or (sharding.in_rank_order and data_ranks > 1)
-        # One data-parallel rank alone sends no gradients.
-        self.size = size if data_ranks > 1 else replace(size, communication=None)
+        self.size = size
         self.zero_stage, self.all_to_all, self.ledger = sharding.zero_stage, sharding.all_to_all, ledger
         self.in_rank_order = sharding.in_rank_order
-        self.nodes = 1 if hierarchy is None else hierarchy.nodes(data_ranks)
+        self.nodes = 1 if hierarchy is None else hierarchy.nodes(sharding.data_ranks)
         self.reducing: dict[int, list[HeldUnit]] = {}
         """Units under reduction, by the chunk whose REDUCE launched it."""
         self.combining: dict[int, list[HeldUnit]] = {}
@@ -93,8 +89,8 @@ class StateWalk:
 
     def take_gradients(self) -> None:
         """Takes the gradients that a rank holds throughout."""
-        if not self.partitioned:
-            for unit in self.training:
+        for unit in self.training:
+            if not unit.partitioned:
                 self.ledger.take("gradients", self.size.gradients * unit.part)
 
     @property
@@ -131,20 +127,18 @@ class StateWalk:
 
     def gather(self, units: Sequence["HeldUnit"], chunk: int) -> None:
         for unit in units:
-            if not unit.holders and self.partitioned and self.zero_stage == 3:
+            if not unit.holders and unit.partitioned and self.zero_stage == 3:
                 self.ledger.take("resident", self.size.weights * unit.full)
             unit.holders.add(chunk)
 
     def release(self, units: Sequence["HeldUnit"], chunk: int) -> None:
         for unit in units:
             unit.holders.discard(chunk)
-            if not unit.holders and self.partitioned and self.zero_stage == 3:
+            if not unit.holders and unit.partitioned and self.zero_stage == 3:
                 self.ledger.free("resident", self.size.weights * unit.full)
 
     def begin_backward(self, units: Sequence["HeldUnit"]) -> None:
-        if not self.partitioned:
-            return
-        beginning = [unit for unit in units if not unit.size.frozen and not unit.accumulating]
+        beginning = [unit for unit in units if unit.partitioned and not unit.size.frozen and not unit.accumulating]
         for unit in beginning:
             # The program waits for this chunk's REDUCE only. Another chunk's REDUCE may still reduce a tied unit.
             self.finish_reduction(unit)
@@ -164,36 +158,36 @@ class StateWalk:
             unit.users_done += 1
             if unit.users_done == len(unit.size.chunks):
                 unit.users_done = 0
-                if self.size.communication is not None:
-                    kind = "buffers" if self.partitioned else "gradients"
-                    self.ledger.take(kind, self.size.communication * unit.full)
-                if self.receives:
+                if unit.communication is not None:
+                    kind = "buffers" if unit.partitioned else "gradients"
+                    self.ledger.take(kind, unit.communication * unit.full)
+                if unit.partitioned or (self.in_rank_order and unit.data_ranks > 1):
                     self.start_reduction(unit)
                     done.append(unit)
         return done
 
     def start_reduction(self, unit: "HeldUnit") -> None:
         unit.accumulating, unit.reducing = False, True
-        if self.size.communication is not None and self.partitioned:
+        if unit.communication is not None and unit.partitioned:
             self.ledger.free("buffers", self.size.gradients * unit.full)
         self.ledger.take("buffers", self.received(unit))
 
     def received(self, unit: "HeldUnit") -> int:
         """Returns the bytes that the reduction of ``unit`` receives."""
-        return self.size.travelling * (unit.full if self.all_to_all else unit.kept)
+        return unit.travelling * (unit.full if self.all_to_all else unit.kept)
 
     def finish_reduction(self, unit: "HeldUnit") -> None:
         if not unit.reducing:
             return
         unit.reducing = False
         done_with = self.received(unit)
-        if not self.partitioned:
-            self.ledger.pass_by("buffers", self.size.travelling * unit.full // self.data_ranks)
+        if not unit.partitioned:
+            self.ledger.pass_by("buffers", unit.travelling * unit.full // unit.data_ranks)
             self.ledger.free("buffers", done_with)
             return
-        done_with += self.size.travelling * unit.full
+        done_with += unit.travelling * unit.full
         summed = self.size.master * unit.kept
-        if self.all_to_all or self.size.travelling != self.size.master:
+        if self.all_to_all or unit.travelling != self.size.master:
             self.ledger.take("buffers", summed)
             done_with += summed
         if self.nodes == 1:
@@ -207,13 +201,13 @@ class StateWalk:
         """Starts to combine the node's sum with those of other nodes."""
         if not unit.node_sum:
             return
-        travelling = self.size.travelling * unit.kept
-        if self.size.travelling != self.size.master:
+        travelling = unit.travelling * unit.kept
+        if unit.travelling != self.size.master:
             self.ledger.take("buffers", travelling)
             self.ledger.free("buffers", unit.node_sum)
         unit.node_sum = 0
         replicated = unit.part == unit.kept
-        received = self.size.travelling * (unit.kept if self.all_to_all else unit.part)
+        received = unit.travelling * (unit.kept if self.all_to_all else unit.part)
         unit.combining = travelling + (received if not replicated or self.in_rank_order else 0)
         self.ledger.take("buffers", unit.combining - travelling)
 
@@ -222,8 +216,8 @@ class StateWalk:
             return
         replicated = unit.part == unit.kept
         if replicated and self.in_rank_order:
-            self.ledger.pass_by("buffers", self.size.travelling * unit.kept // self.nodes)
-        if self.size.travelling != self.size.master or (self.all_to_all and not replicated):
+            self.ledger.pass_by("buffers", unit.travelling * unit.kept // self.nodes)
+        if unit.travelling != self.size.master or (self.all_to_all and not replicated):
             self.ledger.pass_by("buffers", self.size.master * unit.part)
         self.ledger.free("buffers", unit.combining)
         unit.combining = 0
@@ -238,14 +232,14 @@ class StateWalk:
 
     def finish_gradient(self, unit: "HeldUnit") -> None:
         """Converts the gradient to the type of the master weights."""
-        if not self.partitioned and self.size.travelling != self.size.master:
+        if not unit.partitioned and unit.travelling != self.size.master:
             self.ledger.take("gradients", self.finished(unit))
-            self.ledger.free("gradients", (self.size.communication or 0) * unit.part)
+            self.ledger.free("gradients", (unit.communication or 0) * unit.part)
 
     def finished(self, unit: "HeldUnit") -> int:
         """Returns the bytes of a gradient that the optimizer reads, if it does not lie where it accumulated."""
         size = self.size
-        lies_apart = self.partitioned or size.communication is not None or size.gradients != size.master
+        lies_apart = unit.partitioned or unit.communication is not None or size.gradients != size.master
         return size.master * unit.part if lies_apart else 0
 
     def update_alone(self, unit: "HeldUnit") -> None:
@@ -276,11 +270,17 @@ class StateWalk:
 class HeldUnit:
     """A unit and its state at the current action of its rank."""
 
-    def __init__(self, size: UnitSize, sharding: Sharding) -> None:
+    def __init__(self, size: UnitSize, sharding: Sharding, element: ElementBytes) -> None:
         self.size = size
+        shared = size.shared(sharding)
+        self.data_ranks, self.partitioned = shared.data_ranks, shared.partitioned
         self.part = size.part(sharding)
         self.full = self.part * size.parts(sharding)
-        self.kept = self.full // sharding.sharers
+        self.kept = self.full // shared.sharers
+        # A rank that has the unit alone sends no gradients.
+        self.communication = element.communication if self.data_ranks > 1 else None
+        """Bytes per element of a gradient that travels in another type than it accumulates in, else None."""
+        self.travelling = element.gradients if self.communication is None else self.communication
         self.holders: set[int] = set()
         self.users_done = 0
         self.accumulating = False

@@ -31,6 +31,9 @@ class Traffic:
     """Gathers between nodes, of chunks and tied modules; with hierarchical shards only, like ``combines``."""
     combines: int = 0
     """Sums between nodes, of chunks and tied modules."""
+    expert_gathers: int = 0
+    """Gathers of experts that ranks divide, beside those of the rest of their chunk."""
+    expert_reduces: int = 0
 
 
 def predict_traffic(
@@ -39,6 +42,7 @@ def predict_traffic(
     chunks: Collection[int],
     tied_users: Sequence[Collection[int]],
     frozen_users: Sequence[Collection[int]] = (),
+    expert_users: Sequence[Collection[int]] = (),
 ) -> Traffic:
     """Counts the traffic of a rank's program.
 
@@ -48,11 +52,14 @@ def predict_traffic(
             gathered with the first user that needs it and reduced after the last.
         frozen_users: for each chunk and tied module with frozen parameters, the chunks of the rank that use them.
             Frozen parameters never change, so they are gathered at stage 3 only and never reduced.
+        expert_users: for each unit of trainable experts that ranks divide, the chunks of the rank that use it. Experts
+            that nobody else has move nothing, and are not among them.
     """
     moves = [action for action in actions if action.kind in PARTITION]
     own = [_moves_of(moves, [chunk], zero_stage) for chunk in chunks]
     tied = [_moves_of(moves, users, zero_stage) for users in tied_users]
     frozen = [_moves_of(moves, users, zero_stage) for users in frozen_users if zero_stage == 3]
+    experts = [_moves_of(moves, users, zero_stage) for users in expert_users]
     trained, combines = [*own, *tied], any(action.kind is Kind.COMBINE for action in moves)
     return Traffic(
         gathers=sum(unit.gathers for unit in own),
@@ -64,6 +71,8 @@ def predict_traffic(
         frozen_gathers=sum(unit.gathers for unit in frozen),
         refreshes=sum(unit.refreshes for unit in trained),
         combines=sum(unit.reduces for unit in trained) if combines else 0,
+        expert_gathers=sum(unit.gathers for unit in experts),
+        expert_reduces=sum(unit.reduces for unit in experts),
     )
 
 
@@ -110,7 +119,7 @@ def collective_bytes(
 ) -> int:
     """Returns the bytes a rank sends for one unit in a step, counted as ``CollectiveCounter`` counts them.
 
-    With W data-parallel ranks:
+    With W ranks that have the unit:
 
     - A gather sends W-1 parts.
     - A reduce-scatter sends (W-1)/W of the gradient.
@@ -120,9 +129,10 @@ def collective_bytes(
 
     With hierarchical shards over nodes of h ranks, h takes the place of W, and :func:`bytes_between_nodes` come on top.
     """
-    zero_stage, ranks = sharding.zero_stage, sharding.data_ranks
+    shared = unit.shared(sharding)
+    zero_stage, ranks = shared.zero_stage, shared.data_ranks
     moves, part = _moves_of(actions, unit.chunks, zero_stage), unit.part(sharding)
-    others = unit.kept(sharding._replace(zero_stage=3)) * (sharding.sharers - 1)
+    others = unit.kept(sharding._replace(zero_stage=3)) * (shared.sharers - 1)
     if zero_stage == 0:
         reduce = 2 * size.travelling * part * (ranks - 1) // ranks
     else:

@@ -66,7 +66,8 @@ class Sharding(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitSize:
-    """The size of a unit: the trainable or the frozen parameters of one chunk, or of one tied module on one rank."""
+    """The size of a unit: the trainable or the frozen parameters of one chunk, or of one tied module on one rank.
+    Experts that ranks divide are units of their own."""
 
     parameters: int
     """Elements that its parameters take in its storage, each rounded up by :func:`aligned`."""
@@ -79,22 +80,32 @@ class UnitSize:
     """How many pipeline ranks hold the tied module and sum their gradients."""
     frozen: bool = False
     """Whether no parameter has a gradient."""
+    expert_ranks: int = 1
+    """How many data-parallel ranks divide its experts, and have other experts each; 1 for units that all data-parallel
+    ranks have."""
+
+    def shared(self, sharding: Sharding) -> Sharding:
+        """Returns how the ranks that have the unit share it: of W data-parallel ranks, E of which divide experts, W /
+        E."""
+        return sharding._replace(data_ranks=sharding.data_ranks // self.expert_ranks)
 
     def parts(self, sharding: Sharding) -> int:
         """Returns how many equal parts the unit is cut into."""
         hierarchy = sharding.hierarchy
         if hierarchy is not None and (hierarchy.replicated or self.frozen):
             return hierarchy.node_ranks
-        return sharding.data_ranks if sharding.zero_stage > 0 else 1
+        return self.shared(sharding).data_ranks if sharding.zero_stage > 0 else 1
 
     def part(self, sharding: Sharding) -> int:
         """Returns the elements of one part, including padding."""
-        return part_size(self.parameters, sharding.data_ranks) * (sharding.data_ranks // self.parts(sharding))
+        ranks = self.shared(sharding).data_ranks
+        return part_size(self.parameters, ranks) * (ranks // self.parts(sharding))
 
     def kept(self, sharding: Sharding) -> int:
         """Returns the elements whose weights a rank keeps between steps."""
-        whole = part_size(self.parameters, sharding.data_ranks) * sharding.data_ranks
-        return whole // (sharding.sharers if sharding.zero_stage == 3 else 1)
+        shared = self.shared(sharding)
+        whole = part_size(self.parameters, shared.data_ranks) * shared.data_ranks
+        return whole // (shared.sharers if sharding.zero_stage == 3 else 1)
 
 
 @dataclass(frozen=True)
