@@ -263,7 +263,7 @@ def _experts(model: Model, tokens: int, tensor_ranks: int, software: Software) -
     beside = _feed_forward(shared, tokens, tensor_ranks, software) if model.shared_size else _Part(0, 0, 0)
     # What every token visits comes last, so its backward is over when that of the experts begins.
     over = beside.kept - w * hidden * tokens if model.shared_size else 0
-    matrix, gate = w * model.experts * hidden * size, model.matrices - 1
+    matrix, gate = w * model.own_experts * hidden * size, model.matrices - 1
     working = max(
         3 * weighted * hidden * routed,
         w * size * routed + matrix,

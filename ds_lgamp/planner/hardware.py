@@ -62,9 +62,11 @@ class Compute:
             products = self._product(tokens, hidden, queries + keys) + self._product(tokens, queries, hidden)
         else:
             products = sum(self._product(tokens, rows, columns) for rows, columns in model.attention_matrices)
-        # With experts, each matrix sees its share of the tokens.
-        share = max(1.0, routed / model.experts)
+        # With experts, each matrix sees its share of the tokens. Ranks that divide experts have more tokens for each.
+        share = max(1.0, routed / model.own_experts)
         products += matrices * self._product(share, hidden, wide) * (routed / share)
+        if model.experts > 1:
+            products += self._product(tokens, hidden, model.experts)
         if model.shared_size:
             products += matrices * self._product(tokens, hidden, model.shared_size / tensor_ranks)
             routed += tokens * model.shared_size / model.feed_forward_size
@@ -186,6 +188,15 @@ class Network:
         ring = 2 * self.all_gather(group, size)
         depth = ceil(log2(group.inside)) * self.inside.latency + ceil(log2(group.nodes)) * self.between.latency
         return min(ring, 2 * (depth + size / self.bandwidth(group)))
+
+    def all_to_all(self, group: Group, size: float) -> float:
+        """Returns the seconds until every member has sent each one, itself included, an equal part of ``size`` bytes.
+        What stays on the node travels beside what leaves it."""
+        if group.size == 1:
+            return 0.0
+        part, latency = size / group.size, self.between.latency if group.nodes > 1 else self.inside.latency
+        leaving = part * (group.size - group.inside) / self.between.bandwidth
+        return latency + max(leaving, part * (group.inside - 1) / self.inside.bandwidth)
 
     def message(self, crosses_nodes: bool, size: float) -> float:
         """Returns the seconds of a message of ``size`` bytes, while every GPU of the node sends one."""

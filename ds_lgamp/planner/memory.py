@@ -38,10 +38,16 @@ def default_software(configuration: Configuration) -> Software:
 
 def units_of(model: Model, configuration: Configuration, rank: int) -> list[UnitSize]:
     """Returns the units of a pipeline rank, with the elements on one tensor-parallel rank. Tensor-parallel ranks divide
-    matrices and the biases of their columns; they all hold norms and other biases."""
+    matrices and the biases of their columns; they all hold norms and other biases. Experts that ranks divide are units
+    of their own."""
+    model = model.divided(configuration.expert_ranks)
     ranks, last = configuration.tensor_ranks, configuration.chunks - 1
     replicated = 2 * model.norm_parameters + (2 * model.hidden_size if model.biases else 0)
-    of_layers = [share(kind.layer_parameters - replicated, ranks) + replicated for _, kind in model.kinds]
+    experts = [kind.divided_parameters for _, kind in model.kinds]
+    of_layers = [
+        share(kind.layer_parameters - own - replicated, ranks) + replicated
+        for own, (_, kind) in zip(experts, model.kinds)
+    ]
     words = share(model.vocabulary_size, ranks) * model.hidden_size
     ends = {chunk: 0 for chunk in (0, last)}
     ends[0] += words + model.position_embeddings * model.hidden_size
@@ -54,6 +60,9 @@ def units_of(model: Model, configuration: Configuration, rank: int) -> list[Unit
         elif chunk in ends:
             parameters += ends[chunk]
         units.append(UnitSize(aligned(parameters), aligned(parameters), (chunk,)))
+        divided = aligned(sum(count * own for count, own in zip(layers[chunk], experts)))
+        if divided:
+            units.append(UnitSize(divided, divided, (chunk,), expert_ranks=configuration.expert_ranks))
     if users:
         # The engine ties everything that precedes and follows the layers.
         tied = aligned(sum(ends.values()))
@@ -64,6 +73,7 @@ def units_of(model: Model, configuration: Configuration, rank: int) -> list[Unit
 def chunk_bytes_of(model: Model, configuration: Configuration, software: Software) -> list[ChunkBytes]:
     """Returns the bytes of one micro-batch on each chunk."""
     sizes = configuration.micro_batch, configuration.tensor_ranks, software
+    model = model.divided(configuration.expert_ranks)
     ends, of_kinds = end_bytes(model, *sizes), [layer_bytes(kind, *sizes) for _, kind in model.kinds]
     last, spec = configuration.chunks - 1, configuration.spec
     layers = configuration.kinds_of_chunks(model)

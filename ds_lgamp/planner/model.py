@@ -10,6 +10,11 @@ MOST_LAYERS = 500
 """Each layer may be a chunk, so the time of a search grows with their square: it takes a minute for so many."""
 
 
+AUTOEP, MEGATRON = "autoep", "megatron"
+"""What lets ranks divide experts: DeepSpeed's AutoEP, for models of transformers that it has a preset for, and
+Megatron-core."""
+
+
 class LatentAttention(NamedTuple):
     """Attention whose queries, keys and values are made of vectors of low rank (arXiv 2405.04434, section 2.1)."""
 
@@ -44,6 +49,11 @@ class Model:
     expert_extras: int = 0
     """Parameters of an expert beyond its matrices and what ``biases`` says. They take memory, but no time worth
     counting."""
+    divided_by: str = ""
+    """What lets data-parallel ranks divide the experts of a layer: :data:`AUTOEP` or :data:`MEGATRON`; empty if nothing
+    does."""
+    expert_ranks: int = 1
+    """Ranks that divide the experts of a layer, of which each then has a part. See :meth:`divided`."""
     shared_size: int = 0
     """The size of the feed-forward part that every token visits beside its experts; 0 if there is none."""
     dense_layers: int = 0
@@ -106,6 +116,10 @@ class Model:
             )
         if self.experts_per_token > self.experts:
             raise ValueError(f"experts_per_token is {self.experts_per_token}; there are only {self.experts} experts")
+        if self.experts % count("expert_ranks", self.expert_ranks):
+            raise ValueError(
+                f"expert_ranks is {self.expert_ranks}; it must divide the {self.experts} experts of {self.name}"
+            )
         if self.dense_layers and not (self.dense_layers < self.layers and self.dense_size):
             raise ValueError(
                 f"dense_layers is {self.dense_layers}, and dense_size {self.dense_size}; use fewer than {self.layers} "
@@ -139,6 +153,11 @@ class Model:
             position_embeddings=sequence_length,
             composed_activation=True,
         )
+
+    def divided(self, expert_ranks: int) -> "Model":
+        """Returns the model whose experts so many ranks divide. Layers then count what one of these has. Raises
+        ValueError if they cannot be divided so."""
+        return self if expert_ranks == self.expert_ranks else _divided(self, expert_ranks)
 
     @property
     def kinds(self) -> tuple[tuple[int, "Model"], ...]:
@@ -203,6 +222,17 @@ class Model:
         return self.matrices * self.hidden_size * self.feed_forward_size + biases + self.expert_extras
 
     @property
+    def own_experts(self) -> int:
+        """The experts of a layer that a rank has."""
+        return self.experts // self.expert_ranks
+
+    @property
+    def divided_parameters(self) -> int:
+        """Weights of a layer that only some data-parallel ranks have, on one of them: its experts, if ranks divide
+        them."""
+        return self.own_experts * self.expert_parameters if self.expert_ranks > 1 else 0
+
+    @property
     def shared_parameters(self) -> int:
         """Weights of the feed-forward part that every token visits beside its experts."""
         return self.matrices * self.hidden_size * self.shared_size
@@ -215,7 +245,7 @@ class Model:
     @property
     def layer_parameters(self) -> int:
         """Weights of one layer, norms included; of one with experts, if there are layers of two kinds."""
-        parts = self.attention_parameters + self.experts * self.expert_parameters + self.shared_parameters
+        parts = self.attention_parameters + self.own_experts * self.expert_parameters + self.shared_parameters
         return parts + self.router_parameters + 2 * self.norm_parameters + self.layer_extras
 
     @property
@@ -265,6 +295,13 @@ class Model:
 
 
 @lru_cache(maxsize=256)
+def _divided(model: Model, expert_ranks: int) -> Model:
+    if not model.divided_by and expert_ranks > 1:
+        raise ValueError(f"expert_ranks is {expert_ranks}, but nothing divides the experts of {model.name}; use 1")
+    return replace(model, expert_ranks=expert_ranks)
+
+
+@lru_cache(maxsize=256)
 def _kinds(model: Model) -> tuple[tuple[int, Model], ...]:
     if not model.dense_layers:
         return ((model.layers, model),)
@@ -275,6 +312,7 @@ def _kinds(model: Model) -> tuple[tuple[int, Model], ...]:
         experts=1,
         experts_per_token=1,
         expert_extras=0,
+        expert_ranks=1,
         shared_size=0,
         dense_layers=0,
     )

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ds_lgamp.planner.fields import count
-from ds_lgamp.planner.model import LatentAttention, Model
+from ds_lgamp.planner.model import AUTOEP, LatentAttention, Model
 
 LONGEST_DEFAULT = 8192
 """A context may be far longer than the sequences of training. Without a given length, training takes at most this."""
@@ -197,7 +197,8 @@ def _mistral(config: _Config) -> Model:
 
 def _mixtral(config: _Config) -> Model:
     experts = config.count("num_local_experts")
-    return _without_biases(config, experts=experts, experts_per_token=config.count("num_experts_per_tok"))
+    model = _without_biases(config, experts=experts, experts_per_token=config.count("num_experts_per_tok"))
+    return replace(model, divided_by=AUTOEP)
 
 
 def _qwen2(config: _Config) -> Model:
@@ -214,13 +215,14 @@ def _qwen3(config: _Config) -> Model:
 def _qwen3_moe(config: _Config) -> Model:
     config.only("mlp_only_layers", [], None)
     config.only("decoder_sparse_step", 1)
-    return _without_biases(
+    model = _without_biases(
         config,
         wide="moe_intermediate_size",
         attention=_Attention(head_norms=True, bias=config.flag("attention_bias", False)),
         experts=config.first("num_experts", "num_local_experts"),
         experts_per_token=config.count("num_experts_per_tok"),
     )
+    return replace(model, divided_by=AUTOEP)
 
 
 def _gpt_oss(config: _Config) -> Model:
@@ -275,6 +277,7 @@ def _deepseek_v3(config: _Config) -> Model:
         experts_per_token=config.count("num_experts_per_tok", 8),
         shared_size=wide * config.size("n_shared_experts", 1),
         in_single=("router",),
+        divided_by=AUTOEP,
     )
 
 

@@ -38,6 +38,12 @@ class Layer(NamedTuple):
 
     seconds: Seconds
     parameters: float
+    """What all data-parallel ranks have."""
+    experts: float = 0.0
+    """Parameters that only some data-parallel ranks have, because ranks divide experts."""
+    exchange: float = 0.0
+    """Seconds of the two all-to-alls of a forward among ranks that divide experts: tokens go to their experts, and
+    results come back. A backward has as many."""
 
 
 def total(counts: Iterable[int], each: Iterable[float]) -> float:
@@ -85,11 +91,20 @@ class Work:
     @cached_property
     def layers(self) -> list[Layer]:
         """One layer of every kind."""
-        of, ranks = self.configuration, self.configuration.tensor_ranks
-        return [
-            Layer(self.compute.layer(kind, of.micro_batch, ranks, of.fused_attention), kind.layer_parameters / ranks)
-            for _, kind in self.model.kinds
-        ]
+        of, ranks, found = self.configuration, self.configuration.tensor_ranks, []
+        for _, kind in self.model.divided(of.expert_ranks).kinds:
+            seconds, experts = (
+                self.compute.layer(kind, of.micro_batch, ranks, of.fused_attention),
+                kind.divided_parameters,
+            )
+            exchange = 2 * self._exchange(kind) if experts else 0.0
+            found.append(Layer(seconds, (kind.layer_parameters - experts) / ranks, experts, exchange))
+        return found
+
+    def _exchange(self, kind: Model) -> float:
+        """Seconds of an all-to-all: every token goes to each of its experts, which are spread evenly."""
+        group = group_of(self.cluster, self.configuration.gpus, kind.expert_ranks, self.configuration.tensor_ranks)
+        return self.network.all_to_all(group, ELEMENT * self._tokens * kind.experts_per_token * kind.hidden_size)
 
     @cached_property
     def ends(self) -> tuple[End, End]:
@@ -137,16 +152,29 @@ class Work:
         of = self.configuration
         return group_of(self.cluster, of.gpus, of.data_ranks, of.tensor_ranks)
 
-    def reduction(self, size: float) -> float:
-        """Returns the seconds of the reduction of ``size`` bytes of gradients over the data-parallel ranks."""
-        reduce = self.network.all_reduce if self.configuration.zero_stage == 0 else self.network.reduce_scatter
-        return reduce(self.data_group, size)
+    @cached_property
+    def expert_group(self) -> Group:
+        """The data-parallel ranks that have the same experts, where ranks divide them."""
+        of = self.configuration
+        return group_of(self.cluster, of.gpus, of.data_ranks // of.expert_ranks, of.tensor_ranks * of.expert_ranks)
 
-    def collectives(self, size: float) -> Collectives:
-        """Returns what a chunk with ``size`` bytes of weights, and as many of gradients, takes."""
+    def gather(self, size: float, experts: float = 0.0) -> float:
+        """Returns the seconds of a gather of ``size`` bytes of weights over the data-parallel ranks, and then of so
+        many bytes of experts over those that have the same ones."""
+        gather = self.network.all_gather
+        return gather(self.data_group, size) + (gather(self.expert_group, experts) if experts else 0.0)
+
+    def reduction(self, size: float, experts: float = 0.0) -> float:
+        """Returns the seconds of the reduction of as many bytes of gradients."""
+        reduce = self.network.all_reduce if self.configuration.zero_stage == 0 else self.network.reduce_scatter
+        return reduce(self.data_group, size) + (reduce(self.expert_group, experts) if experts else 0.0)
+
+    def collectives(self, size: float, experts: float = 0.0) -> Collectives:
+        """Returns what a chunk with ``size`` bytes of weights, as many of gradients, and so many of ``experts`` that
+        ranks divide takes."""
         of, network, hierarchy = self.configuration, self.network, self.configuration.hierarchy
         if hierarchy is None:
-            return Collectives(network.all_gather(self.data_group, size), self.reduction(size))
+            return Collectives(self.gather(size, experts), self.reduction(size, experts))
         node = group_of(self.cluster, of.gpus, hierarchy.node_ranks, of.tensor_ranks)
         stride = of.tensor_ranks * hierarchy.node_ranks
         peers = group_of(self.cluster, of.gpus, hierarchy.nodes(of.data_ranks), stride)
@@ -177,18 +205,19 @@ class Work:
         embedding and head belong to the first and the last one."""
         of, compute, sums = self.configuration, self.compute, 2 * self.tensor_sum
         counts, layers = of.kinds_of_chunks(self.model), self.layers
-        forward = [total(own, [layer.seconds.forward + sums for layer in layers]) for own in counts]
-        backward = [total(own, [layer.seconds.backward + sums for layer in layers]) for own in counts]
+        forward = [total(own, [layer.seconds.forward + sums + layer.exchange for layer in layers]) for own in counts]
+        backward = [total(own, [layer.seconds.backward + sums + layer.exchange for layer in layers]) for own in counts]
         recompute = list(forward)
         elements = [total(own, [layer.parameters for layer in layers]) for own in counts]
+        experts = [total(own, [layer.experts for layer in layers]) for own in counts]
         for chunk, end, own in self.ends:
             forward[chunk] += end.forward + self.tensor_sum / 2
             backward[chunk] += end.backward + self.tensor_sum / 2
             elements[chunk] += own
-        moves = [self.collectives(ELEMENT * own) for own in elements]
-        spec = of.spec
-        hosts = [host_seconds(compute, of, own) for own in elements] if spec.offload else []
-        updates = [compute.update(own / of.shards) for own in elements]
+        moves = [self.collectives(ELEMENT * own, ELEMENT * more) for own, more in zip(elements, experts)]
+        spec, parts = of.spec, list(map(of.part, elements, experts))
+        hosts = [host_seconds(compute, part) for part in parts] if spec.offload else []
+        updates = [compute.update(part) for part in parts]
         hop, message = self.message
         links, ends = links_of(spec), {of.placement[0], of.placement[-1]}
         return Costs(
@@ -217,9 +246,8 @@ class Work:
         return self.compute.transfer(layer.result)
 
 
-def host_seconds(compute: Compute, configuration: Configuration, parameters: float) -> HostSeconds:
-    """Returns the seconds of a chunk of so many ``parameters`` on one tensor-parallel rank."""
-    part = parameters / configuration.shards
+def host_seconds(compute: Compute, part: float) -> HostSeconds:
+    """Returns the seconds of a chunk of whose parameters a rank updates a ``part``."""
     return HostSeconds(compute.transfer(ELEMENT * part), compute.transfer(_GRADIENT * part), compute.host_update(part))
 
 
