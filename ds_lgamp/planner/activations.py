@@ -13,18 +13,28 @@ attention heads, f the feed-forward size, V the vocabulary.
 **Kept of a layer**, bytes per token:
 
 - both norms: their input w h and their statistics. RMSNorm by several operations keeps the normalised values w h too,
-  and in place of an input of 16 bits its copy 4 h.
+  4 h if it multiplies them by its weights in 32 bits, and in place of an input of 16 bits its copy 4 h.
 - results of both norms, which matrices need: 2 w h.
 - queries, keys and values: w (q + 2 k). If one matrix makes all three and positions are rotary, w (q + k) more, because
   the values are a part of the matrix's result.
 - if queries and keys are normed, as by the norms above, without results.
-- result of attention w q, and the logarithms of its sums 4 a.
+- result of attention w q, and the logarithms of its sums 4 a. Attention by several operations, with sinks, keeps no
+  logarithms, but keys and values as wide as queries, w a (s + 1) of probabilities for sequences of s tokens, and 8 a.
+- latent attention: vectors of low rank, each with a norm and its result; queries and keys w q each; what one matrix
+  makes of keys and values; and the result twice, the second time as rows.
 - feed-forward part: w f for each of gate, activated gate, other half and product. One kernel for the three keeps no
-  activated gate. Without a gate w f before and after the activation function, and three more inside a composed one.
+  activated gate. Clamped gates, as of GPT-OSS, keep seven. Without a gate w f before and after the activation function,
+  and three more inside a composed one.
+- experts: the same for each that a token visits, with a copy of its input and of its result, and four numbers of 8
+  bytes that say where it goes; 4 for each expert of the layer. A router in 32 bits keeps 4 h more, and a copy of its
+  weights.
 
 **Working memory** of a layer's backward, beyond what is kept, is largest where the feed-forward part begins: two
 gradients of w f per token. If one kernel computes an activation function without a gate, it is one. In either case, the
-gradient of the last matrix takes w h f beside one of them.
+gradient of the last matrix takes w h f beside one of them. With experts, the matrices of all that a rank has are one
+tensor, and so are their gradients. They need w h f for each expert beside one gradient of w f for each visit, or twice
+that for gates, when two of the values of w f are gone. Or, when results are weighted, three gradients of w h for each
+visit. Attention by several operations needs two tensors of scores, when the feed-forward part keeps nothing any more.
 
 **Embedding**: keeps nothing. Its gradient takes w h V at the end of the backward.
 
@@ -32,8 +42,7 @@ gradient of the last matrix takes w h f beside one of them.
 The logarithms of the softmax are 4 V, which are kept. Their backward needs 8 V beside them. The head's matrix needs w V
 beside its own gradient of w h V. Fused kernels write into the copy, so they need w V beside it.
 
-Not counted: dropout, and memory inside kernels. A mixture of experts counts as the
-feed-forward parts that a token visits, each with a copy of its input and of its result.
+Not counted: dropout, and memory inside kernels. Tokens count as spread evenly over experts.
 """
 
 from collections.abc import Sequence
@@ -254,8 +263,9 @@ def _experts(model: Model, tokens: int, tensor_ranks: int, software: Software) -
     w, size = software.element.weights, share(model.feed_forward_size, tensor_ranks)
     routed, hidden = tokens * model.experts_per_token, model.hidden_size
     kept, _, values = _values(model, software)
-    # Weights of experts in 32 bits make their weighted results such.
-    weighted = _SINGLE if "router" in model.in_single else w
+    # Weights of experts in 32 bits make their weighted results such. AutoEP, which divides experts, has a router of its
+    # own.
+    weighted = _SINGLE if "router" in model.in_single and model.expert_ranks == 1 else w
     copy = _SINGLE * hidden if weighted > w else 0
     choice = (copy + _SINGLE * model.experts) * tokens + copy * model.experts + 4 * _NUMBER * routed
     each = w * (kept * size + 2 * hidden) * routed
@@ -263,7 +273,8 @@ def _experts(model: Model, tokens: int, tensor_ranks: int, software: Software) -
     beside = _feed_forward(shared, tokens, tensor_ranks, software) if model.shared_size else _Part(0, 0, 0)
     # What every token visits comes last, so its backward is over when that of the experts begins.
     over = beside.kept - w * hidden * tokens if model.shared_size else 0
-    matrix, gate = w * model.own_experts * hidden * size, model.matrices - 1
+    # Fused kernels add to the gradient of one expert after another.
+    matrix, gate = w * hidden * size * (1 if software.fused else model.own_experts), model.matrices - 1
     working = max(
         3 * weighted * hidden * routed,
         w * size * routed + matrix,

@@ -27,8 +27,6 @@ class Configuration:
     micro_batches: int
     """Micro-batches per data-parallel rank and step."""
     zero_stage: int = 0
-    expert_ranks: int = 1
-    """Data-parallel ranks that divide the experts of a layer; neighbours. 1: every rank has all of them."""
     schedule: str = "1f1b"
     chunks_per_rank: int = 1
     resident_chunks: int = 2
@@ -57,6 +55,8 @@ class Configuration:
     """Whether the inputs of chunks wait on the host, under the layered schedule with recomputation."""
     speeds: tuple[float, ...] = ()
     """The relative speed of each pipeline rank, by which they share layers; empty if all have equally many."""
+    expert_ranks: int = 1
+    """Data-parallel ranks that divide the experts of a layer; neighbours. 1: every rank has all of them."""
 
     def to_json(self) -> dict[str, Any]:
         """Returns the fields, as JSON has them."""
@@ -183,6 +183,13 @@ class Configuration:
         """Returns how many parameters a rank updates of those that it has on one tensor-parallel rank, of which
         ``experts`` are those that ranks divide."""
         return parameters / self.shards + experts / self.expert_shards
+
+    @property
+    def under_way(self) -> int:
+        """The most micro-batches that a rank has begun and not ended, or a few more."""
+        ranks = self.pipeline_ranks
+        at_once = {"1f1b": ranks, "interleaved_1f1b": 2 * ranks, "layered": self.group * min(2, ranks)}
+        return min(self.micro_batches, at_once.get(self.schedule, self.micro_batches))
 
     def layers_of_chunks(self, model: Model) -> list[int]:
         """Returns how many layers each chunk has. Raises ValueError if there are fewer layers than chunks."""

@@ -262,9 +262,11 @@ def _ranks(configuration: Configuration) -> list[int]:
 
 def batch_bytes(model: Model, configuration: Configuration, software: Software) -> int:
     """Returns the bytes of all micro-batches before they are embedded. Models of transformers compute a sine and a
-    cosine for every position and micro-batch, and masks for attention by several operations."""
+    cosine for every position and micro-batch, and, for attention by several operations, masks while a micro-batch is
+    under way."""
     per_token, w = 2 * _ID_BYTES * configuration.micro_batch, software.element.weights
-    if not model.position_embeddings and not software.fused:
-        per_token += 2 * w * (model.rotary_size or model.head_size)
-        per_token += w * model.attention_masks * model.sequence_length * configuration.micro_batch
-    return per_token * model.sequence_length * configuration.micro_batches
+    if model.position_embeddings or software.fused:
+        return per_token * model.sequence_length * configuration.micro_batches
+    per_token += 2 * w * (model.rotary_size or model.head_size)
+    masks = w * model.attention_masks * model.sequence_length**2 * configuration.micro_batch
+    return per_token * model.sequence_length * configuration.micro_batches + masks * configuration.under_way
