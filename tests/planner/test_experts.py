@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 from ds_lgamp.config import read_block
 from ds_lgamp.integrations.deepspeed.config.check_keys import check_keys
 from ds_lgamp.integrations.megatron.loop.arguments import _refuse_another_stage, _refuse_disagreement, check_file
+from ds_lgamp.planner.activations import Software
 from ds_lgamp.planner.candidates import candidates
 from ds_lgamp.planner.cluster import Cluster, Link
 from ds_lgamp.planner.configuration import Configuration, describe
+from ds_lgamp.planner.island_search import _proposals
 from ds_lgamp.planner.load import megatron_demand
-from ds_lgamp.planner.memory import memory, units_of
+from ds_lgamp.planner.memory import batch_bytes, memory, units_of
 from ds_lgamp.planner.models import model_of_flags
 from ds_lgamp.planner.predict import predict
 from ds_lgamp.planner.search import search
@@ -163,6 +165,25 @@ def test_of_flags_megatron_lm_gets_a_file_and_flags_that_agree(stage):
     if stage < 2:
         _refuse_another_stage(Namespace(**args), job)
     assert job.settings.chunks_per_rank is None and "expert_parallel" not in config
+
+
+def test_masks_of_gpt_oss_count_while_a_micro_batch_is_under_way():
+    """One for windows and one for whole sequences, 2 bytes for each pair of tokens. The layered schedule has all
+    micro-batches under way at once, or those of a group; 1F1B one for each pipeline rank."""
+    masks, software = 2 * 2 * 2 * GPT_OSS.sequence_length**2, Software()
+
+    def of_masks(of):
+        without = batch_bytes(replace(GPT_OSS, attention_masks=0), of, software)
+        return (batch_bytes(GPT_OSS, of, software) - without) / masks
+
+    assert of_masks(plan(1, 1)) == 4 and of_masks(plan(1, 1, micro_batch_group=1)) == 1
+    assert of_masks(plan(1, 2, schedule="1f1b", chunks_per_rank=1)) == 2
+    assert of_masks(plan(1, 1, micro_batches=40)) == 40
+
+
+def test_on_islands_every_rank_has_all_experts():
+    """Orders of ranks know no all-to-alls."""
+    assert {one.expert_ranks for one in _proposals(QWEN, cluster(2), 16)} == {1}
 
 
 def test_what_megatron_lms_loop_does_not_know_is_not_written():
