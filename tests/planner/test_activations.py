@@ -141,6 +141,15 @@ def test_experts_count_as_the_feed_forward_parts_that_a_token_visits():
     assert several.working == 2 * 128 * 2 * 256 + 2 * 8 * 64 * 256
 
 
+def test_a_router_in_32_bits_keeps_copies_of_its_input_and_of_its_weights_unless_ranks_divide_experts():
+    """DeepSpeed's AutoEP, which divides them, has a router of its own."""
+    _, layer = model_of("DeepSeek-V3").kinds[1]
+    for expert_ranks, copies in ((1, 4 * HIDDEN * LENGTH + 4 * HIDDEN * 8), (2, 0)):
+        own = layer.divided(expert_ranks)
+        single, half = (layer_bytes(each, 1, 1, Software()) for each in (own, replace(own, in_single=())))
+        assert single.kept - half.kept == copies
+
+
 def test_logits_of_a_large_vocabulary_are_the_largest():
     ends = end_bytes(Model.gpt("gpt", 1, 64, 4, 128, 128000), 1, 1, Software())
     logits = 128 * 128000

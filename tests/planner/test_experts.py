@@ -92,6 +92,16 @@ def test_all_to_alls_take_the_time_of_their_bytes():
         assert predict(DEEPSEEK, cluster(), replace(of, expert_ranks=1)).expert_parallel == 0
 
 
+def test_the_clock_waits_for_all_to_alls_in_every_pass_of_a_layer_with_experts():
+    of = plan(8, 1, chunks_per_rank=4, expert_ranks=4)
+    slow, ideal = (Work(DEEPSEEK, cluster(inside=inside), of).costs() for inside in (INSIDE, Link(1e30, 1e-30)))
+    sent = 2 * (2 * DEEPSEEK.sequence_length) * 2 * DEEPSEEK.hidden_size
+    each = INSIDE.latency + sent * 3 / 4 / INSIDE.bandwidth
+    for passes in ("forward", "backward", "recompute"):
+        longer = [own - without for own, without in zip(getattr(slow, passes), getattr(ideal, passes))]
+        assert longer == pytest.approx([0, 2 * each, 2 * each, 2 * each], rel=1e-6), passes
+
+
 def test_gathers_and_reductions_are_those_of_both_groups():
     for stage, expert_ranks in product((1, 3), (1, 2, 4, 8)):
         work = Work(QWEN, cluster(), plan(8, 1, zero_stage=stage, expert_ranks=expert_ranks))
