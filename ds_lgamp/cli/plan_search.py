@@ -28,6 +28,8 @@ DAY = 86400
 HEADS = ("method", "W", "P", "T", "chunks", "batch", "ZeRO", "recompute", "step")
 """How every table of plans begins."""
 CHUNKS, BATCH = HEADS.index("chunks"), HEADS.index("batch")
+EXPERTS = CHUNKS
+"""Where tables of models with experts that ranks may divide have the number of these ranks."""
 LOSS = 0.05
 """How much longer than on an unlimited network a step may take at the bandwidth that is printed."""
 
@@ -88,7 +90,11 @@ def as_json(model: Model, cluster: Cluster, plans: Sequence[Plan], tokens: float
     """Returns what the table has, with numbers in seconds, bytes and dollars."""
     best = plans[0].configuration
     return {
-        "model": {"name": model.name, "parameters": model.parameters},
+        "model": {
+            "name": model.name,
+            "parameters": model.parameters,
+            "active_parameters": model.active_parameters,
+        },
         "cluster": {"name": cluster.name, "gpus": cluster.gpus},
         "plans": [
             {
@@ -116,6 +122,7 @@ def print_table(model: Model, cluster: Cluster, plans: Sequence[Plan], tokens: f
     """Prints the plans as a table, and the sentences about the best one."""
     shows_host = any(plan.memory.host for plan in plans)
     heads = [*HEADS, "MFU", "bubble", "network", "GPU", *(["host"] if shows_host else [])]
+    heads[EXPERTS:EXPERTS] = ["E"] if model.divided_by else []
     heads += [*(["days"] if tokens else []), *(["cost"] if plans[0].dollars is not None else [])]
     rows = [cells(plan, model, tokens, shows_host) for plan in plans]
     best = plans[0].configuration
@@ -131,15 +138,18 @@ def print_table(model: Model, cluster: Cluster, plans: Sequence[Plan], tokens: f
     console.print(
         "chunks: per rank (resident); batch: micro-batches x sequences, by group; step: of layered plans action by "
         "action on the clock, of others and with a ~ by formulas; network: exposed share of the step; GPU: memory per "
-        "GPU" + ("; host: memory on the host for each GPU." if shows_host else ".")
+        "GPU"
+        + ("; E: ranks that divide the experts of a layer" if model.divided_by else "")
+        + ("; host: memory on the host for each GPU." if shows_host else ".")
     )
 
 
 def title(model: Model, gpus: str, cluster: str, of: Configuration) -> str:
     """Returns the line above a table of plans."""
+    active = f" ({model.active_parameters / 1e9:.4g} active)" if model.experts > 1 else ""
     return (
-        f"{model.name}, {model.parameters / 1e9:.4g} billion parameters, on {gpus} GPUs of {cluster}, {of.sequences} "
-        f"sequences of {model.sequence_length} tokens per step"
+        f"{model.name}, {model.parameters / 1e9:.4g} billion parameters{active}, on {gpus} GPUs of {cluster}, "
+        f"{of.sequences} sequences of {model.sequence_length} tokens per step"
     )
 
 
@@ -155,13 +165,16 @@ def cells(plan: Plan, model: Model, tokens: float | None, shows_host: bool = Fal
     """Returns the cells of a row."""
     of, prediction = plan.configuration, plan.prediction
     parts = prediction.parts
-    network = sum(parts[name] for name in ("tensor_parallel", "messages", "data_parallel", "gathers"))
+    network = sum(
+        parts[name] for name in ("tensor_parallel", "expert_parallel", "messages", "data_parallel", "gathers")
+    )
     days, dollars = days_of(prediction.seconds, of, model, tokens), dollars_of(plan, model, tokens)
     layout = _layout_cells(plan.method, of)
     if of.zero_stage == 3 and not of.micro_batch_outer:
         layout[CHUNKS] += f" ({min(of.resident_chunks, of.chunks_per_rank)})"
     if of.group < of.micro_batches:
         layout[BATCH] += f" by {of.group}"
+    layout[EXPERTS:EXPERTS] = [str(of.expert_ranks)] if model.divided_by else []
     return [
         *layout,
         ("~" if is_layered(of) and not is_quick(of) else "") + f"{plain(prediction.seconds, 3)} s",
@@ -378,11 +391,13 @@ def _predictions(runs: list[Run], cluster_source: str) -> list[Prediction]:
 
 
 def _as_text(runs: list[Run], predictions: list[Prediction]) -> str:
-    heads = ["row", "seconds", "measured", "MFU", *predictions[0].parts]
+    # The models of a table have no experts.
+    names = [name for name in predictions[0].parts if name != "expert_parallel"]
+    heads = ["row", "seconds", "measured", "MFU", *names]
     lines = [heads]
     for number, (run, prediction) in enumerate(zip(runs, predictions), 1):
         measured = "" if run.measured is None else f"{run.measured:.4g}"
-        parts = [f"{seconds:.3g}" for seconds in prediction.parts.values()]
+        parts = [f"{prediction.parts[name]:.3g}" for name in names]
         lines.append([str(number), f"{prediction.seconds:.4g}", measured, f"{prediction.mfu:.1%}", *parts])
     widths = [max(map(len, column)) for column in zip(*lines)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in lines)

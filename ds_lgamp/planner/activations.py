@@ -13,18 +13,28 @@ attention heads, f the feed-forward size, V the vocabulary.
 **Kept of a layer**, bytes per token:
 
 - both norms: their input w h and their statistics. RMSNorm by several operations keeps the normalised values w h too,
-  and in place of an input of 16 bits its copy 4 h.
+  4 h if it multiplies them by its weights in 32 bits, and in place of an input of 16 bits its copy 4 h.
 - results of both norms, which matrices need: 2 w h.
 - queries, keys and values: w (q + 2 k). If one matrix makes all three and positions are rotary, w (q + k) more, because
   the values are a part of the matrix's result.
 - if queries and keys are normed, as by the norms above, without results.
-- result of attention w q, and the logarithms of its sums 4 a.
+- result of attention w q, and the logarithms of its sums 4 a. Attention by several operations, with sinks, keeps no
+  logarithms, but keys and values as wide as queries, w a (s + 1) of probabilities for sequences of s tokens, and 8 a.
+- latent attention: vectors of low rank, each with a norm and its result; queries and keys w q each; what one matrix
+  makes of keys and values; and the result twice, the second time as rows.
 - feed-forward part: w f for each of gate, activated gate, other half and product. One kernel for the three keeps no
-  activated gate. Without a gate w f before and after the activation function, and three more inside a composed one.
+  activated gate. Clamped gates, as of GPT-OSS, keep seven. Without a gate w f before and after the activation function,
+  and three more inside a composed one.
+- experts: the same for each that a token visits, with a copy of its input and of its result, and four numbers of 8
+  bytes that say where it goes; 4 for each expert of the layer. A router in 32 bits keeps 4 h more, and a copy of its
+  weights.
 
 **Working memory** of a layer's backward, beyond what is kept, is largest where the feed-forward part begins: two
 gradients of w f per token. If one kernel computes an activation function without a gate, it is one. In either case, the
-gradient of the last matrix takes w h f beside one of them.
+gradient of the last matrix takes w h f beside one of them. With experts, the matrices of all that a rank has are one
+tensor, and so are their gradients. They need w h f for each expert beside one gradient of w f for each visit, or twice
+that for gates, when two of the values of w f are gone. Or, when results are weighted, three gradients of w h for each
+visit. Attention by several operations needs two tensors of scores, when the feed-forward part keeps nothing any more.
 
 **Embedding**: keeps nothing. Its gradient takes w h V at the end of the backward.
 
@@ -32,19 +42,22 @@ gradient of the last matrix takes w h f beside one of them.
 The logarithms of the softmax are 4 V, which are kept. Their backward needs 8 V beside them. The head's matrix needs w V
 beside its own gradient of w h V. Fused kernels write into the copy, so they need w V beside it.
 
-Not counted: dropout, and memory inside kernels. A mixture of experts counts as the
-feed-forward parts that a token visits, each with a copy of its input and of its result.
+Not counted: dropout, and memory inside kernels. Tokens count as spread evenly over experts.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from ds_lgamp.cost.activations import ChunkBytes
 from ds_lgamp.cost.units import ElementBytes
-from ds_lgamp.planner.model import Model
+from ds_lgamp.planner.model import LatentAttention, Model
 
 _SINGLE = 4
 """Bytes of an element with 32 bits."""
+_NUMBER = 8
+"""Bytes of a whole number in torch."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +86,8 @@ class LayerBytes:
     """Peak of a forward of which nothing is kept."""
     working: int
     """The most that the backward needs beyond ``kept``."""
+    making: int
+    """The most that the forward needs beyond ``kept``."""
 
 
 @dataclass(frozen=True)
@@ -89,26 +104,38 @@ class EndBytes:
     """Peak of the backward beyond ``kept``."""
 
 
+class _Part(NamedTuple):
+    """Bytes of one micro-batch in the attention or in the feed-forward part of a layer, without its norm."""
+
+    kept: int
+    working: int
+    """The most that the backward needs beyond ``kept``."""
+    forward: int
+    """Peak of a forward of which nothing is kept, beyond results of the layer's size."""
+    making: int = 0
+    """The most that a forward needs beyond ``kept``, and beyond such results."""
+
+
 @lru_cache(maxsize=256)
 def layer_bytes(model: Model, micro_batch: int, tensor_ranks: int, software: Software) -> LayerBytes:
     """Returns the bytes of ``micro_batch`` sequences in one layer."""
     tokens, w = micro_batch * model.sequence_length, software.element.weights
     hidden, parts = model.hidden_size, tensor_ranks if software.splits_sequence else 1
-    feed_forward = share(model.feed_forward_size, tensor_ranks) * model.experts_per_token
-    kept, gradients, values = _feed_forward(model, software)
-    routed = 2 * hidden * model.experts_per_token if model.experts > 1 else 0
     between = 2 * (_norm(model, software, hidden) + w * hidden) * tokens // parts
-    within = (_attention(model, tensor_ranks, software) + w * (kept * feed_forward + routed)) * tokens
-    # The gradient of the last matrix exists before its gradients are added up. Models of transformers have one tensor
-    # of two matrices of all experts.
-    matrices = 2 * model.experts if model.experts > 1 and not software.fused else 1
-    matrix = matrices * w * hidden * share(model.feed_forward_size, tensor_ranks)
-    working = max(w * gradients * feed_forward * tokens, w * feed_forward * tokens + matrix)
+    attention = _attention(model, tokens, tensor_ranks, software)
+    feed_forward = _experts if model.experts > 1 else _feed_forward
+    wide = feed_forward(model, tokens, tensor_ranks, software)
     result = w * hidden * tokens // parts
     # Matrices need all of the sequence, forward and backward, and keep a part.
     gathered = w * hidden * tokens if parts > 1 else 0
-    forward = 3 * result + gathered + w * values * feed_forward * tokens
-    return LayerBytes(result, between + within, forward, working + gathered)
+    return LayerBytes(
+        result,
+        between + attention.kept + wide.kept,
+        3 * result + gathered + max(attention.forward, wide.forward),
+        # The backward of the attention begins when the feed-forward part keeps nothing any more.
+        max(wide.working, attention.working - wide.kept) + gathered,
+        max(3 * result, wide.making, attention.making - wide.kept),
+    )
 
 
 @lru_cache(maxsize=256)
@@ -138,21 +165,41 @@ def end_bytes(model: Model, micro_batch: int, tensor_ranks: int, software: Softw
 
 
 def chunk_bytes(
-    layer: LayerBytes, ends: EndBytes, layers: int, is_first: bool, is_last: bool, recompute: bool
+    layers: Sequence[LayerBytes],
+    ends: EndBytes,
+    counts: Sequence[int],
+    is_first: bool,
+    is_last: bool,
+    recompute: bool,
 ) -> ChunkBytes:
-    """Returns the bytes of one micro-batch on a chunk of ``layers`` layers."""
-    kept = layer.kept * layers + (ends.kept if is_last else 0)
-    beyond = [layer.working - (ends.kept if is_last else 0)]
+    """Returns the bytes of one micro-batch on a chunk.
+
+    Args:
+        layers: a layer of every kind, in the order of the kinds.
+        counts: how many layers of each kind the chunk has.
+    """
+    own = [(count, layer) for count, layer in zip(counts, layers) if count]
+    kept = sum(count * layer.kept for count, layer in own) + (ends.kept if is_last else 0)
+    result, freed = own[0][1].result, ends.kept if is_last else 0
+    beyond, making = [], own[-1][1].making - freed
+    for count, layer in reversed(own):
+        # The backward of a kind begins when later layers keep nothing any more.
+        beyond.append(layer.working - freed)
+        freed += count * layer.kept
     beyond += [ends.backward] if is_last else []
     beyond += [ends.embedding - kept] if is_first else []
-    result = 0 if is_last else layer.result
     # The formula of memory.py counts a copy of the input, which the first layer keeps or frees.
-    backward = kept + max(beyond) - (0 if is_first else layer.result)
+    of_input = 0 if is_first else result
+    passed_on = 0 if is_last else result
     if not recompute:
-        forward = kept + (ends.forward if is_last else 3 * layer.result) - (0 if is_first else layer.result)
-        return ChunkBytes(result, forward, max(beyond), saved=kept)
-    forward = max(layer.forward, ends.kept + ends.forward) if is_last else layer.forward
-    return ChunkBytes(result, forward, backward)
+        forward = kept + (max(ends.forward, making) if is_last else making) - of_input
+        return ChunkBytes(passed_on, forward, max(beyond), saved=kept)
+    forward = max(layer.forward for _, layer in own)
+    return ChunkBytes(
+        passed_on,
+        max(forward, ends.kept + ends.forward) if is_last else forward,
+        kept + max(*beyond, making) - of_input,
+    )
 
 
 def share(size: int, ranks: int) -> int:
@@ -167,27 +214,87 @@ def _norm(model: Model, software: Software, width: int) -> int:
         return w * width + 8
     if software.fused:
         return w * width + 4
-    return _SINGLE * width + w * width + 4
+    return _SINGLE * width + (_SINGLE if "norms" in model.in_single else w) * width + 4
 
 
-def _attention(model: Model, tensor_ranks: int, software: Software) -> int:
-    """Returns the bytes per token that attention keeps, without its norm."""
+def _attention(model: Model, tokens: int, tensor_ranks: int, software: Software) -> _Part:
+    """Returns the bytes of attention."""
     w, heads = software.element.weights, share(model.attention_heads, tensor_ranks)
-    queries = heads * model.head_size
+    queries, results = heads * model.head_size, heads * model.value_size
     keys = share(model.key_value_heads, tensor_ranks) * model.head_size
+    if model.attention_masks and not software.fused:
+        # Keys and values are copied for every head, and each row keeps the number of its largest score.
+        scores = w * heads * (model.sequence_length + 1)
+        kept = w * (2 * queries + 2 * results) + scores + _NUMBER * heads
+        return _Part(kept * tokens, 2 * scores * tokens, 3 * scores * tokens, 2 * scores * tokens)
     kept = w * (2 * queries + 2 * keys) + _SINGLE * heads
+    if model.latent is not None:
+        kept = w * (2 * queries + 2 * results) + _SINGLE * heads + _latent(model, model.latent, software)
     if model.query_key_norms:
         kept += _norm(model, software, queries) + _norm(model, software, keys)
     if software.fused and not model.position_embeddings:
         kept += w * (queries + keys)
-    return kept
+    return _Part(kept * tokens, 0, 0)
 
 
-def _feed_forward(model: Model, software: Software) -> tuple[int, int, int]:
+def _latent(model: Model, latent: LatentAttention, software: Software) -> int:
+    """Returns the bytes per token that latent attention keeps of what makes queries, keys and values."""
+    w, ranks = software.element.weights, (latent.query_rank, latent.key_value_rank)
+    low = sum(_norm(model, software, rank) + w * rank for rank in ranks if rank)
+    # Values are a part of what one matrix makes.
+    return low + w * (model.key_value_width - model.key_value_heads * latent.rotary_size)
+
+
+def _feed_forward(model: Model, tokens: int, tensor_ranks: int, software: Software) -> _Part:
+    """Returns the bytes of a feed-forward part without experts."""
+    w, size = software.element.weights, share(model.feed_forward_size, tensor_ranks)
+    kept, gradients, values = _values(model, software)
+    matrix = w * model.hidden_size * size
+    return _Part(
+        w * kept * size * tokens,
+        # The gradient of the last matrix exists before its gradients are added up.
+        max(w * gradients * size * tokens, w * size * tokens + matrix),
+        w * values * size * tokens,
+    )
+
+
+def _experts(model: Model, tokens: int, tensor_ranks: int, software: Software) -> _Part:
+    """Returns the bytes of experts, of what chooses among them, and of the part that every token visits."""
+    w, size = software.element.weights, share(model.feed_forward_size, tensor_ranks)
+    routed, hidden = tokens * model.experts_per_token, model.hidden_size
+    kept, _, values = _values(model, software)
+    # Weights of experts in 32 bits make their weighted results such. AutoEP, which divides experts, has a router of its
+    # own.
+    weighted = _SINGLE if "router" in model.in_single and model.expert_ranks == 1 else w
+    copy = _SINGLE * hidden if weighted > w else 0
+    choice = (copy + _SINGLE * model.experts) * tokens + copy * model.experts + 4 * _NUMBER * routed
+    each = w * (kept * size + 2 * hidden) * routed
+    shared = replace(model, feed_forward_size=model.shared_size or 1)
+    beside = _feed_forward(shared, tokens, tensor_ranks, software) if model.shared_size else _Part(0, 0, 0)
+    # What every token visits comes last, so its backward is over when that of the experts begins.
+    over = beside.kept - w * hidden * tokens if model.shared_size else 0
+    # Fused kernels add to the gradient of one expert after another.
+    matrix, gate = w * hidden * size * (1 if software.fused else model.own_experts), model.matrices - 1
+    working = max(
+        3 * weighted * hidden * routed,
+        w * size * routed + matrix,
+        # The gradient of gate and other half is one tensor. Two of the kept values are gone by then, and two became
+        # gradients.
+        gate * matrix - 2 * w * size * routed,
+    )
+    forward = max(w * (values * size + hidden), 2 * (w + weighted) * hidden) * routed
+    # Biases of the first matrices, and one value that is not kept, before there are results.
+    making = w * (3 * size - hidden) * routed - w * hidden * tokens if values > 4 else 0
+    return _Part(choice + each + beside.kept, max(working - over, beside.working), max(forward, beside.forward), making)
+
+
+def _values(model: Model, software: Software) -> tuple[int, int, int]:
     """Returns how many values of the feed-forward size are kept, how many of their gradients are needed at once, and
     how many a forward needs that keeps nothing."""
+    if model.gated and model.composed_activation and not software.fused:
+        return 7, 2, 10
     if model.gated:
-        return (3 if software.fused else 4), 2, 3
+        return (3 if software.fused else 4), 2, 3 if model.experts == 1 else 4
     if model.composed_activation and not software.fused:
         return 5, 2, 4
     return 2, 1, 2

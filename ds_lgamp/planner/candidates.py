@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from math import gcd
 
 from ds_lgamp.planner.cluster import Cluster, Efficiency
 from ds_lgamp.planner.configuration import Configuration
@@ -32,9 +33,10 @@ def candidates(model: Model, cluster: Cluster, sequences: int) -> Iterator[Confi
                     micro_batch=micro_batch,
                     micro_batches=per_rank // micro_batch,
                 )
-                for way in _ways(model, plain):
-                    for recompute in ("none", "full"):
-                        yield replace(way, recompute=recompute)
+                for expert_ranks in expert_rank_numbers(model, plain):
+                    for way in _ways(model, replace(plain, expert_ranks=expert_ranks)):
+                        for recompute in ("none", "full"):
+                            yield replace(way, recompute=recompute)
 
 
 def _ways(model: Model, plain: Configuration) -> Iterator[Configuration]:
@@ -45,7 +47,7 @@ def _ways(model: Model, plain: Configuration) -> Iterator[Configuration]:
         for chunks in chunks_per_rank(model, ranks):
             if chunks > 1 and ranks > 1 and plain.micro_batches % ranks == 0:
                 yield replace(plain, schedule="interleaved_1f1b", chunks_per_rank=chunks, zero_stage=zero_stage)
-    if ranks == 1 and partitioned:
+    if ranks == 1 and partitioned and plain.expert_ranks == 1:
         for zero_stage in (2, 3):
             layers = model.layers
             yield replace(
@@ -81,7 +83,15 @@ def tensor_rank_numbers(model: Model, cluster: Cluster) -> list[int]:
         ranks
         for ranks in divisors(cluster.gpus_per_node)
         if not (model.attention_heads % ranks or model.key_value_heads % ranks or model.feed_forward_size % ranks)
+        # Of these two kinds of attention, parts are not described.
+        and (ranks == 1 or not (model.latent or model.attention_masks))
     ]
+
+
+def expert_rank_numbers(model: Model, plain: Configuration) -> list[int]:
+    """Returns among how many data-parallel ranks of ``plain`` something can divide the experts of a layer."""
+    divides = model.divided_by and plain.tensor_ranks == 1
+    return divisors(gcd(plain.data_ranks, model.experts)) if divides else [1]
 
 
 def divisors(number: int) -> list[int]:
@@ -95,23 +105,31 @@ class Bound:
 
     def __init__(self, model: Model, cluster: Cluster) -> None:
         self._model, self._compute = model, Compute(cluster, Efficiency(**cluster.efficiency))
-        self._layers: dict[tuple[int, int, bool], Seconds] = {}
+        self._layers: dict[tuple[int, int, bool, int], list[tuple[int, Seconds]]] = {}
+        """How many layers of each kind there are and what one of it takes, by what that depends on."""
 
     def on_host(self, of: Configuration) -> float:
         """Returns the least seconds of loads, of stores and of the host's updates, with offloading."""
         if of.offload is None:
             return 0.0
-        own = self._model.layers * self._model.layer_parameters / of.tensor_ranks / of.pipeline_ranks
-        return max(host_seconds(self._compute, of, own))
+        kinds = self._model.divided(of.expert_ranks).kinds
+        experts = sum(count * kind.divided_parameters for count, kind in kinds)
+        own = sum(count * kind.layer_parameters for count, kind in kinds) - experts
+        part = of.part(own / of.tensor_ranks / of.pipeline_ranks, experts / of.pipeline_ranks)
+        return max(host_seconds(self._compute, part))
 
     def seconds(self, of: Configuration) -> float:
-        key = of.micro_batch, of.tensor_ranks, of.fused_attention
+        sizes = of.micro_batch, of.tensor_ranks, of.fused_attention
+        key = *sizes, of.expert_ranks
         if key not in self._layers:
-            self._layers[key] = self._compute.layer(self._model, *key)
-        layer = self._layers[key]
+            kinds = self._model.divided(of.expert_ranks).kinds
+            self._layers[key] = [(count, self._compute.layer(kind, *sizes)) for count, kind in kinds]
         # The only chunk of a single pipeline rank is not recomputed.
-        again = layer.forward if of.recompute == "full" and of.chunks > 1 else 0.0
-        rank = (layer.forward + layer.backward + again) * self._model.layers / of.pipeline_ranks
+        recomputes = of.recompute == "full" and of.chunks > 1
+        rank = sum(
+            (layer.forward + layer.backward + (layer.forward if recomputes else 0.0)) * count / of.pipeline_ranks
+            for count, layer in self._layers[key]
+        )
         return rank * (of.micro_batches + (of.pipeline_ranks - 1) / of.chunks_per_rank)
 
 

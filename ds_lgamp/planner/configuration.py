@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any
 
 from ds_lgamp.planner.fields import count
@@ -54,6 +55,8 @@ class Configuration:
     """Whether the inputs of chunks wait on the host, under the layered schedule with recomputation."""
     speeds: tuple[float, ...] = ()
     """The relative speed of each pipeline rank, by which they share layers; empty if all have equally many."""
+    expert_ranks: int = 1
+    """Data-parallel ranks that divide the experts of a layer; neighbours. 1: every rank has all of them."""
 
     def to_json(self) -> dict[str, Any]:
         """Returns the fields, as JSON has them."""
@@ -71,6 +74,7 @@ class Configuration:
             "micro_batches",
             "chunks_per_rank",
             "resident_chunks",
+            "expert_ranks",
         ):
             count(field, getattr(self, field))
         for field, allowed in (("zero_stage", range(4)), ("schedule", SCHEDULES), ("recompute", RECOMPUTE)):
@@ -84,6 +88,21 @@ class Configuration:
             raise ValueError(
                 "stores_inputs is True, which this project's layered schedule has, with recompute 'full'; use both"
             )
+        if self.data_ranks % self.expert_ranks:
+            raise ValueError(
+                f"expert_ranks is {self.expert_ranks}, which does not divide the {self.data_ranks} data_ranks; use a "
+                "divisor"
+            )
+        for field, given in (
+            ("tensor_ranks", self.tensor_ranks > 1),
+            ("micro_batch_outer", self.micro_batch_outer),
+            ("hierarchy", self.hierarchy is not None),
+        ):
+            if self.expert_ranks > 1 and given:
+                raise ValueError(
+                    f"expert_ranks is {self.expert_ranks}, and {field} {getattr(self, field)}, which is not planned "
+                    "together; use expert_ranks 1"
+                )
         if self.hierarchy is not None and (
             self.data_ranks % self.hierarchy.node_ranks or not 1 < self.hierarchy.node_ranks < self.data_ranks
         ):
@@ -155,6 +174,23 @@ class Configuration:
             return self.hierarchy.node_ranks
         return self.data_ranks if self.zero_stage else 1
 
+    @property
+    def expert_shards(self) -> int:
+        """The same of experts that ranks divide."""
+        return self.data_ranks // self.expert_ranks if self.zero_stage else 1
+
+    def part(self, parameters: float, experts: float = 0.0) -> float:
+        """Returns how many parameters a rank updates of those that it has on one tensor-parallel rank, of which
+        ``experts`` are those that ranks divide."""
+        return parameters / self.shards + experts / self.expert_shards
+
+    @property
+    def under_way(self) -> int:
+        """The most micro-batches that a rank has begun and not ended, or a few more."""
+        ranks = self.pipeline_ranks
+        at_once = {"1f1b": ranks, "interleaved_1f1b": 2 * ranks, "layered": self.group * min(2, ranks)}
+        return min(self.micro_batches, at_once.get(self.schedule, self.micro_batches))
+
     def layers_of_chunks(self, model: Model) -> list[int]:
         """Returns how many layers each chunk has. Raises ValueError if there are fewer layers than chunks."""
         if model.layers < self.chunks:
@@ -167,6 +203,11 @@ class Configuration:
         else:
             bounds = split_evenly(model.layers, self.chunks)
         return [end - start for start, end in zip(bounds, bounds[1:])]
+
+    def kinds_of_chunks(self, model: Model) -> list[tuple[int, ...]]:
+        """Returns how many layers of each kind every chunk has, in the order of ``model.kinds``."""
+        bounds = accumulate(self.layers_of_chunks(model), initial=0)
+        return [model.counts_between(start, end) for start, end in pairwise(bounds)]
 
 
 def method_of(configuration: Configuration) -> str:
@@ -185,7 +226,9 @@ def method_of(configuration: Configuration) -> str:
 def describe(configuration: Configuration) -> str:
     """Returns the configuration in a few words."""
     of = configuration
-    words = [method_of(of), f"W{of.data_ranks} P{of.pipeline_ranks} T{of.tensor_ranks}", f"ZeRO-{of.zero_stage}"]
+    ranks = f"W{of.data_ranks} P{of.pipeline_ranks} T{of.tensor_ranks}"
+    ranks += f" E{of.expert_ranks}" if of.expert_ranks > 1 else ""
+    words = [method_of(of), ranks, f"ZeRO-{of.zero_stage}"]
     if not of.micro_batch_outer:
         words.append(f"{of.chunks_per_rank} chunks per rank")
         if of.zero_stage == 3:

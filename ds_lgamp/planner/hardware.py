@@ -21,6 +21,10 @@ additions of a residual with dropout (two read, one written, a byte of mask)."""
 SCORE_BYTES, SCORE_BACKWARD_BYTES = 13, 19
 """Bytes per element of the attention scores, unless attention is one kernel: softmax, dropout and the two products
 around them."""
+COMPOSED_SCORE_BYTES, COMPOSED_SCORE_BACKWARD_BYTES = 24, 36
+"""The same where models of transformers compute attention with sinks by several operations, each of which reads and
+writes all scores: product, scale, mask, sink, maximum, difference, softmax, product; then back, with the gradient of
+the maximum."""
 LOSS_BYTES, LOSS_BACKWARD_BYTES = 42, 22
 """Bytes per logit: conversion to fp32, maximum, difference, exponential, sum, quotient; then back."""
 ACCUMULATION_BYTES = 8
@@ -54,25 +58,43 @@ class Compute:
     def layer(self, model: Model, sequences: int, tensor_ranks: int, fused_attention: bool) -> Seconds:
         """Returns the seconds of one layer for a micro-batch of ``sequences``, without communication."""
         tokens, hidden = sequences * model.sequence_length, model.hidden_size
-        queries = model.attention_heads * model.head_size / tensor_ranks
-        keys = 2 * model.key_value_heads * model.head_size / tensor_ranks
-        wide = model.feed_forward_size / tensor_ranks
-        routed = tokens * model.experts_per_token
-        matrices = 3 if model.gated else 2
-        products = self._product(tokens, hidden, queries + keys) + self._product(tokens, queries, hidden)
-        # With experts, each matrix sees its share of the tokens.
-        share = max(1.0, routed / model.experts)
-        products += matrices * self._product(share, hidden, wide) * (routed / share)
+        queries, keys = model.query_width / tensor_ranks, model.key_value_width / tensor_ranks
+        if model.latent is None:
+            products = self._product(tokens, hidden, queries + keys) + self._product(tokens, queries, hidden)
+        else:
+            products = sum(self._product(tokens, rows, columns) for rows, columns in model.attention_matrices)
+        feed_forward, values = self._feed_forward(model, tokens, tensor_ranks)
+        products += feed_forward
         scores = sequences * model.attention_heads / tensor_ranks * model.sequence_length**2
         attention = self._attention(model, scores)
-        moved = tokens * (HIDDEN_BYTES * hidden + 4 * (2 * queries + keys)) + 2 * matrices * routed * wide
+        moved = tokens * (HIDDEN_BYTES * hidden + 4 * (2 * queries + keys)) + 2 * values
         weights = model.layer_parameters / tensor_ranks
+        fused_attention &= not model.attention_masks
+        score_bytes = SCORE_BYTES, SCORE_BACKWARD_BYTES
+        if model.attention_masks:
+            score_bytes = COMPOSED_SCORE_BYTES, COMPOSED_SCORE_BACKWARD_BYTES
         unfused = 0 if fused_attention else scores
-        forward = products + attention + self._moved(moved + SCORE_BYTES * unfused)
+        forward = products + attention + self._moved(moved + score_bytes[0] * unfused)
         # A fused kernel computes the scores again in the backward.
         backward = 2 * products + (2.5 if fused_attention else 2.0) * attention
-        backward += self._moved(2 * moved + SCORE_BACKWARD_BYTES * unfused + ACCUMULATION_BYTES * weights)
+        backward += self._moved(2 * moved + score_bytes[1] * unfused + ACCUMULATION_BYTES * weights)
         return Seconds(self._launched(forward, KERNELS), self._launched(backward, 2 * KERNELS))
+
+    def _feed_forward(self, model: Model, tokens: int, tensor_ranks: int) -> tuple[float, float]:
+        """Returns the seconds of the products of a layer's feed-forward part, and how many values they read or write
+        of its size."""
+        wide, routed = model.feed_forward_size / tensor_ranks, tokens * model.experts_per_token
+        # With experts, each matrix sees its share of the tokens: a larger one if ranks divide experts.
+        share = max(1.0, routed / model.own_experts)
+        products = model.matrices * self._product(share, model.hidden_size, wide) * (routed / share)
+        values = model.matrices * routed * wide
+        if model.experts > 1:
+            products += self._product(tokens, model.hidden_size, model.experts)
+        if model.shared_size:
+            shared = model.shared_size / tensor_ranks
+            products += model.matrices * self._product(tokens, model.hidden_size, shared)
+            values += model.matrices * tokens * shared
+        return products, values
 
     def head(self, model: Model, sequences: int, tensor_ranks: int) -> Seconds:
         """Returns the seconds of the last norm, the head and the loss."""
@@ -111,7 +133,8 @@ class Compute:
         """Seconds of the two products around ``scores`` scores."""
         half = self.efficiency.dimension
         waste = (1 + half / model.head_size) * (1 + half / model.sequence_length) ** 2
-        return 4.0 * scores * model.head_size * waste / (self.cluster.peak * self.efficiency.matmul)
+        size = (model.head_size + model.value_size) / 2
+        return 4.0 * scores * size * waste / (self.cluster.peak * self.efficiency.matmul)
 
     def _moved(self, size: float) -> float:
         return size / (self.cluster.memory_bandwidth * self.efficiency.memory)
@@ -179,6 +202,15 @@ class Network:
         ring = 2 * self.all_gather(group, size)
         depth = ceil(log2(group.inside)) * self.inside.latency + ceil(log2(group.nodes)) * self.between.latency
         return min(ring, 2 * (depth + size / self.bandwidth(group)))
+
+    def all_to_all(self, group: Group, size: float) -> float:
+        """Returns the seconds until every member has sent each one, itself included, an equal part of ``size`` bytes.
+        What stays on the node travels beside what leaves it."""
+        if group.size == 1:
+            return 0.0
+        part, latency = size / group.size, self.between.latency if group.nodes > 1 else self.inside.latency
+        leaving = part * (group.size - group.inside) / self.between.bandwidth
+        return latency + max(leaving, part * (group.inside - 1) / self.inside.bandwidth)
 
     def message(self, crosses_nodes: bool, size: float) -> float:
         """Returns the seconds of a message of ``size`` bytes, while every GPU of the node sends one."""

@@ -20,7 +20,7 @@ from ds_lgamp.planner.load import GroupsOf, demand_of, group_seconds, hop_of, la
 from ds_lgamp.planner.memory import ConfigurationMemory, as_executed, memory
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.search import first_by, search
-from ds_lgamp.planner.work import MOST_COMPUTES, Work
+from ds_lgamp.planner.work import MOST_COMPUTES, Work, total
 from ds_lgamp.schedule.actions import Kind, Program
 from ds_lgamp.schedule.costs import Costs, Durations, links_of, uniform_costs
 from ds_lgamp.schedule.placement import shares_by_speed
@@ -177,8 +177,15 @@ def search_islands(model: Model, cluster: IslandCluster, sequences: int, best: i
 
 def _proposals(model: Model, cluster: Cluster, sequences: int) -> list[Configuration]:
     """Returns the configurations that may be fast on islands: those that are fast on a ``cluster`` of equal nodes."""
-    # The clock of islands knows no bus.
-    plans = search(model, cluster, sequences, best=LONG_LIST, offload=False)
+    # The clock of islands knows no bus, and orders of ranks know no all-to-alls.
+    plans = search(
+        model,
+        cluster,
+        sequences,
+        best=LONG_LIST,
+        offload=False,
+        suits=lambda configuration: configuration.expert_ranks == 1,
+    )
     first = first_by(lambda plan: (plan.method, plan.configuration.pipeline_ranks), plans)
     return [plan.configuration for plan in (*plans[:PROPOSALS], *first.values())]
 
@@ -251,7 +258,8 @@ def _on_clock(
     program = build_timed_program(spec)
     compute = Work(model, fast, executed).costs()
     # The ends' parameters are in the bytes of the demand, which chunks share by their layers.
-    parameters = [layers * model.layer_parameters for layers in executed.layers_of_chunks(model)]
+    of_layers = [kind.layer_parameters for _, kind in model.kinds]
+    parameters = [int(total(counts, of_layers)) for counts in executed.kinds_of_chunks(model)]
     network = network_costs(cluster, assignment, demand_of(model, executed), spec, parameters, program)
     mean = fast.peak / (cluster.peak or fast.peak)
     slowness = [mean / assignment.pipeline_speeds[rank] for rank in spec.placement]

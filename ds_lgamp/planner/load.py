@@ -124,6 +124,11 @@ def megatron_demand(arguments: Sequence[str], config: Mapping[str, Any], ranks: 
             f"--pipeline-model-parallel-size {pipeline_ranks}, --tensor-model-parallel-size {tensor_ranks} and "
             f"--context-parallel-size {context_ranks} do not divide {ranks} ranks; change one of them"
         )
+    if (expert_ranks := flags.count("--expert-model-parallel-size", 1)) > 1:
+        raise ValueError(
+            f"--expert-model-parallel-size is {expert_ranks}, whose all-to-alls a cluster file does not lay out; "
+            "remove the flag or the file"
+        )
     micro_batch = flags.count("--micro-batch-size", 1)
     samples = micro_batch * (data_ranks // context_ranks)
     block = read_block(dict(config)) or LgampConfig()

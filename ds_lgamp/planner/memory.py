@@ -38,22 +38,31 @@ def default_software(configuration: Configuration) -> Software:
 
 def units_of(model: Model, configuration: Configuration, rank: int) -> list[UnitSize]:
     """Returns the units of a pipeline rank, with the elements on one tensor-parallel rank. Tensor-parallel ranks divide
-    matrices and the biases of their columns; they all hold norms and other biases."""
+    matrices and the biases of their columns; they all hold norms and other biases. Experts that ranks divide are units
+    of their own."""
+    model = model.divided(configuration.expert_ranks)
     ranks, last = configuration.tensor_ranks, configuration.chunks - 1
     replicated = 2 * model.norm_parameters + (2 * model.hidden_size if model.biases else 0)
-    of_layer = share(model.layer_parameters - replicated, ranks) + replicated
+    experts = [kind.divided_parameters for _, kind in model.kinds]
+    of_layers = [
+        share(kind.layer_parameters - own - replicated, ranks) + replicated
+        for own, (_, kind) in zip(experts, model.kinds)
+    ]
     words = share(model.vocabulary_size, ranks) * model.hidden_size
     ends = {chunk: 0 for chunk in (0, last)}
     ends[0] += words + model.position_embeddings * model.hidden_size
     ends[last] += model.norm_parameters + model.extras + (0 if model.tied_embeddings else words)
-    units, users, layers = [], [], configuration.layers_of_chunks(model)
+    units, users, layers = [], [], configuration.kinds_of_chunks(model)
     for chunk in chunks_of(configuration.placement, rank):
-        parameters = layers[chunk] * of_layer
+        parameters = sum(count * of_layer for count, of_layer in zip(layers[chunk], of_layers))
         if chunk in ends and model.tied_embeddings:
             users.append(chunk)
         elif chunk in ends:
             parameters += ends[chunk]
         units.append(UnitSize(aligned(parameters), aligned(parameters), (chunk,)))
+        divided = aligned(sum(count * own for count, own in zip(layers[chunk], experts)))
+        if divided:
+            units.append(UnitSize(divided, divided, (chunk,), expert_ranks=configuration.expert_ranks))
     if users:
         # The engine ties everything that precedes and follows the layers.
         tied = aligned(sum(ends.values()))
@@ -63,11 +72,13 @@ def units_of(model: Model, configuration: Configuration, rank: int) -> list[Unit
 
 def chunk_bytes_of(model: Model, configuration: Configuration, software: Software) -> list[ChunkBytes]:
     """Returns the bytes of one micro-batch on each chunk."""
-    layer = layer_bytes(model, configuration.micro_batch, configuration.tensor_ranks, software)
-    ends = end_bytes(model, configuration.micro_batch, configuration.tensor_ranks, software)
-    last, spec, layers = configuration.chunks - 1, configuration.spec, configuration.layers_of_chunks(model)
+    sizes = configuration.micro_batch, configuration.tensor_ranks, software
+    model = model.divided(configuration.expert_ranks)
+    ends, of_kinds = end_bytes(model, *sizes), [layer_bytes(kind, *sizes) for _, kind in model.kinds]
+    last, spec = configuration.chunks - 1, configuration.spec
+    layers = configuration.kinds_of_chunks(model)
     sorts = [(layers[chunk], chunk == 0, chunk == last, spec.is_recomputed(chunk)) for chunk in range(last + 1)]
-    made = {sort: chunk_bytes(layer, ends, *sort) for sort in set(sorts)}
+    made = {sort: chunk_bytes(of_kinds, ends, *sort) for sort in set(sorts)}
     return [made[sort] for sort in sorts]
 
 
@@ -251,8 +262,11 @@ def _ranks(configuration: Configuration) -> list[int]:
 
 def batch_bytes(model: Model, configuration: Configuration, software: Software) -> int:
     """Returns the bytes of all micro-batches before they are embedded. Models of transformers compute a sine and a
-    cosine for every position and micro-batch."""
-    per_token = 2 * _ID_BYTES * configuration.micro_batch
-    if not model.position_embeddings and not software.fused:
-        per_token += 2 * software.element.weights * model.head_size
-    return per_token * model.sequence_length * configuration.micro_batches
+    cosine for every position and micro-batch, and, for attention by several operations, masks while a micro-batch is
+    under way."""
+    per_token, w = 2 * _ID_BYTES * configuration.micro_batch, software.element.weights
+    if model.position_embeddings or software.fused:
+        return per_token * model.sequence_length * configuration.micro_batches
+    per_token += 2 * w * (model.rotary_size or model.head_size)
+    masks = w * model.attention_masks * model.sequence_length**2 * configuration.micro_batch
+    return per_token * model.sequence_length * configuration.micro_batches + masks * configuration.under_way

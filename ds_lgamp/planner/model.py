@@ -1,11 +1,30 @@
 """What costs depend on in a transformer: its sizes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
 
 from ds_lgamp.planner.fields import count
 
 MOST_LAYERS = 500
 """Each layer may be a chunk, so the time of a search grows with their square: it takes a minute for so many."""
+
+
+AUTOEP, MEGATRON = "autoep", "megatron"
+"""What lets ranks divide experts: DeepSpeed's AutoEP, for models of transformers that it has a preset for, and
+Megatron-core."""
+
+
+class LatentAttention(NamedTuple):
+    """Attention whose queries, keys and values are made of vectors of low rank (arXiv 2405.04434, section 2.1)."""
+
+    query_rank: int
+    """0: queries are made of the hidden state."""
+    key_value_rank: int
+    rotary_size: int
+    """Values of a head's query that have positions, and of the key that all heads share."""
+    value_size: int
+    """Of a head. ``Model.head_size`` is that of queries and keys."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +46,28 @@ class Model:
     experts: int = 1
     """Feed-forward parts per layer; a router chooses among them."""
     experts_per_token: int = 1
+    expert_extras: int = 0
+    """Parameters of an expert beyond its matrices and what ``biases`` says. They take memory, but no time worth
+    counting."""
+    divided_by: str = ""
+    """What lets data-parallel ranks divide the experts of a layer: :data:`AUTOEP` or :data:`MEGATRON`; empty if nothing
+    does."""
+    expert_ranks: int = 1
+    """Ranks that divide the experts of a layer, of which each then has a part. See :meth:`divided`."""
+    shared_size: int = 0
+    """The size of the feed-forward part that every token visits beside its experts; 0 if there is none."""
+    dense_layers: int = 0
+    """How many of the first layers have one feed-forward part, of ``dense_size``, and no experts."""
+    dense_size: int = 0
+    latent: LatentAttention | None = None
+    rotary_size: int = 0
+    """Sines of a position in the table of rotary positions, and cosines; 0: as many as ``head_size``."""
+    attention_masks: int = 0
+    """If models of transformers compute attention by several operations, and so keep all scores: how many different
+    masks they add. 0 if one kernel computes attention."""
+    in_single: tuple[str, ...] = ()
+    """What models of transformers compute in 32 bits besides the statistics of norms: ``norms``, the products with
+    their weights; ``router``, what chooses experts."""
     tied_embeddings: bool = True
     """Whether the head uses the weights of the embedding."""
     position_embeddings: int = 0
@@ -75,6 +116,15 @@ class Model:
             )
         if self.experts_per_token > self.experts:
             raise ValueError(f"experts_per_token is {self.experts_per_token}; there are only {self.experts} experts")
+        if self.experts % count("expert_ranks", self.expert_ranks):
+            raise ValueError(
+                f"expert_ranks is {self.expert_ranks}; it must divide the {self.experts} experts of {self.name}"
+            )
+        if self.dense_layers and not (self.dense_layers < self.layers and self.dense_size):
+            raise ValueError(
+                f"dense_layers is {self.dense_layers}, and dense_size {self.dense_size}; use fewer than {self.layers} "
+                "layers, and a size"
+            )
 
     @classmethod
     def gpt(
@@ -104,26 +154,99 @@ class Model:
             composed_activation=True,
         )
 
+    def divided(self, expert_ranks: int) -> "Model":
+        """Returns the model whose experts so many ranks divide. Layers then count what one of these has. Raises
+        ValueError if they cannot be divided so."""
+        return self if expert_ranks == self.expert_ranks else _divided(self, expert_ranks)
+
+    @property
+    def kinds(self) -> tuple[tuple[int, "Model"], ...]:
+        """The kinds of layers in their order: how many there are, and a model of which all layers are like them."""
+        return _kinds(self)
+
+    def counts_between(self, start: int, end: int) -> tuple[int, ...]:
+        """Returns how many layers of each kind are among those from ``start`` to ``end``."""
+        if not self.dense_layers:
+            return (end - start,)
+        dense = max(0, min(end, self.dense_layers) - start)
+        return dense, end - start - dense
+
+    @property
+    def value_size(self) -> int:
+        """Values of a head."""
+        return self.head_size if self.latent is None else self.latent.value_size
+
+    @property
+    def query_width(self) -> int:
+        """Queries of all heads."""
+        return self.attention_heads * self.head_size
+
+    @property
+    def key_value_width(self) -> int:
+        """Keys and values of all heads that have their own."""
+        return self.key_value_heads * (self.head_size + self.value_size)
+
+    @property
+    def matrices(self) -> int:
+        """Matrices of a feed-forward part."""
+        return 3 if self.gated else 2
+
+    @property
+    def attention_matrices(self) -> list[tuple[int, int]]:
+        """Rows and columns of the matrices of one layer's attention."""
+        output = self.attention_heads * self.value_size, self.hidden_size
+        if self.latent is None:
+            return [(self.hidden_size, self.query_width + self.key_value_width), output]
+        low, hidden = self.latent, self.hidden_size
+        queries = [(hidden, low.query_rank), (low.query_rank, self.query_width)] if low.query_rank else []
+        # The keys' part with positions comes from the hidden state, once for all heads.
+        made = self.key_value_width - self.key_value_heads * low.rotary_size
+        return [
+            *(queries or [(hidden, self.query_width)]),
+            (hidden, low.key_value_rank + low.rotary_size),
+            (low.key_value_rank, made),
+            output,
+        ]
+
     @property
     def attention_parameters(self) -> int:
         """Weights of one layer's attention."""
-        projected = self.head_size * (2 * self.attention_heads + 2 * self.key_value_heads)
-        biases = self.head_size * (self.attention_heads + 2 * self.key_value_heads) + self.hidden_size
-        return self.hidden_size * projected + (biases if self.biases else 0)
+        weights = sum(rows * columns for rows, columns in self.attention_matrices)
+        biases = self.query_width + self.key_value_width + self.hidden_size
+        return weights + (biases if self.biases else 0)
 
     @property
     def expert_parameters(self) -> int:
-        """Weights of one feed-forward part."""
-        matrices = 3 if self.gated else 2
-        biases = (matrices - 1) * self.feed_forward_size + self.hidden_size
-        return matrices * self.hidden_size * self.feed_forward_size + (biases if self.biases else 0)
+        """Weights of one feed-forward part, or of one expert."""
+        biases = (self.matrices - 1) * self.feed_forward_size + self.hidden_size if self.biases else 0
+        return self.matrices * self.hidden_size * self.feed_forward_size + biases + self.expert_extras
+
+    @property
+    def own_experts(self) -> int:
+        """The experts of a layer that a rank has."""
+        return self.experts // self.expert_ranks
+
+    @property
+    def divided_parameters(self) -> int:
+        """Weights of a layer that only some data-parallel ranks have, on one of them: its experts, if ranks divide
+        them."""
+        return self.own_experts * self.expert_parameters if self.expert_ranks > 1 else 0
+
+    @property
+    def shared_parameters(self) -> int:
+        """Weights of the feed-forward part that every token visits beside its experts."""
+        return self.matrices * self.hidden_size * self.shared_size
+
+    @property
+    def router_parameters(self) -> int:
+        """Weights of what chooses among experts."""
+        return self.hidden_size * self.experts if self.experts > 1 else 0
 
     @property
     def layer_parameters(self) -> int:
-        """Weights of one layer, norms included."""
-        router = self.hidden_size * self.experts if self.experts > 1 else 0
-        parts = self.attention_parameters + self.experts * self.expert_parameters
-        return parts + router + 2 * self.norm_parameters + self.layer_extras
+        """Weights of one layer, norms included; of one with experts, if there are layers of two kinds."""
+        parts = self.attention_parameters + self.own_experts * self.expert_parameters + self.shared_parameters
+        return parts + self.router_parameters + 2 * self.norm_parameters + self.layer_extras
 
     @property
     def norm_parameters(self) -> int:
@@ -141,13 +264,23 @@ class Model:
     @property
     def parameters(self) -> int:
         """All parameters, tied ones once."""
-        layers = self.layers * self.layer_parameters
+        layers = sum(count * kind.layer_parameters for count, kind in self.kinds)
         return layers + self.embedding_parameters + self.norm_parameters + self.head_parameters + self.extras
 
+    @property
+    def active_parameters(self) -> int:
+        """The parameters without the experts that a token does not visit."""
+        idle = sum(
+            count * (kind.experts - kind.experts_per_token) * kind.expert_parameters for count, kind in self.kinds
+        )
+        return self.parameters - idle
+
     def layer_flops(self, tokens: int) -> float:
-        """Returns the floating-point operations of one layer's forward for ``tokens`` tokens in whole sequences."""
-        active = self.attention_parameters + self.experts_per_token * self.expert_parameters
-        scores = 4.0 * self.attention_heads * self.head_size * self.sequence_length
+        """Returns the floating-point operations of one layer's forward for ``tokens`` tokens in whole sequences; of one
+        with experts, if there are layers of two kinds."""
+        visited = self.experts_per_token * (self.expert_parameters - self.expert_extras) + self.shared_parameters
+        active = self.attention_parameters + visited + self.router_parameters
+        scores = 2.0 * self.attention_heads * (self.head_size + self.value_size) * self.sequence_length
         return tokens * (2.0 * active + scores)
 
     def head_flops(self, tokens: int) -> float:
@@ -156,5 +289,32 @@ class Model:
 
     def forward_flops(self, tokens: int) -> float:
         """Returns the floating-point operations of a forward. Counts attention over whole sequences, as MFU usually
-        does (arXiv 2104.04473), though a causal kernel skips half."""
-        return self.layers * self.layer_flops(tokens) + self.head_flops(tokens)
+        does (arXiv 2104.04473), though a causal kernel skips half, and windows need less."""
+        layers = sum(count * kind.layer_flops(tokens) for count, kind in self.kinds)
+        return layers + self.head_flops(tokens)
+
+
+@lru_cache(maxsize=256)
+def _divided(model: Model, expert_ranks: int) -> Model:
+    if not model.divided_by and expert_ranks > 1:
+        raise ValueError(f"expert_ranks is {expert_ranks}, but nothing divides the experts of {model.name}; use 1")
+    return replace(model, expert_ranks=expert_ranks)
+
+
+@lru_cache(maxsize=256)
+def _kinds(model: Model) -> tuple[tuple[int, Model], ...]:
+    if not model.dense_layers:
+        return ((model.layers, model),)
+    dense = replace(
+        model,
+        layers=model.dense_layers,
+        feed_forward_size=model.dense_size,
+        experts=1,
+        experts_per_token=1,
+        expert_extras=0,
+        expert_ranks=1,
+        shared_size=0,
+        dense_layers=0,
+    )
+    rest = model.layers - model.dense_layers
+    return ((model.dense_layers, dense), (rest, replace(model, layers=rest, dense_layers=0)))

@@ -8,7 +8,7 @@ from math import ceil
 from pathlib import Path
 
 from ds_lgamp.planner.fields import read_json, read_text
-from ds_lgamp.planner.model import Model
+from ds_lgamp.planner.model import MEGATRON, Model
 from ds_lgamp.planner.transformers_config import model_of_config
 
 _UNKNOWN = ("--moe-", "--multi-latent-attention", "--mtp-", "--hybrid-", "--mamba-", "--heterogeneous-", "--encoder-")
@@ -66,6 +66,7 @@ def model_of_flags(name: str, text: str, sequence_length: int | None = None) -> 
         gated=gated,
         experts=flags.count("--num-experts", 1),
         experts_per_token=flags.count("--moe-router-topk", 2) if "--num-experts" in flags.values else 1,
+        divided_by=MEGATRON if "--num-experts" in flags.values else "",
         tied_embeddings=not flags.has("--untie-embeddings-and-output-weights"),
         position_embeddings=0 if rotary else positions,
         biases=biases,

@@ -4,12 +4,13 @@ needs."""
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from math import ceil
+from operator import add
 
 from ds_lgamp.planner.cluster import Cluster
 from ds_lgamp.planner.configuration import Configuration
 from ds_lgamp.planner.hardware import ELEMENT, Seconds
 from ds_lgamp.planner.model import Model
-from ds_lgamp.planner.work import Work, exact_seconds, is_layered
+from ds_lgamp.planner.work import Work, exact_seconds, is_layered, total
 from ds_lgamp.schedule.closed_form import Shape, step_time
 from ds_lgamp.schedule.costs import Durations
 from ds_lgamp.schedule.program import build_timed_program
@@ -28,6 +29,8 @@ class Prediction:
     """Kernels of the slowest pipeline rank, recomputation included."""
     tensor_parallel: float
     """Collectives of the tensor-parallel group. Compute waits for them."""
+    expert_parallel: float
+    """All-to-alls of tokens among ranks that divide experts. Compute waits for them."""
     bubble: float
     """Pipeline ranks wait for the first and for the last micro-batch."""
     messages: float
@@ -69,12 +72,15 @@ class _Stage:
     recompute: float
     """The part of it that recomputation takes."""
     tensor_parallel: float
+    exchanges: float
+    """All-to-alls of tokens among ranks that divide experts."""
     parameters: float
-    """On one tensor rank."""
+    """On one tensor rank, without experts that ranks divide."""
+    experts: float
 
     @property
     def seconds(self) -> float:
-        return self.compute.forward + self.compute.backward + self.tensor_parallel
+        return self.compute.forward + self.compute.backward + self.tensor_parallel + self.exchanges
 
 
 def predict(model: Model, cluster: Cluster, configuration: Configuration, on_clock: bool = False) -> Prediction:
@@ -90,13 +96,13 @@ def predict(model: Model, cluster: Cluster, configuration: Configuration, on_clo
     stages = _stages(work)
     slowest = max(stages, key=lambda stage: stage.seconds)
     micro_batches = configuration.micro_batches
-    parameters = max(stage.parameters for stage in stages)
     on_clock = is_layered(configuration) and (on_clock or configuration.takes_clock)
     waits = _clocked_waits if on_clock else _layered_waits if is_layered(configuration) else _stock_waits
-    update = work.compute.update(parameters / configuration.shards)
+    update = work.compute.update(max(configuration.part(stage.parameters, stage.experts) for stage in stages))
     parts = {
         "compute": micro_batches * (slowest.compute.forward + slowest.compute.backward),
         "tensor_parallel": micro_batches * slowest.tensor_parallel,
+        "expert_parallel": micro_batches * slowest.exchanges,
         "bus": 0.0,
         "optimizer": update,
         **waits(work, stages),
@@ -107,10 +113,11 @@ def predict(model: Model, cluster: Cluster, configuration: Configuration, on_clo
         parts["optimizer"] -= min(update * (chunks - 1) / chunks, parts["gathers"])
     if parts["bubble"] < 0:
         # A last chunk that turns at once is not recomputed. On one pipeline rank this shortens the step.
-        sums = slowest.tensor_parallel / 3
-        of_sums = sums / (slowest.recompute + sums) if sums else 0.0
-        parts["compute"] += parts["bubble"] * (1 - of_sums)
-        parts["tensor_parallel"] += parts["bubble"] * of_sums
+        waits_for = slowest.tensor_parallel + slowest.exchanges
+        of_waits = waits_for / 3 / (slowest.recompute + waits_for / 3) if waits_for else 0.0
+        parts["compute"] += parts["bubble"] * (1 - of_waits)
+        for name, own in (("tensor_parallel", slowest.tensor_parallel), ("expert_parallel", slowest.exchanges)):
+            parts[name] += parts["bubble"] * of_waits * (own / waits_for) if own else 0.0
         parts["bubble"] = 0.0
     if not on_clock:
         parts["data_parallel"] += work.tied_sum
@@ -127,22 +134,29 @@ def _check(model: Model, cluster: Cluster, configuration: Configuration) -> None
 
 
 def _stages(work: Work) -> list[_Stage]:
-    """What each pipeline rank does. Only the ends and the numbers of layers differ."""
-    of, layer = work.configuration, work.layer
-    recomputed = layer.forward if of.recompute == "full" else 0.0
+    """What each pipeline rank does. Only the ends and the layers differ."""
+    of, layers = work.configuration, work.layers
+    again = [layer.seconds.forward if of.recompute == "full" else 0.0 for layer in layers]
     # Two sums in a forward (arXiv 1909.08053), two in a backward, two in a recomputation.
-    sums = work.tensor_sum * (6 if of.recompute == "full" else 4)
-    layers = [0] * of.pipeline_ranks
-    for chunk, count in enumerate(of.layers_of_chunks(work.model)):
-        layers[of.placement[chunk]] += count
+    rounds = 3 if of.recompute == "full" else 2
+    sums = work.tensor_sum * (2 * rounds)
+    counts = [(0,) * len(layers)] * of.pipeline_ranks
+    for chunk, own in enumerate(of.kinds_of_chunks(work.model)):
+        rank = of.placement[chunk]
+        counts[rank] = tuple(map(add, counts[rank], own))
     stages = [
         _Stage(
-            Seconds(count * layer.forward, count * (layer.backward + recomputed)),
-            count * recomputed,
-            count * sums,
-            count * work.layer_parameters,
+            Seconds(
+                total(own, [layer.seconds.forward for layer in layers]),
+                total(own, [layer.seconds.backward + more for layer, more in zip(layers, again)]),
+            ),
+            total(own, again),
+            sum(own) * sums,
+            total(own, [rounds * layer.exchange for layer in layers]),
+            total(own, [layer.parameters for layer in layers]),
+            total(own, [layer.experts for layer in layers]),
         )
-        for count in layers
+        for own in counts
     ]
     for chunk, end, parameters in work.ends:
         rank = of.placement[chunk]
@@ -175,14 +189,16 @@ def _layered_waits(work: Work, stages: Sequence[_Stage]) -> dict[str, float]:
         configuration.resident_chunks,
         micro_batch_group=configuration.micro_batch_group,
     )
-    # A forward has two of the six sums of tensor-parallel ranks, or of the four without recomputation.
+    # A forward has two of the six sums of tensor-parallel ranks, or of the four without recomputation. It has as many
+    # of the all-to-alls.
     full = configuration.recompute == "full"
-    sums = slowest.tensor_parallel / (3 if full else 2)
+    sums = (slowest.tensor_parallel + slowest.exchanges) / (3 if full else 2)
     forward = (slowest.compute.forward + sums) / chunks
     recompute = (slowest.recompute + sums) / chunks if full else 0.0
     computes = Durations(forward, slowest.seconds / chunks - forward - recompute, recompute=recompute)
     hop, message = work.message
-    moves = work.collectives(ELEMENT * max(stage.parameters for stage in stages) / chunks)
+    own, experts = max(stage.parameters for stage in stages), max(stage.experts for stage in stages)
+    moves = work.collectives(ELEMENT * own / chunks, ELEMENT * experts / chunks)
     beside = configuration.micro_batches * message if work.messages_cross_nodes else 0.0
     alone = moves.gather, moves.reduce
     gathers, reductions = (min(2 * each, each + beside) for each in alone)
@@ -246,16 +262,16 @@ def _stock_waits(work: Work, stages: Sequence[_Stage]) -> dict[str, float]:
     else:
         late = sum(max(0.0, hop - seconds) for seconds in (slowest.compute.forward, slowest.compute.backward))
         messages = 2 * (ranks - 1) * hop + micro_batches * late
-    gathers, reductions = _exposed(work, slowest.compute, max(stage.parameters for stage in stages))
+    gathers, reductions = _exposed(work, slowest.compute, stages)
     # The first micro-batch passes a chunk of every other rank before the slowest rank has work without a pause, or does
     # so on the way back (arXiv 2104.04473, section 2.2, for ranks that differ).
     bubble = (sum(stage.seconds for stage in stages) - slowest.seconds) / chunks
     return {"bubble": bubble, "messages": messages, "gathers": gathers, "data_parallel": reductions}
 
 
-def _exposed(work: Work, compute: Seconds, parameters: float) -> tuple[float, float]:
-    """Seconds of gathers and of reductions of ``parameters`` that the ``compute`` of each micro-batch does not hide
-    on a rank of a stock schedule.
+def _exposed(work: Work, compute: Seconds, stages: Sequence[_Stage]) -> tuple[float, float]:
+    """Seconds of gathers and of reductions that the ``compute`` of each micro-batch does not hide on the rank of a
+    stock schedule that has most parameters.
 
     With micro-batches outermost, each of them gathers twice (stage 3) and reduces (stages 2 and 3). Then gathers run
     before the compute and reductions after it; otherwise only the backward of the last micro-batch can hide a
@@ -265,8 +281,11 @@ def _exposed(work: Work, compute: Seconds, parameters: float) -> tuple[float, fl
     if work.data_group.size == 1:
         return 0.0, 0.0
     pieces = MODULES * ceil(work.model.layers / of.pipeline_ranks) if stage == 3 else 1
-    size, rounds = ELEMENT * parameters / pieces, of.micro_batches if of.micro_batch_outer else 1
-    gather, reduction = pieces * work.network.all_gather(work.data_group, size), pieces * work.reduction(size)
+    parameters, experts = max(stage.parameters for stage in stages), max(stage.experts for stage in stages)
+    sizes, rounds = (ELEMENT * parameters / pieces, ELEMENT * experts / pieces), 1
+    if of.micro_batch_outer:
+        rounds = of.micro_batches
+    gather, reduction = pieces * work.gather(*sizes), pieces * work.reduction(*sizes)
     gathers = 2 * rounds * gather if stage == 3 else 0.0
     reductions = reduction * (rounds if stage >= 2 else 1)
     after_update = gather if stage in (1, 2) else 0.0

@@ -62,9 +62,10 @@ def search(
     """Returns the ``best`` plans for steps of ``sequences`` sequences, best first, and the best of each other method.
 
     ``time`` and ``memory`` use the whole cluster; ``cost`` also halves of it, quarters, and so on. Of plans that differ
-    only in ZeRO stage, chunks, resident chunks or recomputation, only the best is returned, so that the table shows
-    different ways to train. Only layouts and schedules that ``suits`` accepts count. With ``offload``, layered plans
-    may hold state on the host where the GPUs lack memory. Layered plans take the seconds of the clock.
+    only in ZeRO stage, chunks, resident chunks, recomputation or ranks that divide experts, only the best is returned,
+    so that the table shows different ways to train. Only layouts and schedules that ``suits`` accepts count. With
+    ``offload``, layered plans may hold state on the host where the GPUs lack memory. Layered plans take the seconds of
+    the clock.
 
     Raises NothingFits if no configuration divides the batch, or if none fits into the GPUs' memory.
     """
@@ -197,7 +198,7 @@ class _Search:
     def _node_ranks(self, of: Configuration) -> int:
         """Returns how many data-parallel ranks form a node; 0 if they cannot share shards there."""
         ranks = self.cluster.gpus_per_node // of.tensor_ranks
-        fits = 1 < ranks < of.data_ranks and of.data_ranks % ranks == 0 and not of.uses_host
+        fits = 1 < ranks < of.data_ranks and of.data_ranks % ranks == 0 and not of.uses_host and of.expert_ranks == 1
         return ranks if fits and of.zero_stage == 3 and not of.micro_batch_outer else 0
 
     def on_the_clock(self, plans: Sequence[Plan]) -> list[Plan]:
@@ -323,6 +324,7 @@ def _parts(cluster: Cluster) -> Iterator[Cluster]:
 PARTS = {
     "compute": "computing",
     "tensor_parallel": "tensor-parallel collectives",
+    "expert_parallel": "all-to-alls of tokens",
     "bubble": "the bubble",
     "messages": "messages between pipeline ranks",
     "data_parallel": "reductions of gradients",

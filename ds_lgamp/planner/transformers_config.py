@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ds_lgamp.planner.fields import count
-from ds_lgamp.planner.model import Model
+from ds_lgamp.planner.model import AUTOEP, LatentAttention, Model
 
 LONGEST_DEFAULT = 8192
 """A context may be far longer than the sequences of training. Without a given length, training takes at most this."""
@@ -26,6 +26,10 @@ class _Config:
             raise ValueError(f"{key} is missing in the config of {self.name}; add it, as transformers writes it")
         return count(key, value)
 
+    def size(self, key: str, default: int) -> int:
+        """Returns a whole number, which may be 0. A null counts as 0."""
+        return 0 if self._keys.get(key, default) in (None, 0) else self.count(key, default)
+
     def first(self, *keys: str) -> int:
         """Returns the whole number of the first key that is there."""
         return self.count(next((key for key in keys if key in self._keys), keys[0]))
@@ -44,6 +48,16 @@ class _Config:
         value = self._keys.get(key, allowed[0])
         if value not in allowed:
             raise ValueError(f"{key} is {value!r}, which the planner does not understand; it knows {allowed[0]!r}")
+
+    def layer_types(self, layers: int) -> list[str]:
+        """Returns the kind of attention of every layer; if the config does not say, windows and whole sequences in
+        turn."""
+        kinds, known = self._keys.get("layer_types"), ["sliding_attention", "full_attention"]
+        if kinds is None:
+            return [known[layer % 2] for layer in range(layers)]
+        if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in known for kind in kinds):
+            raise ValueError(f"layer_types is {kinds!r}; name {' or '.join(known)} for each of {layers} layers")
+        return kinds
 
     def sequence_length(self, longest: int) -> int:
         if self._sequence_length is None:
@@ -183,7 +197,8 @@ def _mistral(config: _Config) -> Model:
 
 def _mixtral(config: _Config) -> Model:
     experts = config.count("num_local_experts")
-    return _without_biases(config, experts=experts, experts_per_token=config.count("num_experts_per_tok"))
+    model = _without_biases(config, experts=experts, experts_per_token=config.count("num_experts_per_tok"))
+    return replace(model, divided_by=AUTOEP)
 
 
 def _qwen2(config: _Config) -> Model:
@@ -200,12 +215,69 @@ def _qwen3(config: _Config) -> Model:
 def _qwen3_moe(config: _Config) -> Model:
     config.only("mlp_only_layers", [], None)
     config.only("decoder_sparse_step", 1)
-    return _without_biases(
+    model = _without_biases(
         config,
         wide="moe_intermediate_size",
         attention=_Attention(head_norms=True, bias=config.flag("attention_bias", False)),
         experts=config.first("num_experts", "num_local_experts"),
         experts_per_token=config.count("num_experts_per_tok"),
+    )
+    return replace(model, divided_by=AUTOEP)
+
+
+def _gpt_oss(config: _Config) -> Model:
+    config.count("head_dim")
+    experts, biases = config.first("num_local_experts", "num_experts"), config.flag("attention_bias", True)
+    model = _without_biases(
+        config,
+        attention=_Attention(bias=biases),
+        experts=experts,
+        experts_per_token=config.count("num_experts_per_tok", 4),
+    )
+    sinks, of_router = model.attention_heads, experts
+    return replace(
+        model,
+        layer_extras=model.layer_extras + sinks + of_router,
+        expert_extras=2 * model.feed_forward_size + model.hidden_size,
+        rotary_size=model.head_size // 2,
+        attention_masks=len(set(config.layer_types(model.layers))),
+        in_single=("norms",),
+        composed_activation=True,
+    )
+
+
+def _deepseek_v3(config: _Config) -> Model:
+    heads, dense = config.count("num_attention_heads"), config.size("first_k_dense_replace", 3)
+    config.only("num_key_value_heads", heads, None)
+    plain, rotary = config.count("qk_nope_head_dim", 128), config.count("qk_rope_head_dim", 64)
+    latent = LatentAttention(
+        config.size("q_lora_rank", 1536), config.count("kv_lora_rank", 512), rotary, config.count("v_head_dim", 128)
+    )
+    model = _without_biases(config)
+    norms, biases = latent.query_rank + latent.key_value_rank, 0
+    if config.flag("attention_bias", False):
+        biases = latent.query_rank + latent.key_value_rank + rotary + model.hidden_size
+    model = replace(
+        model,
+        head_size=plain + rotary,
+        key_value_heads=heads,
+        latent=latent,
+        rotary_size=rotary,
+        layer_extras=norms + biases,
+    )
+    if dense >= model.layers:
+        return model
+    wide = config.count("moe_intermediate_size")
+    return replace(
+        model,
+        dense_layers=dense,
+        dense_size=model.feed_forward_size if dense else 0,
+        feed_forward_size=wide,
+        experts=config.count("n_routed_experts", 256),
+        experts_per_token=config.count("num_experts_per_tok", 8),
+        shared_size=wide * config.size("n_shared_experts", 1),
+        in_single=("router",),
+        divided_by=AUTOEP,
     )
 
 
@@ -273,11 +345,13 @@ def _without_biases(
 
 _READERS: dict[str, Callable[[_Config], Model]] = {
     "bert": _bert,
+    "deepseek_v3": _deepseek_v3,
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
     "gpt2": _gpt2,
     "gpt_neox": _gpt_neox,
+    "gpt_oss": _gpt_oss,
     "llama": _llama,
     "mistral": _mistral,
     "mixtral": _mixtral,

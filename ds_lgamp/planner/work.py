@@ -1,6 +1,7 @@
 """What the parts of a step take on one tensor-parallel rank, and the step on the clock, which is exact where the closed
 form assumes equal ranks."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -30,6 +31,24 @@ class End(NamedTuple):
     """-1 is the last chunk."""
     seconds: Seconds
     parameters: float
+
+
+class Layer(NamedTuple):
+    """What a layer takes for one micro-batch on one tensor-parallel rank, and what it holds there."""
+
+    seconds: Seconds
+    parameters: float
+    """What all data-parallel ranks have."""
+    experts: float = 0.0
+    """Parameters that only some data-parallel ranks have, because ranks divide experts."""
+    exchange: float = 0.0
+    """Seconds of the two all-to-alls of a forward among ranks that divide experts: tokens go to their experts, and
+    results come back. A backward has as many."""
+
+
+def total(counts: Iterable[int], each: Iterable[float]) -> float:
+    """Returns the sum over kinds of layers: how many there are of each kind, times what one of it takes."""
+    return sum(count * own for count, own in zip(counts, each))
 
 
 class Collectives(NamedTuple):
@@ -70,14 +89,22 @@ class Work:
         return network_of(self.cluster, self.configuration.gpus, self.compute.efficiency)
 
     @cached_property
-    def layer(self) -> Seconds:
-        """Of one layer, for one micro-batch."""
-        of = self.configuration
-        return self.compute.layer(self.model, of.micro_batch, of.tensor_ranks, of.fused_attention)
+    def layers(self) -> list[Layer]:
+        """One layer of every kind."""
+        of, ranks, found = self.configuration, self.configuration.tensor_ranks, []
+        for _, kind in self.model.divided(of.expert_ranks).kinds:
+            seconds, experts = (
+                self.compute.layer(kind, of.micro_batch, ranks, of.fused_attention),
+                kind.divided_parameters,
+            )
+            exchange = 2 * self._exchange(kind) if experts else 0.0
+            found.append(Layer(seconds, (kind.layer_parameters - experts) / ranks, experts, exchange))
+        return found
 
-    @property
-    def layer_parameters(self) -> float:
-        return self.model.layer_parameters / self.configuration.tensor_ranks
+    def _exchange(self, kind: Model) -> float:
+        """Seconds of an all-to-all: every token goes to each of its experts, which are spread evenly."""
+        group = group_of(self.cluster, self.configuration.gpus, kind.expert_ranks, self.configuration.tensor_ranks)
+        return self.network.all_to_all(group, ELEMENT * self._tokens * kind.experts_per_token * kind.hidden_size)
 
     @cached_property
     def ends(self) -> tuple[End, End]:
@@ -125,16 +152,29 @@ class Work:
         of = self.configuration
         return group_of(self.cluster, of.gpus, of.data_ranks, of.tensor_ranks)
 
-    def reduction(self, size: float) -> float:
-        """Returns the seconds of the reduction of ``size`` bytes of gradients over the data-parallel ranks."""
-        reduce = self.network.all_reduce if self.configuration.zero_stage == 0 else self.network.reduce_scatter
-        return reduce(self.data_group, size)
+    @cached_property
+    def expert_group(self) -> Group:
+        """The data-parallel ranks that have the same experts, where ranks divide them."""
+        of = self.configuration
+        return group_of(self.cluster, of.gpus, of.data_ranks // of.expert_ranks, of.tensor_ranks * of.expert_ranks)
 
-    def collectives(self, size: float) -> Collectives:
-        """Returns what a chunk with ``size`` bytes of weights, and as many of gradients, takes."""
+    def gather(self, size: float, experts: float = 0.0) -> float:
+        """Returns the seconds of a gather of ``size`` bytes of weights over the data-parallel ranks, and then of so
+        many bytes of experts over those that have the same ones."""
+        gather = self.network.all_gather
+        return gather(self.data_group, size) + (gather(self.expert_group, experts) if experts else 0.0)
+
+    def reduction(self, size: float, experts: float = 0.0) -> float:
+        """Returns the seconds of the reduction of as many bytes of gradients."""
+        reduce = self.network.all_reduce if self.configuration.zero_stage == 0 else self.network.reduce_scatter
+        return reduce(self.data_group, size) + (reduce(self.expert_group, experts) if experts else 0.0)
+
+    def collectives(self, size: float, experts: float = 0.0) -> Collectives:
+        """Returns what a chunk with ``size`` bytes of weights, as many of gradients, and so many of ``experts`` that
+        ranks divide takes."""
         of, network, hierarchy = self.configuration, self.network, self.configuration.hierarchy
         if hierarchy is None:
-            return Collectives(network.all_gather(self.data_group, size), self.reduction(size))
+            return Collectives(self.gather(size, experts), self.reduction(size, experts))
         node = group_of(self.cluster, of.gpus, hierarchy.node_ranks, of.tensor_ranks)
         stride = of.tensor_ranks * hierarchy.node_ranks
         peers = group_of(self.cluster, of.gpus, hierarchy.nodes(of.data_ranks), stride)
@@ -164,19 +204,20 @@ class Work:
         """Returns what the actions of the configuration's program take, in seconds. Chunks differ in their layers;
         embedding and head belong to the first and the last one."""
         of, compute, sums = self.configuration, self.compute, 2 * self.tensor_sum
-        counts = of.layers_of_chunks(self.model)
-        forward = [count * (self.layer.forward + sums) for count in counts]
-        backward = [count * (self.layer.backward + sums) for count in counts]
+        counts, layers = of.kinds_of_chunks(self.model), self.layers
+        forward = [total(own, [layer.seconds.forward + sums + layer.exchange for layer in layers]) for own in counts]
+        backward = [total(own, [layer.seconds.backward + sums + layer.exchange for layer in layers]) for own in counts]
         recompute = list(forward)
-        elements = [count * self.layer_parameters for count in counts]
+        elements = [total(own, [layer.parameters for layer in layers]) for own in counts]
+        experts = [total(own, [layer.experts for layer in layers]) for own in counts]
         for chunk, end, own in self.ends:
             forward[chunk] += end.forward + self.tensor_sum / 2
             backward[chunk] += end.backward + self.tensor_sum / 2
             elements[chunk] += own
-        moves = [self.collectives(ELEMENT * own) for own in elements]
-        spec = of.spec
-        hosts = [host_seconds(compute, of, own) for own in elements] if spec.offload else []
-        updates = [compute.update(own / of.shards) for own in elements]
+        moves = [self.collectives(ELEMENT * own, ELEMENT * more) for own, more in zip(elements, experts)]
+        spec, parts = of.spec, list(map(of.part, elements, experts))
+        hosts = [host_seconds(compute, part) for part in parts] if spec.offload else []
+        updates = [compute.update(part) for part in parts]
         hop, message = self.message
         links, ends = links_of(spec), {of.placement[0], of.placement[-1]}
         return Costs(
@@ -205,9 +246,8 @@ class Work:
         return self.compute.transfer(layer.result)
 
 
-def host_seconds(compute: Compute, configuration: Configuration, parameters: float) -> HostSeconds:
-    """Returns the seconds of a chunk of so many ``parameters`` on one tensor-parallel rank."""
-    part = parameters / configuration.shards
+def host_seconds(compute: Compute, part: float) -> HostSeconds:
+    """Returns the seconds of a chunk of whose parameters a rank updates a ``part``."""
     return HostSeconds(compute.transfer(ELEMENT * part), compute.transfer(_GRADIENT * part), compute.host_update(part))
 
 

@@ -4,7 +4,7 @@
 Without tensor parallelism these start an unedited script that trains a model of transformers. Every rank feeds its own
 micro-batches, and the P ranks of a pipeline compute all of them as one program. So a rank accumulates M / P
 micro-batches, and P must divide M (docs/transformers.md). With tensor parallelism they start launch/pretrain_gpt.py,
-whose ranks of a pipeline read the same M micro-batches.
+and of flags with experts Megatron-LM's pretrain_gpt.py. There the ranks of a pipeline read the same M micro-batches.
 """
 
 import json
@@ -16,7 +16,7 @@ from ds_lgamp.cost.assignment import Demand
 from ds_lgamp.planner.cluster import Cluster
 from ds_lgamp.planner.configuration import Configuration
 from ds_lgamp.planner.load import facts_of
-from ds_lgamp.planner.model import Model
+from ds_lgamp.planner.model import AUTOEP, MEGATRON, Model
 from ds_lgamp.schedule.orders import SINGLE_CHUNK_SCHEDULES
 
 CONFIG_FILE, LAUNCH_FILE, STEP_FILE = "ds_config.json", "launch.sh", "step.json"
@@ -71,6 +71,11 @@ def why_not(model: Model, configuration: Configuration) -> str | None:
     if configuration.micro_batch_outer:
         stock = configuration.pipeline_ranks == configuration.tensor_ranks == 1
         return None if stock else "micro_batch_outer is True; stock ZeRO-3 needs pipeline_ranks 1 and tensor_ranks 1"
+    if _is_for_megatron_lm(model, configuration):
+        held = "the host holds something" if configuration.uses_host else "shards lie inside nodes"
+        if configuration.uses_host or configuration.hierarchy is not None:
+            return f"{held}, which Megatron-LM's training loop, for {model.name}, does not know; use another plan"
+        return None
     if configuration.tensor_ranks > 1:
         if model.gated or model.experts > 1:
             part = "gated feed-forward parts" if model.gated else "a mixture of experts"
@@ -94,9 +99,15 @@ def why_not(model: Model, configuration: Configuration) -> str | None:
     return None
 
 
+def _is_for_megatron_lm(model: Model, configuration: Configuration) -> bool:
+    """Whether Megatron-LM's own script trains the model, which flags with experts describe."""
+    of = configuration
+    return model.divided_by == MEGATRON and of.tensor_ranks == 1 and not of.micro_batch_outer
+
+
 def ds_config(model: Model, configuration: Configuration) -> dict[str, Any]:
     """Returns what ``ds_config.json`` holds. It names no optimizer: the script chooses one."""
-    ranks = 1 if configuration.tensor_ranks > 1 else configuration.pipeline_ranks
+    ranks = configuration.pipeline_ranks if _feeds_each_rank(model, configuration) else 1
     return {
         "train_batch_size": configuration.sequences,
         "train_micro_batch_size_per_gpu": configuration.micro_batch,
@@ -109,8 +120,20 @@ def ds_config(model: Model, configuration: Configuration) -> dict[str, Any]:
             **_node_shards(configuration),
             **_offload(configuration),
         },
+        **_divided_experts(model, configuration),
         "ds_lgamp": {"enabled": False} if configuration.micro_batch_outer else _block(model, configuration),
     }
+
+
+def _feeds_each_rank(model: Model, configuration: Configuration) -> bool:
+    """Whether every rank of a pipeline feeds micro-batches of its own."""
+    return configuration.tensor_ranks == 1 and not _is_for_megatron_lm(model, configuration)
+
+
+def _divided_experts(model: Model, configuration: Configuration) -> dict[str, Any]:
+    if configuration.expert_ranks == 1 or model.divided_by != AUTOEP:
+        return {}
+    return {"expert_parallel": {"enabled": True, "autoep_size": configuration.expert_ranks}}
 
 
 def _node_shards(configuration: Configuration) -> dict[str, int]:
@@ -144,7 +167,10 @@ def launch_script(
     if islands is not None:
         cluster_file = shlex.quote(str(islands.cluster_file.absolute()))
         torchrun += ["--cluster", cluster_file, "--explained", _beside(STEP_FILE)]
-    if configuration.tensor_ranks > 1:
+    if _is_for_megatron_lm(model, configuration):
+        about = "SCRIPT is pretrain_gpt.py of Megatron-LM. Flags of the model, of data and of training follow."
+        flags = ["--ds-lgamp-config", _beside(CONFIG_FILE), *_megatron_lm_flags(configuration)]
+    elif configuration.tensor_ranks > 1:
         about = "SCRIPT is launch/pretrain_gpt.py of ds_lgamp. Its --data-path and training flags follow."
         flags = ["--deepspeed_config", _beside(CONFIG_FILE), *map(shlex.quote, _megatron_flags(model, configuration))]
     else:
@@ -171,7 +197,7 @@ def _beside(name: str) -> str:
 
 def _block(model: Model, configuration: Configuration) -> dict[str, Any]:
     block: dict[str, Any] = {"schedule": configuration.schedule, "recompute": configuration.recompute}
-    if configuration.tensor_ranks == 1:
+    if _feeds_each_rank(model, configuration):
         block["pipeline_ranks"] = configuration.pipeline_ranks
     if configuration.schedule not in SINGLE_CHUNK_SCHEDULES and (
         configuration.chunks != model.layers or configuration.speeds
@@ -186,6 +212,20 @@ def _block(model: Model, configuration: Configuration) -> dict[str, Any]:
     if configuration.stores_inputs:
         block["offload_activations"] = "cpu"
     return block
+
+
+def _megatron_lm_flags(configuration: Configuration) -> list[str]:
+    """Returns the flags of Megatron-LM that describe the ranks and the batch, and that make collectives overlap."""
+    values = {
+        "pipeline-model-parallel-size": configuration.pipeline_ranks,
+        "expert-model-parallel-size": configuration.expert_ranks,
+        "micro-batch-size": configuration.micro_batch,
+        "global-batch-size": configuration.sequences,
+    }
+    flags = ["--bf16", *(word for name, value in values.items() for word in (f"--{name}", str(value)))]
+    if configuration.zero_stage == 1:
+        flags += ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+    return flags
 
 
 def _megatron_flags(model: Model, configuration: Configuration) -> list[str]:

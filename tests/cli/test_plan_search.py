@@ -55,6 +55,20 @@ def test_json_has_the_same_with_units_in_the_names(capsys):
     assert len(told["reasons"]) == 2
 
 
+def test_of_models_with_experts_the_table_has_the_ranks_that_divide_them(capsys, tmp_path):
+    sizes = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 128"
+    words = [*WORDS[:2], f"{sizes} --num-experts 8 --moe-router-topk 2", *WORDS[3:]]
+    table = out_of(capsys, *words)
+    assert re.search(r" T +E +chunks ", table) and "E: ranks that divide the experts of a layer" in table
+    assert re.search(r"0\.00\d+ billion parameters \(0\.00\d+ active\)", table)
+    told = json.loads(out_of(capsys, *words, "--json"))
+    assert told["model"]["active_parameters"] < told["model"]["parameters"]
+    assert all(
+        {"expert_ranks"} <= plan.keys() and plan["parts_seconds"]["expert_parallel"] >= 0 for plan in told["plans"]
+    )
+    assert " E " not in out_of(capsys, *WORDS)
+
+
 def test_files_of_the_best_plan_that_a_script_can_run_and_a_plot_are_written(capsys, tmp_path):
     out_of(capsys, *WORDS, "--write", str(tmp_path / "run"), "--plot", str(tmp_path / "steps.svg"))
     config = json.loads((tmp_path / "run" / "ds_config.json").read_text())

@@ -15,13 +15,13 @@ from ds_lgamp.planner.memory import memory
 from ds_lgamp.planner.write import ds_config, why_not
 from testing.ranks import run_on_ranks
 from tests.pairwise import pairwise
-from tests.planner.training import LAYERS, Case, measure_all_on_rank, model_of
+from tests.planner.training import EXPERTS, LAYERS, Case, measure_all_on_rank, model_of
 
 LARGEST_DEVIATION = 0.03
 GRIDS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 FACTORS = {
     "grid": GRIDS,
-    "name": ["GPT-2", "Llama", "Qwen3"],
+    "name": ["GPT-2", "Llama", "Qwen3", *EXPERTS],
     "bf16": [False, True],
     "zero_stage": [0, 1, 2, 3],
     "schedule": ["layered", "1f1b"],
@@ -67,3 +67,20 @@ def test_memory_is_within_three_percent_of_what_the_engine_takes(grid):
         assert told.total == pytest.approx(measured, rel=LARGEST_DEVIATION), (case, told)
         worst = max(worst, abs(told.total - measured) / measured)
     print(f"{grid}: {len(chosen)} trainings, worst deviation {100 * worst:.2f} %")
+
+
+@pytest.mark.full
+def test_where_ranks_divide_experts_memory_is_within_three_percent_of_what_they_take_together():
+    """Routers of random weights send more tokens to one rank than to the other; the formula spreads them evenly."""
+    factors = {"name": ["Qwen3-MoE", "DeepSeek-V3"], "zero_stage": [0, 1, 2, 3], "recompute": ["full", "none"]}
+    chosen = []
+    for case in pairwise([dict(zip(factors, values)) for values in product(*factors.values())]):
+        name = case.pop("name")
+        configuration = Configuration(2, 1, 1, 4, 4, **case, schedule="layered", chunks_per_rank=4, expert_ranks=2)
+        chosen.append(Case(name, configuration, case["recompute"] == "full"))
+    on_ranks = run_on_ranks(2, measure_all_on_rank, [(case, config_of(case)) for case in chosen], seconds=1200)
+    for case, measured in zip(chosen, zip(*on_ranks)):
+        size = 2 if case.bf16 else 4
+        software = Software(ElementBytes(weights=size, gradients=size, optimizer=8), all_to_all=True)
+        told = memory(model_of(case.name), case.configuration, software)
+        assert told.total == pytest.approx(sum(measured) / 2, rel=LARGEST_DEVIATION), (case, told)

@@ -83,7 +83,7 @@ def test_training_is_not_as_long_as_the_longest_context():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "t5"}, "model_type is 't5'; the planner reads bert, gemma"),
+        ({"model_type": "t5"}, "model_type is 't5'; the planner reads bert, deepseek_v3"),
         ({"hidden_size": "absent"}, "hidden_size is missing"),
         ({"num_hidden_layers": -3}, "num_hidden_layers is -3"),
         ({"vocab_size": "many"}, "vocab_size is 'many'"),
@@ -102,6 +102,13 @@ def test_training_is_not_as_long_as_the_longest_context():
         ),
         ({"model_type": ["llama"]}, r"model_type is \['llama'\]; the planner reads bert"),
         ({"model_type": "opt", "ffn_dim": 96, "word_embed_proj_dim": 32}, "word_embed_proj_dim is 32"),
+        ({"model_type": "gpt_oss", "num_local_experts": 4}, "head_dim is missing"),
+        (
+            {"model_type": "gpt_oss", "num_local_experts": 4, "head_dim": 16, "layer_types": ["full_attention"]},
+            r"layer_types is \['full_attention'\]; name sliding_attention or full_attention for each of 3 layers",
+        ),
+        ({"model_type": "deepseek_v3", "num_key_value_heads": 2}, "num_key_value_heads is 2"),
+        ({"model_type": "deepseek_v3", "num_key_value_heads": 4, "first_k_dense_replace": -1}, "dense_replace is -1"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]"),
         ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
     ],

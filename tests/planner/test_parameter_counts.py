@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from ds_lgamp.planner.transformers_config import _READERS, model_of_config
@@ -19,6 +20,23 @@ SIZES = {
 GROUPED = {**SIZES, "num_key_value_heads": 2}
 GPT2 = {"n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 100, "n_positions": 32}
 OPT = {**SIZES, "ffn_dim": 96, "word_embed_proj_dim": 64}
+QWEN3_MOE = {**GROUPED, "moe_intermediate_size": 40, "num_experts": 4, "num_experts_per_tok": 2}
+GPT_OSS = {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 24}
+DEEPSEEK = {
+    **SIZES,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 40,
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 1,
+}
 KINDS = [
     ("gpt2", GPT2),
     ("gpt2", {**GPT2, "n_inner": 48, "tie_word_embeddings": False}),
@@ -32,10 +50,22 @@ KINDS = [
     ("qwen2", GROUPED),
     ("qwen3", {**GROUPED, "head_dim": 24}),
     ("qwen3", {**GROUPED, "attention_bias": True}),
-    ("qwen3_moe", {**GROUPED, "moe_intermediate_size": 40, "num_experts": 4, "num_experts_per_tok": 2}),
+    ("qwen3_moe", QWEN3_MOE),
+    ("gpt_oss", GPT_OSS),
+    ("gpt_oss", {**GPT_OSS, "attention_bias": False, "tie_word_embeddings": True}),
+    ("deepseek_v3", DEEPSEEK),
+    ("deepseek_v3", {**DEEPSEEK, "q_lora_rank": None, "attention_bias": True, "n_shared_experts": 2}),
+    ("deepseek_v3", {**DEEPSEEK, "attention_bias": True, "first_k_dense_replace": 0, "n_shared_experts": 0}),
+    ("deepseek_v3", {**DEEPSEEK, "first_k_dense_replace": 3}),
     ("gemma", {**GROUPED, "head_dim": 16}),
     ("gemma2", {**GROUPED, "head_dim": 16, "attn_logit_softcapping": None, "final_logit_softcapping": None}),
     ("gemma3_text", {**GROUPED, "head_dim": 16}),
+]
+PUBLISHED = [
+    # arXiv 2412.19437, section 4.2; without the module that predicts a second token
+    ("DeepSeek-V3", {**AutoConfig.for_model("deepseek_v3").to_dict()}, 671.026, 37.55),
+    # arXiv 2508.10925, table 1, which does not count the embedding as active
+    ("gpt-oss-120b", AutoConfig.for_model("gpt_oss").to_dict(), 116.83, 5.13 + 0.58),
 ]
 
 
@@ -52,3 +82,29 @@ def test_a_model_has_the_parameters_that_transformers_makes(kind, sizes):
     read = model_of_config(kind, json.loads(config.to_json_string()))
     assert read.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert (read.layers, read.hidden_size, read.sequence_length) == (3, 64, 32)
+
+
+def test_the_operations_of_a_token_are_those_that_torch_counts_for_the_experts_that_it_visits():
+    """Every matrix that a token meets takes two operations for each of its elements, so this counts active parameters
+    too. Attention computes all scores."""
+    for kind, sizes in (
+        ("mixtral", GROUPED),
+        ("qwen3_moe", QWEN3_MOE),
+        ("gpt_oss", GPT_OSS),
+        ("deepseek_v3", DEEPSEEK),
+    ):
+        config = AutoConfig.for_model(kind, **sizes, experts_implementation="eager", attn_implementation="eager")
+        model, read = (
+            AutoModelForCausalLM.from_config(config),
+            model_of_config(kind, json.loads(config.to_json_string())),
+        )
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(torch.arange(32)[None])
+        assert counter.get_total_flops() == read.forward_flops(32), kind
+
+
+@pytest.mark.parametrize(("name", "config", "billions", "active"), PUBLISHED)
+def test_large_models_have_the_active_parameters_that_their_sources_tell(name, config, billions, active):
+    model = model_of_config(name, config)
+    assert model.parameters == pytest.approx(billions * 1e9, rel=0.001)
+    assert model.active_parameters == pytest.approx(active * 1e9, rel=0.02)

@@ -1,6 +1,7 @@
 """Trains small models of transformers on ranks, and measures the most bytes of live tensors in a step."""
 
 import gc
+import json
 from typing import Any, NamedTuple
 
 import deepspeed
@@ -12,11 +13,33 @@ import ds_lgamp
 from ds_lgamp.integrations.user_script import finish_engines
 from ds_lgamp.planner.configuration import Configuration
 from ds_lgamp.planner.model import Model
+from ds_lgamp.planner.transformers_config import model_of_config
 from ds_lgamp.runtime.measure import PeakMemory, live_tensors, storage_of
 from testing.deepspeed_rank import prepare_rank, quiet
 
 LENGTH, HIDDEN, VOCABULARY, LAYERS, HEADS = 256, 128, 1000, 4, 4
 GATED = {"intermediate_size": 344, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
+EXPERTS = {
+    "Qwen3-MoE": ("qwen3_moe", {"moe_intermediate_size": 96, "num_experts": 8, "head_dim": HIDDEN // HEADS}),
+    "GPT-OSS": ("gpt_oss", {"intermediate_size": 96, "num_local_experts": 4, "head_dim": HIDDEN // HEADS}),
+    "DeepSeek-V3": (
+        "deepseek_v3",
+        {
+            "num_key_value_heads": HEADS,
+            "moe_intermediate_size": 96,
+            "n_routed_experts": 8,
+            "n_group": 2,
+            "topk_group": 1,
+            "q_lora_rank": 48,
+            "kv_lora_rank": 64,
+            "qk_nope_head_dim": 24,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 32,
+            "first_k_dense_replace": 1,
+        },
+    ),
+}
+"""Models with experts: their ``model_type``, and sizes beside those of all."""
 STEPS = 3
 """The first one is not measured, because it learns shapes."""
 
@@ -31,6 +54,8 @@ class Case(NamedTuple):
 
 def model_of(name: str) -> Model:
     """Returns the sizes of a small model."""
+    if name in EXPERTS:
+        return model_of_config(name, json.loads(config_of(name).to_json_string()))
     if name == "GPT-2":
         sizes = Model.gpt(name, LAYERS, HIDDEN, HEADS, LENGTH, VOCABULARY)
         return Model(**{**vars(sizes), "composed_activation": True})
@@ -55,6 +80,8 @@ def model_of(name: str) -> Model:
 def make(name: str) -> Any:
     """Returns the model of transformers that has these sizes."""
     torch.manual_seed(0)
+    if name in EXPERTS:
+        return transformers.AutoModelForCausalLM.from_config(config_of(name))
     ends = {"bos_token_id": 0, "eos_token_id": 0, "vocab_size": VOCABULARY}
     if name == "GPT-2":
         dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -65,6 +92,14 @@ def make(name: str) -> Any:
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
     heads = {"num_key_value_heads": 2, "head_dim": HIDDEN // HEADS}
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, **heads))
+
+
+def config_of(name: str) -> Any:
+    """Returns the configuration of a small model with experts."""
+    kind, sizes = EXPERTS[name]
+    ends = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None, "vocab_size": VOCABULARY}
+    grouped = {"num_key_value_heads": 2, "num_experts_per_tok": 2, "max_position_embeddings": LENGTH}
+    return transformers.AutoConfig.for_model(kind, **{**GATED, **ends, **grouped, "hidden_size": HIDDEN, **sizes})
 
 
 def measure_all_on_rank(cases: list[tuple[Case, dict[str, Any]]]) -> list[int]:
