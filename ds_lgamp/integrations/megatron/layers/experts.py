@@ -1,0 +1,170 @@
+"""Mixtures of Megatron-core's experts in pipeline layers: which layers have them, how ranks divide them, what is
+refused, and the losses that balance them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.parallel_state import get_expert_model_parallel_world_size
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe import moe_utils
+from torch import Tensor
+
+from ds_lgamp.config import ConfigError
+from ds_lgamp.partition.agreement import everyone
+
+# Routers ask for this name whether or not Transformer Engine has brought it.
+vars(moe_utils).setdefault("te_general_gemm", None)
+
+_REFUSED = {
+    "moe_grouped_gemm": (False, "its kernels need a GPU, on which nobody has tried them"),
+    "moe_shared_expert_overlap": (False, "its streams need a GPU, on which nobody has tried them"),
+    "moe_router_enable_expert_bias": (False, "no step updates the biases"),
+    "moe_enable_routing_replay": (False, "micro-batches would replay each other's routes"),
+    "moe_router_force_load_balancing": (False, "tokens would go to experts at random"),
+    "moe_input_jitter_eps": (None, "tensor-parallel ranks would draw the same noise for different tokens"),
+    "moe_latent_size": (None, "nobody has tried it"),
+    "calculate_per_token_loss": (False, "losses are means over a micro-batch"),
+}
+"""For fields of TransformerConfig, the value that works beside experts and why others do not."""
+
+
+def has_experts(config: TransformerConfig, layer_number: int) -> bool:
+    """Returns whether the layer, counted from 1, has experts in the place of a dense MLP. As in Megatron-core, the
+    number N in ``moe_layer_freq`` means the first of every N layers, and a list has 1 for each layer with experts."""
+    if config.num_moe_experts is None:
+        return False
+    frequency = config.moe_layer_freq
+    return bool(frequency[layer_number - 1]) if isinstance(frequency, list) else (layer_number - 1) % frequency == 0
+
+
+def refuse_unsupported_experts(config: TransformerConfig) -> None:
+    """Raises ConfigError for settings that layers with experts cannot honour."""
+    if config.num_moe_experts is None:
+        return
+    for complaint in _complaints(config):
+        raise ConfigError(complaint)
+
+
+def _complaints(config: TransformerConfig) -> Iterator[str]:
+    for key, (works, reason) in _REFUSED.items():
+        # Other releases may lack the field.
+        if (value := getattr(config, key, works)) != works:
+            yield f"{key} is {value!r} beside num_moe_experts, but {reason}; set it to {works!r}"
+    if config.moe_token_dispatcher_type == "flex":
+        yield "moe_token_dispatcher_type is 'flex', which needs a GPU and was not tried; use 'alltoall' or 'allgather'"
+    if "global_aux_loss" in config.moe_router_load_balancing_type:
+        yield (
+            "moe_router_load_balancing_type has 'global_aux_loss', which depends on the number of data-parallel ranks "
+            "and on earlier micro-batches; use 'aux_loss' or 'seq_aux_loss'"
+        )
+    if isinstance(config.moe_layer_freq, list) and len(config.moe_layer_freq) != config.num_layers:
+        yield (
+            f"moe_layer_freq has {len(config.moe_layer_freq)} numbers, but num_layers is {config.num_layers}; give it "
+            "one for each layer"
+        )
+    experts, ranks = config.num_moe_experts, config.expert_model_parallel_size
+    if experts % ranks:
+        yield f"expert_model_parallel_size is {ranks}, which does not divide the {experts} experts; use a divisor"
+    tensor_ranks = config.tensor_model_parallel_size
+    if tensor_ranks > 1 and ranks > 1:
+        yield (
+            f"expert_model_parallel_size is {ranks} and tensor_model_parallel_size {tensor_ranks}, which nobody has "
+            "tried together; set one of them to 1"
+        )
+    if config.expert_tensor_parallel_size not in (None, tensor_ranks):
+        yield (
+            f"expert_tensor_parallel_size is {config.expert_tensor_parallel_size}, but experts are sliced as the other "
+            f"layers; set it to tensor_model_parallel_size, {tensor_ranks}"
+        )
+    if tensor_ranks > 1 and not config.sequence_parallel:
+        yield (
+            f"sequence_parallel is False beside num_moe_experts and tensor_model_parallel_size {tensor_ranks}, which "
+            "Megatron-core does not train; set it to True"
+        )
+
+
+def refuse_other_expert_ranks(config: TransformerConfig) -> None:
+    """Raises ConfigError unless ``config`` has the expert-parallel size of the process groups, by which Megatron-core
+    divides experts."""
+    given, ranks = config.expert_model_parallel_size, get_expert_model_parallel_world_size()
+    if given != ranks:
+        raise ConfigError(
+            f"expert_model_parallel_size of the TransformerConfig is {given}, but initialize_model_parallel made "
+            f"groups of {ranks}; give both the same size"
+        )
+
+
+class Experts(SequentialMLP):
+    """The experts that a rank has of a layer.
+
+    With weights drawn on the CPU, ``use_cpu_initialization``, every rank draws the numbers of all experts in their
+    order, so that experts have the same values however ranks divide them.
+    """
+
+    def __init__(
+        self, num_local_experts: int, config: TransformerConfig, submodules: MLPSubmodules, pg_collection: Any
+    ) -> None:
+        given = num_local_experts, config, submodules, pg_collection
+        place, size = pg_collection.ep.rank(), pg_collection.ep.size()
+        before, after = (place, size - 1 - place) if config.use_cpu_initialization else (0, 0)
+        for _ in range(before):
+            SequentialMLP(*given)
+        super().__init__(*given)
+        for _ in range(after):
+            SequentialMLP(*given)
+        self.ep_size = size
+        """Among how many ranks the experts of the layer are divided."""
+        self.first_expert = place * num_local_experts
+        """The number, among those of all ranks, of the first of these experts."""
+        if size > 1:
+            for parameter in self.parameters():
+                parameter.group_name = f"ep_size_{size}"  # type: ignore[attr-defined]
+
+
+class Balance(NamedTuple):
+    """An auxiliary loss of a layer: its sum over micro-batches, and their number."""
+
+    total: Tensor
+    micro_batches: int
+
+
+@contextmanager
+def noting(balances: dict[str, Balance], tensor_ranks: int) -> Iterator[None]:
+    """Adds the auxiliary losses that Megatron-core notes inside the block, for one layer, to ``balances`` by name.
+
+    Megatron-core's own notes would count a recomputation once more. ``balances`` belong to the layer, so the runtime
+    brings them back after one.
+    """
+    notes = moe_utils.get_moe_layer_wise_logging_tracker()
+    notes.clear()
+    try:
+        yield
+        for name, note in notes.items():
+            # Some losses are parts, which Megatron-core adds up over these ranks, and others are whole on every one.
+            parts = 1 if note["reduce_group"] is None else tensor_ranks
+            total, micro_batches = balances.get(name, (0.0, 0))
+            balances[name] = Balance(total + note["values"].sum() * parts, micro_batches + 1)
+    finally:
+        notes.clear()
+
+
+def mean_balances(own: Mapping[str, Mapping[int, Balance]]) -> dict[str, dict[int, float]]:
+    """Returns the means over all ranks, by name and layer. Collective over all ranks."""
+    sums: dict[str, dict[int, tuple[float, int]]] = {}
+    for rank in everyone({name: {at: (float(each.total), each.micro_batches) for at, each in of.items()} for name, of in own.items()}):
+        for name, layers in rank.items():
+            for layer, (total, micro_batches) in layers.items():
+                before = sums.setdefault(name, {}).get(layer, (0.0, 0))
+                sums[name][layer] = before[0] + total, before[1] + micro_batches
+    return {name: {at: total / count for at, (total, count) in sorted(of.items())} for name, of in sorted(sums.items())}
+
+
+def scale_auxiliary_losses(factor: float, device: torch.device) -> None:
+    """Multiplies the gradients of all auxiliary losses by ``factor`` from now on."""
+    moe_utils.MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(factor, device=device))
