@@ -1,9 +1,9 @@
-"""Experts that data-parallel ranks divide among each other, of ``deepspeed.moe`` or by DeepSpeed's AutoEP: their
-groups, their names and places in checkpoints, and what does not know them yet."""
+"""Experts that data-parallel ranks divide among each other, of ``deepspeed.moe``, Megatron-core or DeepSpeed's AutoEP:
+their groups, their names and places in checkpoints, and what does not know them yet."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -42,9 +42,25 @@ from ds_lgamp.partition.agreement import everyone, raise_everywhere
 from ds_lgamp.schedule.spec import ProgramSpec
 
 
-def divided(model: nn.Module) -> list[MoE | AutoEPMoELayer]:
+@runtime_checkable
+class MegatronExperts(Protocol):
+    """The experts that a rank has of a layer of Megatron-core."""
+
+    local_experts: nn.ModuleList
+    ep_size: int
+    """Among how many ranks the experts of the layer are divided."""
+    ep_group: dist.ProcessGroup
+    """These ranks."""
+    first_expert: int
+    """The number of the first of ``local_experts`` among those of all ranks."""
+
+
+Layer = MoE | AutoEPMoELayer | MegatronExperts
+
+
+def divided(model: nn.Module) -> list[Layer]:
     """Returns the layers of ``model`` whose experts ranks divide among each other."""
-    return [module for module in model.modules() if isinstance(module, MoE | AutoEPMoELayer) and module.ep_size > 1]
+    return [module for module in model.modules() if isinstance(module, Layer) and module.ep_size > 1]
 
 
 def place_among_experts(tensor: Tensor) -> tuple[int, int]:
@@ -75,7 +91,7 @@ _UNDIVIDED = "ep_size_1"
 
 def sizes_of(model: nn.Module) -> set[int]:
     """Returns among how many ranks each the layers of ``model`` divide their experts."""
-    return {module.ep_size for module in model.modules() if isinstance(module, MoE | AutoEPMoELayer)}
+    return {module.ep_size for module in model.modules() if isinstance(module, Layer)}
 
 
 def make_groups(own: set[int], data_ranks: Sequence[int], experts_last: bool) -> None:
@@ -103,7 +119,9 @@ def make_groups(own: set[int], data_ranks: Sequence[int], experts_last: bool) ->
         )
     complaint = None
     for size in sizes:
-        if not set(data_ranks).issuperset(stock_groups._get_expert_parallel_group_ranks(f"ep_size_{size}")):
+        dividing = stock_groups._get_expert_parallel_group_ranks(f"ep_size_{size}")
+        copies = stock_groups._get_expert_data_parallel_group_ranks(f"ep_size_{size}")
+        if not set(data_ranks).issuperset([*dividing, *copies]) or len(copies) * size != ranks:
             complaint = (
                 f"experts are divided among ranks that have other layers than data-parallel ranks {[*data_ranks]}, as "
                 "an earlier engine did with other pipeline_ranks, or as a topology does whose stages are not "
@@ -333,10 +351,25 @@ def refuse_around_experts(
         ),
     }
     reason = next((reason for reason, holds in refused.items() if holds), None)
-    complaint = None
-    if reason is not None and (layers := divided(module)):
+    layers = divided(module)
+    complaint = next(filter(None, map(_complaint_about_ranks, layers)), None)
+    if reason is not None and layers:
         complaint = f"ranks divide the experts of a layer (ep_size {layers[0].ep_size}), but {reason}"
     raise_everywhere(complaint, ConfigError)
+
+
+def _complaint_about_ranks(layer: Layer) -> str | None:
+    """The sentence that refuses experts of Megatron-core which other ranks divide than DeepSpeed's groups say."""
+    if not isinstance(layer, MegatronExperts):
+        return None
+    own = dist.get_process_group_ranks(layer.ep_group)
+    stock = stock_groups._get_expert_parallel_group_ranks(f"ep_size_{layer.ep_size}")
+    if own == [*stock]:
+        return None
+    return (
+        f"Megatron-core divides experts among the ranks {own}, but DeepSpeed among {[*stock]}; remove "
+        "use_data_before_expert_parallelism, and let neighbours in the topology's axis data have neighbouring ranks"
+    )
 
 
 def whole_names(module: PipelineModule) -> Iterator[tuple[str, Tensor]]:
@@ -345,13 +378,21 @@ def whole_names(module: PipelineModule) -> Iterator[tuple[str, Tensor]]:
     numbers: dict[int, tuple[str, int]] = {}
     for prefix, layer in built_layers(module).items():
         for path, part in layer.named_modules(prefix=prefix):
-            if isinstance(part, MOELayer) and part.ep_size > 1:
-                first = dist.get_rank(part.ep_group) * part.num_local_experts
-                for number, expert in enumerate(part.experts.deepspeed_experts):
-                    own = f"{path}.experts.deepspeed_experts."
-                    numbers |= {id(tensor): (own, first + number) for _, tensor in tensors_of(expert)}
+            for own, experts, first in _numbered(path, part):
+                for number, expert in enumerate(experts, first):
+                    numbers |= {id(tensor): (own, number) for _, tensor in tensors_of(expert)}
     for name, tensor in global_names(module):
         if id(tensor) in numbers:
             own, number = numbers[id(tensor)]
             name = f"{own}{number}.{name.removeprefix(own).partition('.')[2]}"
         yield name, tensor
+
+
+def _numbered(path: str, part: nn.Module) -> Iterator[tuple[str, Iterable[nn.Module], int]]:
+    """Yields how names of the experts of ``part`` begin, the experts, and the number of the first of them among all
+    ranks', if ranks divide them."""
+    if isinstance(part, MOELayer) and part.ep_size > 1:
+        first = dist.get_rank(part.ep_group) * part.num_local_experts
+        yield f"{path}.experts.deepspeed_experts.", part.experts.deepspeed_experts, first
+    elif isinstance(part, MegatronExperts) and part.ep_size > 1:
+        yield f"{path}.local_experts.", part.local_experts, part.first_expert

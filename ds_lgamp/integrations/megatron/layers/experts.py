@@ -101,7 +101,7 @@ def refuse_other_expert_ranks(config: TransformerConfig) -> None:
 
 
 class Experts(SequentialMLP):
-    """The experts that a rank has of a layer.
+    """The experts that a rank has of a layer whose experts ranks divide.
 
     With weights drawn on the CPU, ``use_cpu_initialization``, every rank draws the numbers of all experts in their
     order, so that experts have the same values however ranks divide them.
@@ -122,9 +122,9 @@ class Experts(SequentialMLP):
         """Among how many ranks the experts of the layer are divided."""
         self.first_expert = place * num_local_experts
         """The number, among those of all ranks, of the first of these experts."""
-        if size > 1:
-            for parameter in self.parameters():
-                parameter.group_name = f"ep_size_{size}"  # type: ignore[attr-defined]
+        for parameter in self.parameters():
+            # DeepSpeed's name of the ranks that have copies of these experts.
+            parameter.group_name = f"ep_size_{size}"  # type: ignore[attr-defined]
 
 
 class Balance(NamedTuple):

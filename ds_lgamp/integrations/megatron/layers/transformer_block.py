@@ -128,7 +128,7 @@ def transformer_layer_spec(
             for name in names:
                 setattr(parts, name, _usable_norm(config, getattr(parts, name)))
     spec.submodules.self_attention.params["attn_mask_type"] = attn_mask_type
-    if with_experts:
+    if with_experts and config.expert_model_parallel_size > 1:
         spec.submodules.mlp.submodules.experts.module = Experts
     return spec
 

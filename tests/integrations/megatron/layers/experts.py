@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from deepspeed.utils import groups
 
 import ds_lgamp
 from ds_lgamp.partition.agreement import everyone
@@ -35,7 +36,9 @@ EXPERTS = {
     "moe_z_loss_coeff": 0.01,
     "moe_token_dispatcher_type": "alltoall",
 }
-PARALLEL = {"tensor_model_parallel_size", "sequence_parallel", "expert_model_parallel_size"}
+PARALLEL = {
+    *("tensor_model_parallel_size", "sequence_parallel", "expert_model_parallel_size", "moe_token_dispatcher_type"),
+}
 
 
 class Place(NamedTuple):
@@ -142,9 +145,12 @@ def train_alone(options) -> list[Step]:
 
 
 def engine_of(place: Place):
+    """Returns the engine at a place. DeepSpeed's groups of experts are forgotten, which are those of a job."""
     from ds_lgamp.integrations.megatron.layers.gpt_layers import language_model_loss
 
     ds_lgamp.install()
+    for name in ("_EXPERT_PARALLEL_GROUP", "_EXPERT_DATA_PARALLEL_GROUP"):
+        getattr(groups, name).clear()
     with quiet():
         module = PipelineModule(
             layer_specs(place.options),

@@ -6,11 +6,19 @@ import torch
 from testing.ranks import run_on_ranks
 from tests.integrations.megatron.layers.experts import Place, train_places
 
+EP2, EP4 = (("expert_model_parallel_size", 2),), (("expert_model_parallel_size", 4),)
+ALL_GATHER = (("moe_token_dispatcher_type", "allgather"),)
 PLACES = {
     "one rank": Place(),
     "one rank, recomputed": Place(recompute="full"),
     "P2, recomputed": Place(2, 1, 1, "full"),
     "W2, stage 3": Place(1, 2, 3, "full"),
+    "EP2, stage 0": Place(1, 2, 0, "none", EP2),
+    "EP2, stage 3": Place(1, 2, 3, "full", EP2),
+    "EP2 by all-gathers, stage 2": Place(1, 2, 2, "full", EP2 + ALL_GATHER),
+    "P2 x EP2, stage 1": Place(2, 2, 1, "full", EP2),
+    "EP2 x W4, stage 3": Place(1, 4, 3, "full", EP2),
+    "EP4, stage 3": Place(1, 4, 3, "full", EP4),
 }
 
 
