@@ -43,10 +43,15 @@ def has_experts(config: TransformerConfig, layer_number: int) -> bool:
     return bool(frequency[layer_number - 1]) if isinstance(frequency, list) else (layer_number - 1) % frequency == 0
 
 
-def refuse_unsupported_experts(config: TransformerConfig) -> None:
+def refuse_unsupported_experts(config: TransformerConfig, transformer_impl: str) -> None:
     """Raises ConfigError for settings that layers with experts cannot honour."""
     if config.num_moe_experts is None:
         return
+    if config.add_bias_linear and transformer_impl == "local":
+        raise ConfigError(
+            "add_bias_linear is True beside num_moe_experts, but without Transformer Engine, Megatron-core adds biases "
+            "of experts where autograd lets nothing be changed; set it to False"
+        )
     for complaint in _complaints(config):
         raise ConfigError(complaint)
 

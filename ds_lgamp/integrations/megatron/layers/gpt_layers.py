@@ -248,5 +248,5 @@ def _refuse_unsupported(config: TransformerConfig, transformer_impl: Transformer
             f"gated_linear_unit is True and tensor_model_parallel_size {config.tensor_model_parallel_size}, but "
             "checkpoints would join the slices in the wrong order; set the first to False or the second to 1"
         )
-    refuse_unsupported_experts(config)
+    refuse_unsupported_experts(config, transformer_impl)
     refuse_missing_engine(transformer_impl)

@@ -48,10 +48,9 @@ class Place(NamedTuple):
     data_ranks: int = 1
     stage: int = 0
     recompute: str = "none"
+    loss_scale: float = 1.0
     options: tuple[tuple[str, Any], ...] = ()
-    """Those of the TransformerConfig that differ from EXPERTS."""
-    config: tuple[tuple[str, Any], ...] = ()
-    """More of the configuration."""
+    """Those of the TransformerConfig that differ from EXPERTS, with tuples in the place of lists."""
 
     @property
     def tensor_ranks(self) -> int:
@@ -81,7 +80,7 @@ def layer_specs(options):
 
     from ds_lgamp.integrations.megatron.layers.gpt_layers import gpt_layer_specs
 
-    given = EXPERTS | dict(options)
+    given = EXPERTS | {name: list(value) if isinstance(value, tuple) else value for name, value in options}
     start_megatron(given.get("tensor_model_parallel_size", 1), given.get("expert_model_parallel_size", 1))
     return gpt_layer_specs(TransformerConfig(**given), VOCABULARY, SEQUENCE, "rope", tie_embeddings=False)
 
@@ -160,7 +159,7 @@ def engine_of(place: Place):
             seed_fn=seed,
             base_seed=BASE_SEED,
         )
-        return deepspeed.initialize(
+        engine = deepspeed.initialize(
             model=module,
             optimizer=optimizer_of(module.parameters()),
             config={
@@ -170,9 +169,10 @@ def engine_of(place: Place):
                 "zero_optimization": {"stage": place.stage},
                 "zero_allow_untested_optimizer": True,
                 "ds_lgamp": {"recompute": place.recompute, "layers_per_chunk": 2},
-                **dict(place.config),
             },
         )[0]
+    engine.optimizer.override_loss_scale(place.loss_scale)
+    return engine
 
 
 def train(engine, steps=range(STEPS)) -> list[Step]:
@@ -183,7 +183,8 @@ def train(engine, steps=range(STEPS)) -> list[Step]:
 
     def recording_step():
         own = gathered(engine.optimizer.partition, lambda unit: unit.reduction.shard_gradient)
-        recorded.update({name: value for rank in everyone(own) for name, value in rank.items()})
+        scale = engine.optimizer.loss_scale
+        recorded.update({name: value / scale for rank in everyone(own) for name, value in rank.items()})
         step_optimizer()
 
     engine.optimizer.step = recording_step
