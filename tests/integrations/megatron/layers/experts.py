@@ -143,12 +143,16 @@ def train_alone(options) -> list[Step]:
     return steps
 
 
-def engine_of(place: Place):
-    """Returns the engine at a place. DeepSpeed's groups of experts are forgotten, which are those of a job."""
+def engine_of(place: Place, forgets: bool = True):
+    """Returns the engine at a place.
+
+    Args:
+        forgets: whether DeepSpeed's groups of experts are forgotten, which otherwise stay those of the first engine.
+    """
     from ds_lgamp.integrations.megatron.layers.gpt_layers import language_model_loss
 
     ds_lgamp.install()
-    for name in ("_EXPERT_PARALLEL_GROUP", "_EXPERT_DATA_PARALLEL_GROUP"):
+    for name in ("_EXPERT_PARALLEL_GROUP", "_EXPERT_DATA_PARALLEL_GROUP") if forgets else ():
         getattr(groups, name).clear()
     with quiet():
         module = PipelineModule(

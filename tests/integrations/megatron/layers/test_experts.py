@@ -1,10 +1,9 @@
 """Mixtures of Megatron-core's experts as layers of a PipelineModule train like one process that has them all."""
 
-from collections import Counter
-
 import pytest
 import torch
 
+from ds_lgamp.checkpoint.whole import read_whole
 from ds_lgamp.config import ConfigError
 from ds_lgamp.cost.units import offsets, part_size
 from testing.ranks import run_on_ranks
@@ -14,7 +13,6 @@ from tests.integrations.megatron.layers.experts import (
     STEPS,
     Place,
     engine_of,
-    layer_specs,
     prepare_rank,
     train,
     train_places,
@@ -111,3 +109,82 @@ def test_one_process_balances_its_experts(trained):
         assert step.balances.keys() == {"load_balancing_loss", "z_loss"}
         for layers in step.balances.values():
             assert list(layers) == [2, 3, 4] and min(layers.values()) > 0.1
+
+
+ALONE, DIVIDED = place(1, 1, 0), place(1, 2, 3, **EP2)
+WAYS = {
+    "EP2 to one rank": (DIVIDED, ALONE),
+    "EP2 to EP4": (DIVIDED, place(1, 4, 2, **EP4)),
+    "one rank to P2 x EP2": (ALONE, place(2, 2, 1, **EP2)),
+}
+
+
+def go_on(here, folder, load, save, steps):
+    """Trains ``steps`` from the checkpoint ``load``, if it is given, and saves the checkpoint ``save`` before them or,
+    from none, after them."""
+    prepare_rank()
+    engine = engine_of(here)
+    if load is not None:
+        assert engine.load_checkpoint(folder, tag=load)[0] is not None
+        engine.save_checkpoint(folder, tag=save)
+    found = train(engine, steps)
+    if load is None:
+        engine.save_checkpoint(folder, tag=save)
+    engine.wait_for_checkpoint()
+    return found
+
+
+@pytest.mark.parametrize("way", slow_except(["EP2 to one rank"], WAYS))
+def test_a_checkpoint_goes_on_with_another_number_of_expert_ranks(trained, tmp_path, way):
+    start, end = WAYS[way]
+    (before, *_) = run_on_ranks(start.ranks, go_on, start, str(tmp_path), None, "first", range(1))
+    (after, *_) = run_on_ranks(end.ranks, go_on, end, str(tmp_path), "first", "second", range(1, STEPS))
+    assert_same(before + after, trained[()])
+    first, second = (read_whole(tmp_path / tag) for tag in ("first", "second"))
+    names = {name for name in trained[()][0].gradients}
+    assert first.parameters.keys() == second.parameters.keys() == names
+    assert all(torch.equal(first.parameters[name], second.parameters[name]) for name in names)
+
+
+CHUNKS, RESIDENT = 4, 2
+
+
+@pytest.mark.slow
+def test_a_step_gathers_and_reduces_experts_as_often_as_the_rest_of_their_chunk():
+    """The second of four chunks has the experts of one layer, and the third, which stays resident in the turn, those of
+    two. The others have none."""
+    sizes = [EXPERTS["moe_ffn_hidden_size"] * EXPERTS["hidden_size"]] * 2 * (EXPERTS["num_moe_experts"] // 2)
+    wholes = {layers: 2 * part_size(offsets(sizes * layers)[-1], 2) for layers in (1, 2)}
+    for seen in run_on_ranks(4, collectives_of, place(1, 4, 3, **EP2)):
+        of_experts = {(kind, elements): times for (kind, size, elements), times in seen.items() if size == 2}
+        assert of_experts == {
+            ("gather", wholes[1]): 2,
+            ("gather", wholes[2]): 1,
+            ("reduce", wholes[1]): 1,
+            ("reduce", wholes[2]): 1,
+        }
+        for kind, times in (("gather", 2 * CHUNKS - RESIDENT), ("reduce", CHUNKS)):
+            assert sum(number for (each, size, _), number in seen.items() if (each, size) == (kind, 4)) == times
+
+
+def collectives_of(here):
+    prepare_rank()
+    engine = engine_of(here)
+    return collectives_on_rank(lambda _, steps: train(engine, steps), here)
+
+
+def refusal_of_another_layout(first, second):
+    """Returns the sentence that refuses a second engine of the same processes with other pipeline ranks."""
+    prepare_rank()
+    engine_of(first)
+    with pytest.raises(ConfigError) as refused:
+        engine_of(second, forgets=False)
+    return str(refused.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [1, 2])
+def test_a_second_engine_with_other_pipeline_ranks_is_refused(first):
+    given = [place(ranks, 4 // ranks, 1, **EP2) for ranks in (first, 3 - first)]
+    for sentence in run_on_ranks(4, refusal_of_another_layout, *given):
+        assert "make one engine per job" in sentence
