@@ -3,7 +3,7 @@ their groups, their names and places in checkpoints, and what does not know them
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -55,7 +55,7 @@ class MegatronExperts(Protocol):
     """The number of the first of ``local_experts`` among those of all ranks."""
 
 
-Layer = MoE | AutoEPMoELayer | MegatronExperts
+Layer: TypeAlias = MoE | AutoEPMoELayer | MegatronExperts
 
 
 def divided(model: nn.Module) -> list[Layer]:

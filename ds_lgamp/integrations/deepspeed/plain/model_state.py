@@ -27,8 +27,7 @@ from ds_lgamp.integrations.deepspeed.model.experts import (
 )
 from ds_lgamp.integrations.deepspeed.model.layer_moves import transfer
 from ds_lgamp.integrations.deepspeed.model.module import built_layers, over_pipeline, prefix_of, tensors_of
-from ds_lgamp.integrations.deepspeed.plain.agreement import Next, agree
-from ds_lgamp.integrations.deepspeed.plain.lone_reads import others_read, without_values
+from ds_lgamp.integrations.deepspeed.plain.agreement import Next, agree, others_read, without_values
 from ds_lgamp.integrations.deepspeed.plain.model_methods import Elsewhere, replace_method
 from ds_lgamp.integrations.split.stand_ins import replacing
 from ds_lgamp.partition.agreement import raise_everywhere

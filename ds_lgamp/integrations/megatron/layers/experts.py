@@ -11,8 +11,8 @@ import torch
 from megatron.core.parallel_state import get_expert_model_parallel_world_size
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
 from ds_lgamp.config import ConfigError
@@ -135,7 +135,7 @@ class Experts(SequentialMLP):
 class Balance(NamedTuple):
     """An auxiliary loss of a layer: its sum over micro-batches, and their number."""
 
-    total: Tensor
+    total: Tensor | float
     micro_batches: int
 
 
@@ -153,21 +153,24 @@ def noting(balances: dict[str, Balance], tensor_ranks: int) -> Iterator[None]:
         for name, note in notes.items():
             # Some losses are parts, which Megatron-core adds up over these ranks, and others are whole on every one.
             parts = 1 if note["reduce_group"] is None else tensor_ranks
-            total, micro_batches = balances.get(name, (0.0, 0))
-            balances[name] = Balance(total + note["values"].sum() * parts, micro_batches + 1)
+            before = balances.get(name, Balance(0.0, 0))
+            balances[name] = Balance(before.total + note["values"].sum() * parts, before.micro_batches + 1)
     finally:
         notes.clear()
 
 
-def mean_balances(own: Mapping[str, Mapping[int, Balance]]) -> dict[str, dict[int, float]]:
-    """Returns the means over all ranks, by name and layer. Collective over all ranks."""
-    sums: dict[str, dict[int, tuple[float, int]]] = {}
-    for rank in everyone({name: {at: (float(each.total), each.micro_batches) for at, each in of.items()} for name, of in own.items()}):
-        for name, layers in rank.items():
-            for layer, (total, micro_batches) in layers.items():
-                before = sums.setdefault(name, {}).get(layer, (0.0, 0))
-                sums[name][layer] = before[0] + total, before[1] + micro_batches
-    return {name: {at: total / count for at, (total, count) in sorted(of.items())} for name, of in sorted(sums.items())}
+def mean_balances(own: Mapping[tuple[str, int], Balance]) -> dict[str, dict[int, float]]:
+    """Returns the means over the micro-batches of all ranks, by name and layer, from those of this rank by both.
+    Collective over all ranks."""
+    sums: dict[tuple[str, int], Balance] = {}
+    for rank in everyone({place: Balance(float(each.total), each.micro_batches) for place, each in own.items()}):
+        for place, (total, micro_batches) in rank.items():
+            before = sums.get(place, Balance(0.0, 0))
+            sums[place] = Balance(before.total + total, before.micro_batches + micro_batches)
+    means: dict[str, dict[int, float]] = {}
+    for (name, layer), (total, micro_batches) in sorted(sums.items()):
+        means.setdefault(name, {})[layer] = float(total) / micro_batches
+    return means
 
 
 def scale_auxiliary_losses(factor: float, device: torch.device) -> None:

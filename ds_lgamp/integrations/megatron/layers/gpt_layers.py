@@ -95,8 +95,8 @@ def gpt_layer_specs(
             restart, because attention uses only the distance between two tokens of a document.
         transformer_impl: ``local`` for layers of plain PyTorch parts, ``transformer_engine`` for NVIDIA's.
 
-    Raises ConfigError for settings that these layers cannot honour, such as mixtures of experts, or gated layers under
-    tensor parallelism.
+    Raises ConfigError for settings that these layers cannot honour, such as gated layers under tensor parallelism, or a
+    dispatcher of tokens to experts that needs a GPU.
     """
     _refuse_unsupported(config, transformer_impl)
     if end_of_document is None and (reset_attention_mask or reset_position_ids):
@@ -227,11 +227,10 @@ def auxiliary_losses(module: nn.Module) -> dict[str, dict[int, float]]:
     """Returns the losses that balance the experts of ``module``, such as ``engine.module``: the mean of each over the
     micro-batches of all data-parallel ranks since the last call, without its coefficient, by Megatron-core's name of it
     and the number of the layer. All ranks call it together. The loss of a training batch does not contain them."""
-    own: dict[str, dict[int, Balance]] = {}
+    own: dict[tuple[str, int], Balance] = {}
     for block in module.modules():
         if isinstance(block, TransformerBlock):
-            for name, balance in block.balances.items():
-                own.setdefault(name, {})[block.layer.layer_number] = balance
+            own |= {(name, block.layer.layer_number): balance for name, balance in block.balances.items()}
             block.balances.clear()
     return mean_balances(own)
 

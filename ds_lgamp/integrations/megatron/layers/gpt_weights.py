@@ -32,9 +32,11 @@ _IN_EVERY_LAYER = {
 }
 _DENSE = {"mlp.linear_fc1.weight", "mlp.linear_fc2.weight"}
 _DENSE_BIASES = {name.replace("weight", "bias") for name in _DENSE}
-_IN_SOME_MODELS = {name.replace("weight", "bias") for name in _IN_EVERY_LAYER} | _DENSE_BIASES | {
-    f"self_attention.{norm}_layernorm.{kind}" for norm in "qk" for kind in ("weight", "bias")
-}
+_IN_SOME_MODELS = (
+    {name.replace("weight", "bias") for name in _IN_EVERY_LAYER}
+    | _DENSE_BIASES
+    | {f"self_attention.{norm}_layernorm.{kind}" for norm in "qk" for kind in ("weight", "bias")}
+)
 _ROUTER = "mlp.router.weight"
 _BESIDE_EXPERTS = {
     "mlp.router.bias",

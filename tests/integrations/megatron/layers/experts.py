@@ -97,9 +97,9 @@ def optimizer_of(parameters) -> torch.optim.Optimizer:
 
 
 def train_alone(options) -> list[Step]:
-    """Trains in plain torch. Megatron-core adds the gradients of auxiliary losses to those of the micro-batch's loss,
-    so both are divided by the number of micro-batches."""
-    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_moe_layer_wise_logging_tracker
+    """Trains in plain torch. Megatron-core adds the gradients of auxiliary losses to those of a micro-batch's loss, so
+    both are divided by the number of micro-batches."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     from ds_lgamp.integrations.megatron.layers.gpt_layers import language_model_loss
 
@@ -107,40 +107,48 @@ def train_alone(options) -> list[Step]:
     for number, spec in enumerate(layer_specs(options)):
         seed(BASE_SEED + number)
         layers.append(spec.build())
-    parameters = {f"{number}.{name}": each for number, one in enumerate(layers) for name, each in one.named_parameters()}
+    parameters = dict(torch.nn.ModuleList(layers).named_parameters())
     optimizer, steps = optimizer_of(parameters.values()), []
     MoEAuxLossAutoScaler.set_loss_scale(torch.ones(()))
     for step in range(STEPS):
-        total, balances = 0.0, {}
+        total = 0.0
         for number in range(MICRO_BATCHES):
             hidden, labels = micro_batch(step, number)
             for layer in layers:
-                inner = getattr(layer, "layer", None)
-                if inner is None:
-                    hidden = layer(hidden)
-                    continue
-                # Without the block's own notes.
-                from ds_lgamp.integrations.megatron.layers.transformer_block import rotary_angles
-
-                angles = rotary_angles(layer.rotary, SEQUENCE, hidden.device)
-                hidden, _ = inner(hidden_states=hidden, attention_mask=None, rotary_pos_emb=angles)
+                hidden = of_megatron(layer, hidden) if hasattr(layer, "layer") else layer(hidden)
             loss = language_model_loss(hidden, labels)
             loss.backward()
             total += loss.item() / MICRO_BATCHES
-        notes = get_moe_layer_wise_logging_tracker()
-        for name, note in notes.items():
-            values = enumerate(note["values"].tolist(), 1)
-            balances[name] = {layer: value / MICRO_BATCHES for layer, value in values if value}
-        notes.clear()
         for parameter in parameters.values():
             # Experts without tokens may have none.
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad / MICRO_BATCHES
         gradients = {name: parameter.grad.clone() for name, parameter in parameters.items()}
         norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
-        steps.append(Step(total, norm, balances, gradients))
+        steps.append(Step(total, norm, noted_losses(), gradients))
         optimizer.step()
         optimizer.zero_grad()
     return steps
+
+
+def of_megatron(block, hidden):
+    """Calls Megatron-core's layer without what a TransformerBlock notes of it."""
+    from ds_lgamp.integrations.megatron.layers.transformer_block import rotary_angles
+
+    angles = rotary_angles(block.rotary, SEQUENCE, hidden.device)
+    return block.layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=angles)[0]
+
+
+def noted_losses() -> dict[str, dict[int, float]]:
+    """Returns the means of the auxiliary losses that Megatron-core has noted, by name and layer, and forgets them."""
+    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+    notes = get_moe_layer_wise_logging_tracker()
+    found = {
+        name: {layer: total / MICRO_BATCHES for layer, total in enumerate(note["values"].tolist(), 1) if total}
+        for name, note in notes.items()
+    }
+    notes.clear()
+    return found
 
 
 def engine_of(place: Place, forgets: bool = True):

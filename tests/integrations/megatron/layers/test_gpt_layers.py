@@ -76,7 +76,10 @@ def test_layers_that_cannot_be_had_are_refused(options, words):
             {"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"], "moe_aux_loss_coeff": [0.1, 0.1]},
             "moe_router_load_balancing_type has 'global_aux_loss', which depends",
         ),
-        ({"moe_layer_freq": [1, 0, 1]}, "moe_layer_freq has 3 numbers, but num_layers is 2; give it one for each layer"),
+        (
+            {"moe_layer_freq": [1, 0, 1]},
+            "moe_layer_freq has 3 numbers, but num_layers is 2; give it one for",
+        ),
         ({"expert_model_parallel_size": 3}, "expert_model_parallel_size is 3, which does not divide the 4 experts"),
         (
             {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True},
