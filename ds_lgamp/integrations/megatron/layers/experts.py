@@ -47,48 +47,51 @@ def refuse_unsupported_experts(config: TransformerConfig, transformer_impl: str)
     """Raises ConfigError for settings that layers with experts cannot honour."""
     if config.num_moe_experts is None:
         return
+    for key, (works, reason) in _REFUSED.items():
+        # Other releases may lack the field.
+        if (value := getattr(config, key, works)) != works:
+            raise ConfigError(f"{key} is {value!r} beside num_moe_experts, but {reason}; set it to {works!r}")
+    if config.moe_token_dispatcher_type == "flex":
+        raise ConfigError(
+            "moe_token_dispatcher_type is 'flex', which needs a GPU and was not tried; use 'alltoall' or 'allgather'"
+        )
+    if "global_aux_loss" in config.moe_router_load_balancing_type:
+        raise ConfigError(
+            "moe_router_load_balancing_type has 'global_aux_loss', which depends on the number of data-parallel ranks "
+            "and on earlier micro-batches; use 'aux_loss' or 'seq_aux_loss'"
+        )
+    if isinstance(config.moe_layer_freq, list) and len(config.moe_layer_freq) != config.num_layers:
+        raise ConfigError(
+            f"moe_layer_freq has {len(config.moe_layer_freq)} numbers, but num_layers is {config.num_layers}; give it "
+            "one for each layer"
+        )
     if config.add_bias_linear and transformer_impl == "local":
         raise ConfigError(
             "add_bias_linear is True beside num_moe_experts, but without Transformer Engine, Megatron-core adds biases "
             "of experts where autograd lets nothing be changed; set it to False"
         )
-    for complaint in _complaints(config):
-        raise ConfigError(complaint)
+    _refuse_ranks(config)
 
 
-def _complaints(config: TransformerConfig) -> Iterator[str]:
-    for key, (works, reason) in _REFUSED.items():
-        # Other releases may lack the field.
-        if (value := getattr(config, key, works)) != works:
-            yield f"{key} is {value!r} beside num_moe_experts, but {reason}; set it to {works!r}"
-    if config.moe_token_dispatcher_type == "flex":
-        yield "moe_token_dispatcher_type is 'flex', which needs a GPU and was not tried; use 'alltoall' or 'allgather'"
-    if "global_aux_loss" in config.moe_router_load_balancing_type:
-        yield (
-            "moe_router_load_balancing_type has 'global_aux_loss', which depends on the number of data-parallel ranks "
-            "and on earlier micro-batches; use 'aux_loss' or 'seq_aux_loss'"
-        )
-    if isinstance(config.moe_layer_freq, list) and len(config.moe_layer_freq) != config.num_layers:
-        yield (
-            f"moe_layer_freq has {len(config.moe_layer_freq)} numbers, but num_layers is {config.num_layers}; give it "
-            "one for each layer"
-        )
+def _refuse_ranks(config: TransformerConfig) -> None:
     experts, ranks = config.num_moe_experts, config.expert_model_parallel_size
-    if experts % ranks:
-        yield f"expert_model_parallel_size is {ranks}, which does not divide the {experts} experts; use a divisor"
     tensor_ranks = config.tensor_model_parallel_size
+    if experts % ranks:
+        raise ConfigError(
+            f"expert_model_parallel_size is {ranks}, which does not divide the {experts} experts; use a divisor"
+        )
     if tensor_ranks > 1 and ranks > 1:
-        yield (
+        raise ConfigError(
             f"expert_model_parallel_size is {ranks} and tensor_model_parallel_size {tensor_ranks}, which nobody has "
             "tried together; set one of them to 1"
         )
     if config.expert_tensor_parallel_size not in (None, tensor_ranks):
-        yield (
+        raise ConfigError(
             f"expert_tensor_parallel_size is {config.expert_tensor_parallel_size}, but experts are sliced as the other "
             f"layers; set it to tensor_model_parallel_size, {tensor_ranks}"
         )
     if tensor_ranks > 1 and not config.sequence_parallel:
-        yield (
+        raise ConfigError(
             f"sequence_parallel is False beside num_moe_experts and tensor_model_parallel_size {tensor_ranks}, which "
             "Megatron-core does not train; set it to True"
         )
