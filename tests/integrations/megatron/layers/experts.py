@@ -151,11 +151,12 @@ def noted_losses() -> dict[str, dict[int, float]]:
     return found
 
 
-def engine_of(place: Place, forgets: bool = True):
+def engine_of(place: Place, forgets: bool = True, **config):
     """Returns the engine at a place.
 
     Args:
         forgets: whether DeepSpeed's groups of experts are forgotten, which otherwise stay those of the first engine.
+        config: more of the configuration.
     """
     from ds_lgamp.integrations.megatron.layers.gpt_layers import language_model_loss
 
@@ -181,6 +182,7 @@ def engine_of(place: Place, forgets: bool = True):
                 "zero_optimization": {"stage": place.stage},
                 "zero_allow_untested_optimizer": True,
                 "ds_lgamp": {"recompute": place.recompute, "layers_per_chunk": 2},
+                **config,
             },
         )[0]
     engine.optimizer.override_loss_scale(place.loss_scale)

@@ -13,10 +13,12 @@ from tests.integrations.megatron.layers.experts import (
     STEPS,
     Place,
     engine_of,
+    layer_specs,
     prepare_rank,
     train,
     train_places,
 )
+from tests.integrations.megatron.on_cpu import start_megatron
 from tests.slow import chosen, slow_except
 
 
@@ -173,18 +175,29 @@ def collectives_of(here):
     return collectives_on_rank(lambda _, steps: train(engine, steps), here)
 
 
-def refusal_of_another_layout(first, second):
-    """Returns the sentence that refuses a second engine of the same processes with other pipeline ranks."""
+def refusals():
+    """Returns the sentences that refuse engines on four ranks."""
     prepare_rank()
-    engine_of(first)
+    one, two = place(1, 4, 1, **EP2), place(2, 2, 1, **EP2)
+    sentences = []
+    for first, second in ((one, two), (two, one)):
+        engine_of(first)
+        with pytest.raises(ConfigError) as refused:
+            engine_of(second, forgets=False)
+        sentences.append(str(refused.value))
     with pytest.raises(ConfigError) as refused:
-        engine_of(second, forgets=False)
-    return str(refused.value)
+        engine_of(one, use_data_before_expert_parallelism=True)
+    sentences.append(str(refused.value))
+    specs = layer_specs(one.options)
+    start_megatron()
+    with pytest.raises(ConfigError) as refused:
+        specs[2].build()
+    return [*sentences, str(refused.value)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", [1, 2])
-def test_a_second_engine_with_other_pipeline_ranks_is_refused(first):
-    given = [place(ranks, 4 // ranks, 1, **EP2) for ranks in (first, 3 - first)]
-    for sentence in run_on_ranks(4, refusal_of_another_layout, *given):
-        assert "make one engine per job" in sentence
+def test_experts_that_other_ranks_divide_are_refused():
+    another_first, another_second, by_copies, groups = run_on_ranks(4, refusals)[3]
+    assert "make one engine per job" in another_first and "make one engine per job" in another_second
+    assert "among the ranks [0, 1], but DeepSpeed among [0, 2]; remove use_data_before_expert_parallelism" in by_copies
+    assert "expert_model_parallel_size of the TransformerConfig is 2, but initialize_model_parallel made" in groups
