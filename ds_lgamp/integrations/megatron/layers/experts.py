@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from megatron.core.parallel_state import get_expert_model_parallel_world_size
-from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
@@ -116,16 +116,16 @@ class Experts(SequentialMLP):
     """
 
     def __init__(
-        self, num_local_experts: int, config: TransformerConfig, submodules: MLPSubmodules, pg_collection: Any
+        self, num_local_experts: int, config: TransformerConfig, *, pg_collection: Any, **options: Any
     ) -> None:
-        given = num_local_experts, config, submodules, pg_collection
+        given, options = (num_local_experts, config), {"pg_collection": pg_collection, **options}
         place, size = pg_collection.ep.rank(), pg_collection.ep.size()
         before, after = (place, size - 1 - place) if config.use_cpu_initialization else (0, 0)
         for _ in range(before):
-            SequentialMLP(*given)
-        super().__init__(*given)
+            SequentialMLP(*given, **options)
+        super().__init__(*given, **options)
         for _ in range(after):
-            SequentialMLP(*given)
+            SequentialMLP(*given, **options)
         self.ep_size = size
         """Among how many ranks the experts of the layer are divided."""
         self.first_expert = place * num_local_experts
@@ -133,6 +133,17 @@ class Experts(SequentialMLP):
         for parameter in self.parameters():
             # DeepSpeed's name of the ranks that have copies of these experts.
             parameter.group_name = f"ep_size_{size}"  # type: ignore[attr-defined]
+
+
+def divide(layer: ModuleSpec) -> None:
+    """Puts :class:`Experts` in the place of Megatron-core's into the specification of a layer. From release 0.17 on,
+    parts of it are partial functions."""
+    mlp: Any = layer.submodules.mlp
+    parts = mlp.submodules if isinstance(mlp, ModuleSpec) else mlp.keywords["submodules"]
+    if isinstance(parts.experts, ModuleSpec):
+        parts.experts.module = Experts
+    else:
+        parts.experts = partial(Experts, **parts.experts.keywords)
 
 
 class Balance(NamedTuple):
@@ -149,17 +160,28 @@ def noting(balances: dict[str, Balance], tensor_ranks: int) -> Iterator[None]:
     Megatron-core's own notes would count a recomputation once more. ``balances`` belong to the layer, so the runtime
     brings them back after one.
     """
-    notes = moe_utils.get_moe_layer_wise_logging_tracker()
+    notes = _notes()
     notes.clear()
     try:
         yield
         for name, note in notes.items():
+            values, group = (note[key] if isinstance(note, dict) else getattr(note, key) for key in _NOTED)
             # Some losses are parts, which Megatron-core adds up over these ranks, and others are whole on every one.
-            parts = 1 if note["reduce_group"] is None else tensor_ranks
+            parts = 1 if group is None else tensor_ranks
             before = balances.get(name, Balance(0.0, 0))
-            balances[name] = Balance(before.total + note["values"].sum() * parts, before.micro_batches + 1)
+            balances[name] = Balance(before.total + values.sum() * parts, before.micro_batches + 1)
     finally:
         notes.clear()
+
+
+_NOTED = "values", "reduce_group"
+"""What Megatron-core notes of an auxiliary loss: its sums by layer, and the ranks that have parts of it."""
+
+
+def _notes() -> dict[str, Any]:
+    """Returns Megatron-core's own notes, by name of the loss. From release 0.18 on, an object has them."""
+    tracker = getattr(moe_utils, "get_moe_metrics_tracker", None)
+    return moe_utils.get_moe_layer_wise_logging_tracker() if tracker is None else tracker().metrics
 
 
 def mean_balances(own: Mapping[tuple[str, int], Balance]) -> dict[str, dict[int, float]]:

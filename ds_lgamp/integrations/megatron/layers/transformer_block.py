@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.megatron.layers.experts import (
     Balance,
-    Experts,
+    divide,
     has_experts,
     noting,
     refuse_other_expert_ranks,
@@ -129,7 +129,7 @@ def transformer_layer_spec(
                 setattr(parts, name, _usable_norm(config, getattr(parts, name)))
     spec.submodules.self_attention.params["attn_mask_type"] = attn_mask_type
     if with_experts and config.expert_model_parallel_size > 1:
-        spec.submodules.mlp.submodules.experts.module = Experts
+        divide(spec)
     return spec
 
 

@@ -140,12 +140,17 @@ def of_megatron(block, hidden):
 
 def noted_losses() -> dict[str, dict[int, float]]:
     """Returns the means of the auxiliary losses that Megatron-core has noted, by name and layer, and forgets them."""
-    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+    from megatron.core.transformer.moe import moe_utils
 
-    notes = get_moe_layer_wise_logging_tracker()
+    if hasattr(moe_utils, "get_moe_metrics_tracker"):  # release 0.18 and later
+        notes = moe_utils.get_moe_metrics_tracker().metrics
+        values = {name: note.values for name, note in notes.items()}
+    else:
+        notes = moe_utils.get_moe_layer_wise_logging_tracker()
+        values = {name: note["values"] for name, note in notes.items()}
     found = {
-        name: {layer: total / MICRO_BATCHES for layer, total in enumerate(note["values"].tolist(), 1) if total}
-        for name, note in notes.items()
+        name: {layer: total / MICRO_BATCHES for layer, total in enumerate(totals.tolist(), 1) if total}
+        for name, totals in values.items()
     }
     notes.clear()
     return found
