@@ -27,11 +27,16 @@ _REFUSED = {
     "moe_router_enable_expert_bias": (False, "no step updates the biases"),
     "moe_enable_routing_replay": (False, "micro-batches would replay each other's routes"),
     "moe_router_force_load_balancing": (False, "tokens would go to experts at random"),
+    "moe_router_force_biased": (None, "tokens would go to experts at random"),
     "moe_input_jitter_eps": (None, "tensor-parallel ranks would draw the same noise for different tokens"),
     "moe_latent_size": (None, "nobody has tried it"),
     "calculate_per_token_loss": (False, "losses are means over a micro-batch"),
 }
 """For fields of TransformerConfig, the value that works beside experts and why others do not."""
+
+
+_OF_ONE_MICRO_BATCH = {"aux_loss", "seq_aux_loss", "sinkhorn", "none"}
+"""The ways to balance experts that neither count tokens over data-parallel ranks nor keep a state."""
 
 
 def has_experts(config: TransformerConfig, layer_number: int) -> bool:
@@ -55,10 +60,11 @@ def refuse_unsupported_experts(config: TransformerConfig, transformer_impl: str)
         raise ConfigError(
             "moe_token_dispatcher_type is 'flex', which needs a GPU and was not tried; use 'alltoall' or 'allgather'"
         )
-    if "global_aux_loss" in config.moe_router_load_balancing_type:
+    kinds = config.moe_router_load_balancing_type
+    if unknown := ({kinds} if isinstance(kinds, str) else {*kinds}) - _OF_ONE_MICRO_BATCH:
         raise ConfigError(
-            "moe_router_load_balancing_type has 'global_aux_loss', which depends on the number of data-parallel ranks "
-            "and on earlier micro-batches; use 'aux_loss' or 'seq_aux_loss'"
+            f"moe_router_load_balancing_type is {kinds!r}, but {min(unknown)!r} depends on other micro-batches than a "
+            "layer computes; use 'aux_loss' or 'seq_aux_loss'"
         )
     if isinstance(config.moe_layer_freq, list) and len(config.moe_layer_freq) != config.num_layers:
         raise ConfigError(

@@ -72,6 +72,7 @@ SLOW = {
     "sigmoid, no auxiliary loss": place(
         *(1, 2, 3), moe_router_score_function="sigmoid", moe_aux_loss_coeff=0.0, moe_z_loss_coeff=None, **EP2
     ),
+    "sinkhorn": place(1, 2, 3, moe_router_load_balancing_type="sinkhorn", moe_aux_loss_coeff=0.0, **EP2),
     "T2": place(1, 1, 1, **TENSORS),
     "T2 x P2, shared experts": place(2, 1, 3, **TENSORS, **SHARED | {"gated_linear_unit": False}),
 }

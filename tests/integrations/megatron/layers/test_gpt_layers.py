@@ -70,11 +70,11 @@ def test_layers_that_cannot_be_had_are_refused(options, words):
         ({"moe_token_dispatcher_type": "flex"}, "moe_token_dispatcher_type is 'flex', which needs a GPU"),
         (
             {"moe_router_load_balancing_type": "global_aux_loss"},
-            "moe_router_load_balancing_type has 'global_aux_loss', which depends on the number of data-parallel ranks",
+            "moe_router_load_balancing_type is 'global_aux_loss', but 'global_aux_loss' depends on other micro-batches",
         ),
         (
             {"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"], "moe_aux_loss_coeff": [0.1, 0.1]},
-            "moe_router_load_balancing_type has 'global_aux_loss', which depends",
+            r"moe_router_load_balancing_type is \['aux_loss', 'global_aux_loss'\], but 'global_aux_loss' depends",
         ),
         (
             {"moe_layer_freq": [1, 0, 1]},
