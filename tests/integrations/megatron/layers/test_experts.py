@@ -144,9 +144,14 @@ def test_a_checkpoint_goes_on_with_another_number_of_expert_ranks(trained, tmp_p
     (after, *_) = run_on_ranks(end.ranks, go_on, end, str(tmp_path), "first", "second", range(1, STEPS))
     assert_same(before + after, trained[()])
     first, second = (read_whole(tmp_path / tag) for tag in ("first", "second"))
-    names = {name for name in trained[()][0].gradients}
+    names = trained[()][0].gradients.keys()
     assert first.parameters.keys() == second.parameters.keys() == names
     assert all(torch.equal(first.parameters[name], second.parameters[name]) for name in names)
+    from ds_lgamp.integrations.megatron.layers.gpt_weights import to_gpt_model
+
+    whole = to_gpt_model(second.parameters)
+    expert = "mlp.experts.local_experts.3.linear_fc2.weight"
+    assert torch.equal(whole[f"decoder.layers.1.{expert}"], second.parameters[f"3.layer.{expert}"])
 
 
 CHUNKS, RESIDENT = 4, 2
