@@ -27,7 +27,7 @@ PUBLIC = {
     "view.recording": ("read_recording",),
     "view.perfetto": ("perfetto_trace",),
     "config": ("read_block",),
-    "integrations.megatron.layers.gpt_layers": ("gpt_layer_specs", "language_model_loss"),
+    "integrations.megatron.layers.gpt_layers": ("auxiliary_losses", "gpt_layer_specs", "language_model_loss"),
     "integrations.megatron.layers.gpt_weights": ("from_gpt_model", "to_gpt_model"),
     "integrations.megatron.loop.arguments": ("check_file",),
     "integrations.megatron.loop.install": ("install_schedules",),

@@ -39,11 +39,11 @@ def install(everywhere: bool = True) -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     _answer_for_the_device()
-    _run_streams_in_order()
+    run_streams_in_order()
     _share_random_state()
     _keep_sent_tensors()
     _average_as_sums()
-    _split_by_lists()
+    split_by_lists()
     _move_unequal_parts()
     _spawn_without_the_script()
     if everywhere:
@@ -90,7 +90,7 @@ def _answer_for_the_device() -> None:
     cuda.get_device_properties = lambda *arguments: SimpleNamespace(total_memory=0, major=0)
 
 
-class _Stream:
+class Stream:
     """A stream or an event that does nothing, because the CPU has always finished when it is asked."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
@@ -101,17 +101,17 @@ class _Stream:
 
     wait_stream = wait_event = record = wait = synchronize = _nothing
 
-    def record_event(self, *arguments: Any) -> "_Stream":
-        return _Stream()
+    def record_event(self, *arguments: Any) -> "Stream":
+        return Stream()
 
     def query(self) -> bool:
         return True
 
 
-def _run_streams_in_order() -> None:
+def run_streams_in_order() -> None:
     cuda: Any = torch.cuda
-    cuda.Stream = cuda.Event = _Stream
-    cuda.current_stream = cuda.default_stream = lambda *arguments: _Stream()
+    cuda.Stream = cuda.Event = Stream
+    cuda.current_stream = cuda.default_stream = lambda *arguments: Stream()
     cuda.stream = lambda stream: nullcontext()
     # Builds with CUDA would ask a driver, through either of these.
     cuda.is_current_stream_capturing = lambda: False
@@ -161,7 +161,7 @@ def _summing(collective: Callable[..., Any], reduced: int) -> Callable[..., Any]
     return summing
 
 
-def _split_by_lists() -> None:
+def split_by_lists() -> None:
     """Lets tensors say how an all-to-all splits. Megatron moves them to the host as arrays, but only from a GPU."""
     exchange = dist.all_to_all_single
 

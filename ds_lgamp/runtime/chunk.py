@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.nn import Module
@@ -61,6 +61,14 @@ def _modules_of(layers: Sequence[Callable[[Any], Any]], first_layer: int) -> Ite
             if isinstance(each, Module):
                 for path, module in each.named_modules():
                     yield f"layer {index}.{path}".removesuffix("."), module
+
+
+@runtime_checkable
+class HasOwnLosses(Protocol):
+    """A layer that adds the gradients of losses of its own in its backward pass, which no layer returns."""
+
+    def scale_own_losses(self, factor: float) -> None:
+        """Multiplies the gradients of these losses by ``factor`` from now on."""
 
 
 def as_tuple(value: Tensors) -> tuple[torch.Tensor, ...]:

@@ -29,7 +29,7 @@ from ds_lgamp.integrations.deepspeed.engine.tensor_access import TensorAccess
 from ds_lgamp.integrations.deepspeed.model.construction import is_deferred
 from ds_lgamp.integrations.deepspeed.model.experts import make_groups, refuse_around_experts, sizes_of
 from ds_lgamp.integrations.deepspeed.model.materialise import DeferredLayers
-from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, over_pipeline
+from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, built_layers, over_pipeline
 from ds_lgamp.integrations.deepspeed.model.recomputation import (
     before_layers,
     layer_sources,
@@ -50,7 +50,7 @@ from ds_lgamp.partition.agreement import host_group
 from ds_lgamp.partition.bus import Bus
 from ds_lgamp.partition.zero_partition import ZeroPartition
 from ds_lgamp.runtime.batch import BatchState, Calls, LoadMicroBatch, Position, Storage
-from ds_lgamp.runtime.chunk import Chunk
+from ds_lgamp.runtime.chunk import Chunk, HasOwnLosses
 from ds_lgamp.runtime.clocks import Stopwatch
 from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.graph import StoredInputs
@@ -268,6 +268,7 @@ class Training:
                 self.partition.attach_parameters()
             if begins and training:
                 self.partition.refuse_thawed()
+                self._scale_own_losses()
             if begins and trace is not None:
                 trace.begin(steps + 1, self.executor, lambda: self.own_spec)
             if begins and training:
@@ -330,7 +331,16 @@ class Training:
         A product, because a half-precision loss may not hold the scale: then the gradient is infinite, which the step
         finds. Filling a tensor with such a number may be an error.
         """
-        return torch.ones_like(loss) * (self.door.optimizer.loss_scale / micro_batches)
+        return torch.ones_like(loss) * self._loss_factor(micro_batches)
+
+    def _loss_factor(self, micro_batches: int) -> float:
+        return self.door.optimizer.loss_scale / micro_batches
+
+    def _scale_own_losses(self) -> None:
+        """Gives losses that layers add to gradients by themselves the factor of the loss in the batch that begins."""
+        for layer in built_layers(self.placed).values():
+            if isinstance(layer, HasOwnLosses):
+                layer.scale_own_losses(self._loss_factor(self.door.micro_batches))
 
     def _step(self) -> None:
         self.door.end_backward()

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.moe.layer import MoE
 from deepspeed.runtime.config import DeepSpeedConfig, DtypeEnum
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
@@ -43,7 +45,6 @@ from ds_lgamp.integrations.deepspeed.explain.imagined import ImaginedModel, Imag
 from ds_lgamp.integrations.deepspeed.explain.updates import Update, comes_later, update_of
 from ds_lgamp.integrations.deepspeed.model.construction import is_deferred
 from ds_lgamp.integrations.deepspeed.model.experts import (
-    DividedLayer,
     exchange_of,
     make_groups,
     refuse_around_experts,
@@ -276,7 +277,9 @@ class Step(NamedTuple):
             )
         return facts
 
-    def _tokens(self, actions: Sequence[Action], chunks: Mapping[int, Sequence[DividedLayer]]) -> TokenFacts | None:
+    def _tokens(
+        self, actions: Sequence[Action], chunks: Mapping[int, Sequence[MoE | AutoEPMoELayer]]
+    ) -> TokenFacts | None:
         """Returns what takes tokens to experts; None if no layer in the ``chunks`` of a rank has divided ones."""
         element, micro_batches = parameter_dtype(self.config).itemsize, self.spec.micro_batches
         layers = {chunk: [exchange_of(layer, element) for layer in own] for chunk, own in chunks.items() if own}

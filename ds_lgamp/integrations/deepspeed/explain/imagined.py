@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.moe.layer import MoE
 from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ds_lgamp.config import LgampConfig
+from ds_lgamp.config import ConfigError, LgampConfig
 from ds_lgamp.cost.units import UnitSize, aligned
 from ds_lgamp.integrations.deepspeed.engine.parameters import partition_parameters, policy_of
 from ds_lgamp.integrations.deepspeed.explain.activations import faked
@@ -91,7 +93,7 @@ class ImaginedRank(NamedTuple):
     """Its tied modules, in the order of their keys."""
     partition: ZeroPartition
     """The engine's own, of tensors without memory. Shards are neither spread over nodes nor on the host."""
-    expert_layers: dict[int, list[DividedLayer]]
+    expert_layers: dict[int, list[MoE | AutoEPMoELayer]]
     """The layers whose experts ranks divide, by chunk."""
 
 
@@ -120,10 +122,11 @@ class ImaginedModel:
         """The layers that are modules, each once."""
         return nn.ModuleList(layer for layer in self.built if isinstance(layer, nn.Module))
 
-    def _expert_layers(self, chunk: int) -> list[DividedLayer]:
+    def _expert_layers(self, chunk: int) -> list[MoE | AutoEPMoELayer]:
         """Returns the layers of ``chunk`` whose experts ranks divide."""
         own = [self.layers[layer] for layer in self.layout.layers(chunk)]
-        return [inner for layer in own if isinstance(layer, nn.Module) for inner in divided(layer)]
+        layers = [inner for layer in own if isinstance(layer, nn.Module) for inner in divided(layer)]
+        return [layer for layer in layers if isinstance(layer, MoE | AutoEPMoELayer)]
 
     def _layer(self, layer: int) -> Any:
         """Returns the layer as this rank has built it, else one without memory that its specification builds."""
@@ -230,7 +233,13 @@ def unit_sizes(partition: ZeroPartition) -> list[UnitSize]:
 
 
 def _elsewhere(layer: DividedLayer) -> int:
-    """Returns the elements of the experts of a layer that this rank does not have."""
+    """Returns the elements of the experts of a layer that this rank does not have. Raises ConfigError for a layer of
+    Megatron-core, whose all-to-alls nobody has compared."""
+    if not isinstance(layer, MoE | AutoEPMoELayer):
+        raise ConfigError(
+            f"expert_model_parallel_size is {layer.ep_size}, which --explain does not know; set it to 1, and read what "
+            "would be if every rank had all experts"
+        )
     own = (parameter.numel() for parameter in layer.parameters() if not getattr(parameter, "allreduce", True))
     return (layer.ep_size - 1) * sum(own)
 

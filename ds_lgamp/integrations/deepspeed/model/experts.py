@@ -1,9 +1,9 @@
-"""Experts that data-parallel ranks divide among each other, of ``deepspeed.moe`` or by DeepSpeed's AutoEP: their
-groups, their names and places in checkpoints, and what does not know them yet."""
+"""Experts that data-parallel ranks divide among each other, of ``deepspeed.moe``, Megatron-core or DeepSpeed's AutoEP:
+their groups, their names and places in checkpoints, and what does not know them yet."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,21 @@ from ds_lgamp.integrations.transformers.models import is_model
 from ds_lgamp.partition.agreement import everyone, raise_everywhere
 from ds_lgamp.schedule.spec import ProgramSpec
 
-DividedLayer = MoE | AutoEPMoELayer
+
+@runtime_checkable
+class MegatronExperts(Protocol):
+    """The experts that a rank has of a layer of Megatron-core."""
+
+    local_experts: nn.ModuleList
+    ep_size: int
+    """Among how many ranks the experts of the layer are divided."""
+    ep_group: dist.ProcessGroup
+    """These ranks."""
+    first_expert: int
+    """The number of the first of ``local_experts`` among those of all ranks."""
+
+
+DividedLayer: TypeAlias = MoE | AutoEPMoELayer | MegatronExperts
 """A layer with experts, which ranks divide among each other."""
 
 
@@ -49,7 +63,7 @@ def divided(model: nn.Module) -> list[DividedLayer]:
     return [module for module in model.modules() if isinstance(module, DividedLayer) and module.ep_size > 1]
 
 
-def exchange_of(layer: DividedLayer, element: int) -> ExpertLayer:
+def exchange_of(layer: MoE | AutoEPMoELayer, element: int) -> ExpertLayer:
     """Returns what the all-to-alls of a layer with divided experts carry, if all experts get as many tokens.
 
     Args:
@@ -120,7 +134,9 @@ def make_groups(own: set[int], data_ranks: Sequence[int], experts_last: bool) ->
         )
     complaint = None
     for size in sizes:
-        if not set(data_ranks).issuperset(stock_groups._get_expert_parallel_group_ranks(f"ep_size_{size}")):
+        dividing = stock_groups._get_expert_parallel_group_ranks(f"ep_size_{size}")
+        copies = stock_groups._get_expert_data_parallel_group_ranks(f"ep_size_{size}")
+        if not set(data_ranks).issuperset([*dividing, *copies]) or len(copies) * size != ranks:
             complaint = (
                 f"experts are divided among ranks that have other layers than data-parallel ranks {[*data_ranks]}, as "
                 "an earlier engine did with other pipeline_ranks, or as a topology does whose stages are not "
@@ -348,10 +364,25 @@ def refuse_around_experts(
         ),
     }
     reason = next((reason for reason, holds in refused.items() if holds), None)
-    complaint = None
-    if reason is not None and (layers := divided(model)):
+    layers = divided(module)
+    complaint = next(filter(None, map(_complaint_about_ranks, layers)), None)
+    if reason is not None and layers:
         complaint = f"ranks divide the experts of a layer (ep_size {layers[0].ep_size}), but {reason}"
     raise_everywhere(complaint, ConfigError)
+
+
+def _complaint_about_ranks(layer: DividedLayer) -> str | None:
+    """The sentence that refuses experts of Megatron-core which other ranks divide than DeepSpeed's groups say."""
+    if not isinstance(layer, MegatronExperts):
+        return None
+    own = dist.get_process_group_ranks(layer.ep_group)
+    stock = stock_groups._get_expert_parallel_group_ranks(f"ep_size_{layer.ep_size}")
+    if own == [*stock]:
+        return None
+    return (
+        f"Megatron-core divides experts among the ranks {own}, but DeepSpeed among {[*stock]}; remove "
+        "use_data_before_expert_parallelism, and let neighbours in the topology's axis data have neighbouring ranks"
+    )
 
 
 def whole_names(module: PipelineModule) -> Iterator[tuple[str, Tensor]]:
@@ -360,13 +391,21 @@ def whole_names(module: PipelineModule) -> Iterator[tuple[str, Tensor]]:
     numbers: dict[int, tuple[str, int]] = {}
     for prefix, layer in built_layers(module).items():
         for path, part in layer.named_modules(prefix=prefix):
-            if isinstance(part, MOELayer) and part.ep_size > 1:
-                first = dist.get_rank(part.ep_group) * part.num_local_experts
-                for number, expert in enumerate(part.experts.deepspeed_experts):
-                    own = f"{path}.experts.deepspeed_experts."
-                    numbers |= {id(tensor): (own, first + number) for _, tensor in tensors_of(expert)}
+            for own, experts, first in _numbered(path, part):
+                for number, expert in enumerate(experts, first):
+                    numbers |= {id(tensor): (own, number) for _, tensor in tensors_of(expert)}
     for name, tensor in global_names(module):
         if id(tensor) in numbers:
             own, number = numbers[id(tensor)]
             name = f"{own}{number}.{name.removeprefix(own).partition('.')[2]}"
         yield name, tensor
+
+
+def _numbered(path: str, part: nn.Module) -> Iterator[tuple[str, Iterable[nn.Module], int]]:
+    """Yields how names of the experts of ``part`` begin, the experts, and the number of the first of them among all
+    ranks', if ranks divide them."""
+    if isinstance(part, MOELayer) and part.ep_size > 1:
+        first = dist.get_rank(part.ep_group) * part.num_local_experts
+        yield f"{path}.experts.deepspeed_experts.", part.experts.deepspeed_experts, first
+    elif isinstance(part, MegatronExperts) and part.ep_size > 1:
+        yield f"{path}.local_experts.", part.local_experts, part.first_expert

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from deepspeed.moe.layer import MoE
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from torch import Tensor, nn
 
 from ds_lgamp.checkpoint.files import everywhere
@@ -27,8 +27,7 @@ from ds_lgamp.integrations.deepspeed.model.experts import (
 )
 from ds_lgamp.integrations.deepspeed.model.layer_moves import transfer
 from ds_lgamp.integrations.deepspeed.model.module import built_layers, over_pipeline, prefix_of, tensors_of
-from ds_lgamp.integrations.deepspeed.plain.agreement import Next, agree
-from ds_lgamp.integrations.deepspeed.plain.lone_reads import others_read, without_values
+from ds_lgamp.integrations.deepspeed.plain.agreement import Next, agree, others_read, without_values
 from ds_lgamp.integrations.deepspeed.plain.model_methods import Elsewhere, replace_method
 from ds_lgamp.integrations.split.stand_ins import replacing
 from ds_lgamp.partition.agreement import raise_everywhere
@@ -227,7 +226,7 @@ def whole_state(engine: Engine, exclude_frozen_parameters: bool = False) -> dict
     broken = engine.optimizer.is_half_updated
     placed, partition = engine.lgamp.placed, engine.optimizer.partition
     complaint = "the last batch failed, and weights are of two steps" if broken else None
-    if any(isinstance(layer, MoE) for layer in divided(placed)):
+    if any(not isinstance(layer, AutoEPMoELayer) for layer in divided(placed)):
         complaint = (
             "the state of the whole model is read, but ranks divide its experts, which have the same names on all of "
             "them; call engine.save_checkpoint, and run zero_to_fp32.py in its folder"

@@ -31,6 +31,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor, nn
 
 from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.megatron.layers.experts import Balance, mean_balances, refuse_unsupported_experts
 from ds_lgamp.integrations.megatron.layers.transformer_block import (
     Hidden,
     Rotary,
@@ -50,7 +51,6 @@ TIED_KEY, TIED_WEIGHT = "word_embeddings", "word_embeddings.weight"
 """The key of the tied module, and the name of its weight inside WordEmbedding."""
 
 _REFUSED = {
-    "num_moe_experts": (None, "pipelines take dense layers"),
     "multi_latent_attention": (False, "layers have plain self-attention"),
     "pipeline_model_parallel_size": (1, "DeepSpeed's PipelineModule places the layers"),
     "context_parallel_size": (1, "every rank sees the whole sequence"),
@@ -95,8 +95,8 @@ def gpt_layer_specs(
             restart, because attention uses only the distance between two tokens of a document.
         transformer_impl: ``local`` for layers of plain PyTorch parts, ``transformer_engine`` for NVIDIA's.
 
-    Raises ConfigError for settings that these layers cannot honour, such as mixtures of experts, or gated layers under
-    tensor parallelism.
+    Raises ConfigError for settings that these layers cannot honour, such as gated layers under tensor parallelism, or a
+    dispatcher of tokens to experts that needs a GPU.
     """
     _refuse_unsupported(config, transformer_impl)
     if end_of_document is None and (reset_attention_mask or reset_position_ids):
@@ -223,6 +223,18 @@ def language_model_loss(logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor
     return (losses * loss_mask).sum() / loss_mask.sum().clamp(min=1)
 
 
+def auxiliary_losses(module: nn.Module) -> dict[str, dict[int, float]]:
+    """Returns the losses that balance the experts of ``module``, such as ``engine.module``: the mean of each over the
+    micro-batches of all data-parallel ranks since the last call, without its coefficient, by Megatron-core's name of it
+    and the number of the layer. All ranks call it together. The loss of a training batch does not contain them."""
+    own: dict[tuple[str, int], Balance] = {}
+    for block in module.modules():
+        if isinstance(block, TransformerBlock):
+            own |= {(name, block.layer.layer_number): balance for name, balance in block.balances.items()}
+            block.balances.clear()
+    return mean_balances(own)
+
+
 def _refuse_unsupported(config: TransformerConfig, transformer_impl: TransformerImpl) -> None:
     refused = _REFUSED | (_REFUSED_LOCALLY if transformer_impl == "local" else {})
     for key, (works, reason) in refused.items():
@@ -235,4 +247,5 @@ def _refuse_unsupported(config: TransformerConfig, transformer_impl: Transformer
             f"gated_linear_unit is True and tensor_model_parallel_size {config.tensor_model_parallel_size}, but "
             "checkpoints would join the slices in the wrong order; set the first to False or the second to 1"
         )
+    refuse_unsupported_experts(config, transformer_impl)
     refuse_missing_engine(transformer_impl)

@@ -22,6 +22,14 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor, nn
 
 from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.megatron.layers.experts import (
+    Balance,
+    divide,
+    has_experts,
+    noting,
+    refuse_other_expert_ranks,
+    scale_auxiliary_losses,
+)
 from ds_lgamp.runtime.recompute import default_sources, hashed_seed, undisturbed
 
 TransformerImpl = Literal["local", "transformer_engine"]
@@ -59,10 +67,14 @@ class TransformerBlock(nn.Module):
     ):
         super().__init__()
         _refuse_other_ranks(config)
-        spec = transformer_layer_spec(config, attn_mask_type, transformer_impl)
+        self.has_experts = has_experts(config, layer_number)
+        spec = transformer_layer_spec(config, attn_mask_type, transformer_impl, self.has_experts)
         self.layer = build_module(spec, config=config, layer_number=layer_number)
         self.rotary = rotary
-        self.sequence_parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        self.balances: dict[str, Balance] = {}
+        """The auxiliary losses of its experts since :func:`~.gpt_layers.auxiliary_losses` took them last, by name."""
+        self.tensor_ranks = config.tensor_model_parallel_size
+        self.sequence_parts = self.tensor_ranks if config.sequence_parallel else 1
         self.draws_alone = self.sequence_parts > 1 and max(config.hidden_dropout, config.attention_dropout) > 0
         if config.tensor_model_parallel_size > 1:
             _mark_partial_gradients(self.layer)
@@ -73,9 +85,15 @@ class TransformerBlock(nn.Module):
         if self.rotary is not None:
             angles = rotary_angles(self.rotary, hidden.shape[0] * self.sequence_parts, hidden.device)
         mask = None if documents is None else document_mask(documents)
-        with random_numbers(self.draws_alone and self.training, hidden.device):
+        draws = random_numbers(self.draws_alone and self.training, hidden.device)
+        with draws, noting(self.balances, self.tensor_ranks) if self.has_experts else nullcontext():
             hidden, _context = self.layer(hidden_states=hidden, attention_mask=mask, rotary_pos_emb=angles)
         return packed(hidden, documents)
+
+    def scale_own_losses(self, factor: float) -> None:
+        """Multiplies the gradients of the losses that balance its experts by ``factor`` from now on."""
+        if self.has_experts:
+            scale_auxiliary_losses(factor, next(self.parameters()).device)
 
 
 def unpacked(inputs: Hidden) -> tuple[Tensor, Tensor | None]:
@@ -87,16 +105,20 @@ def packed(hidden: Tensor, documents: Tensor | None) -> Hidden:
 
 
 def transformer_layer_spec(
-    config: TransformerConfig, attn_mask_type: AttnMaskType, transformer_impl: TransformerImpl
+    config: TransformerConfig,
+    attn_mask_type: AttnMaskType,
+    transformer_impl: TransformerImpl,
+    with_experts: bool = False,
 ) -> ModuleSpec:
     """Megatron-core's specification of a transformer layer. With ``local``, it has plain PyTorch parts, which run on
     any device, and apex's norms on a GPU if apex can be imported."""
+    options = {"qk_layernorm": config.qk_layernorm}
+    if with_experts:
+        options["num_experts"] = config.num_moe_experts
     if transformer_impl == "transformer_engine":
-        spec = megatron_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        spec = megatron_specs.get_gpt_layer_with_transformer_engine_spec(**options)
     else:
-        spec = megatron_specs.get_gpt_layer_local_spec(
-            normalization=config.normalization, qk_layernorm=config.qk_layernorm
-        )
+        spec = megatron_specs.get_gpt_layer_local_spec(normalization=config.normalization, **options)
         attention = spec.submodules.self_attention.submodules
         attention.core_attention = ScaledDotProductAttention
         for parts, names in (
@@ -106,6 +128,8 @@ def transformer_layer_spec(
             for name in names:
                 setattr(parts, name, _usable_norm(config, getattr(parts, name)))
     spec.submodules.self_attention.params["attn_mask_type"] = attn_mask_type
+    if with_experts and config.expert_model_parallel_size > 1:
+        divide(spec)
     return spec
 
 
@@ -157,6 +181,7 @@ def _refuse_other_ranks(config: TransformerConfig) -> None:
             f"tensor_model_parallel_size of the TransformerConfig is {given}, but initialize_model_parallel made "
             f"groups of {ranks}; give both the same size"
         )
+    refuse_other_expert_ranks(config)
 
 
 def _mark_partial_gradients(layer: nn.Module) -> None:

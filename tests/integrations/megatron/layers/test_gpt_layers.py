@@ -7,6 +7,7 @@ import pytest
 from ds_lgamp.config import ConfigError
 
 SIZES = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+ALL_TO_ALL = {"moe_token_dispatcher_type": "alltoall"}
 
 
 def config(**options):
@@ -29,7 +30,6 @@ def block():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"num_moe_experts": 4}, "num_moe_experts is 4, but pipelines take dense layers; set it to None"),
         ({"gated_linear_unit": True, "tensor_model_parallel_size": 2}, "gated_linear_unit is True and tensor_model_"),
         ({"pipeline_model_parallel_size": 2}, "pipeline_model_parallel_size is 2, but DeepSpeed's PipelineModule"),
         ({"context_parallel_size": 2}, "context_parallel_size is 2, but every rank sees the whole sequence"),
@@ -47,6 +47,54 @@ def test_layers_that_cannot_be_had_are_refused(options, words):
     given = config(**{"pipeline_dtype": torch.float32, **options})
     with pytest.raises(ConfigError, match=words):
         layer_specs(given)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"add_bias_linear": True}, "add_bias_linear is True beside num_moe_experts, but without Transformer Engine"),
+        ({"moe_grouped_gemm": True}, "moe_grouped_gemm is True beside num_moe_experts, but its kernels need a GPU"),
+        (
+            {"moe_shared_expert_overlap": True, "moe_shared_expert_intermediate_size": 16, **ALL_TO_ALL},
+            "moe_shared_expert_overlap is True beside num_moe_experts, but its streams need a GPU",
+        ),
+        (
+            {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"},
+            "moe_router_enable_expert_bias is True beside num_moe_experts, but no step updates the biases; set it to F",
+        ),
+        ({"moe_enable_routing_replay": True}, "moe_enable_routing_replay is True beside num_moe_experts, but micro-b"),
+        ({"moe_router_force_load_balancing": True}, "moe_router_force_load_balancing is True beside num_moe_experts"),
+        ({"moe_input_jitter_eps": 0.1}, "moe_input_jitter_eps is 0.1 beside num_moe_experts, but tensor-parallel"),
+        ({"moe_latent_size": 8}, "moe_latent_size is 8 beside num_moe_experts, but nobody has tried it; set it to Non"),
+        ({"calculate_per_token_loss": True}, "calculate_per_token_loss is True beside num_moe_experts, but losses are"),
+        ({"moe_token_dispatcher_type": "flex"}, "moe_token_dispatcher_type is 'flex', which needs a GPU"),
+        (
+            {"moe_router_load_balancing_type": "global_aux_loss"},
+            "moe_router_load_balancing_type is 'global_aux_loss', but 'global_aux_loss' depends on other micro-batches",
+        ),
+        (
+            {"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"], "moe_aux_loss_coeff": [0.1, 0.1]},
+            r"moe_router_load_balancing_type is \['aux_loss', 'global_aux_loss'\], but 'global_aux_loss' depends",
+        ),
+        (
+            {"moe_layer_freq": [1, 0, 1]},
+            "moe_layer_freq has 3 numbers, but num_layers is 2; give it one for",
+        ),
+        ({"expert_model_parallel_size": 3}, "expert_model_parallel_size is 3, which does not divide the 4 experts"),
+        (
+            {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True},
+            "expert_model_parallel_size is 2 and tensor_model_parallel_size 2, which nobody has tried together",
+        ),
+        (
+            {"expert_tensor_parallel_size": 1, "tensor_model_parallel_size": 2, "sequence_parallel": True},
+            "expert_tensor_parallel_size is 1, but experts are sliced as the other layers; set it to .*, 2",
+        ),
+        ({"tensor_model_parallel_size": 2}, "sequence_parallel is False beside num_moe_experts and tensor_model_para"),
+    ],
+)
+def test_experts_that_cannot_be_had_are_refused(options, words):
+    with pytest.raises(ConfigError, match=words):
+        layer_specs(config(**{"num_moe_experts": 4, "add_bias_linear": False, **options}))
 
 
 def test_latent_attention_is_refused():

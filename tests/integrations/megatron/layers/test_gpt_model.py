@@ -40,12 +40,28 @@ def llama():
     }
 
 
+def experts():
+    return {
+        "num_layers": 4,
+        "num_moe_experts": 4,
+        "moe_layer_freq": 2,
+        "moe_shared_expert_intermediate_size": 24,
+        "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
+        "moe_aux_loss_coeff": [0.1, 0.1],
+        "moe_z_loss_coeff": 0.1,
+        "moe_token_dispatcher_type": "alltoall",
+        "add_bias_linear": False,
+        "init_method_std": 0.2,
+    }
+
+
 CASES = {
     "tied, learned positions": Case(),
     "untied, rotary": Case(positions="rope", tied=False),
     "grouped queries, RMSNorm, SwiGLU, no biases, norms of queries": Case(
         llama(), "rope", False, rotary_base=500, rotary_percent=0.5
     ),
+    "experts in every second layer, auxiliary losses": Case(experts(), "rope", False),
     "documents apart, learned positions restart": Case(reset_attention_mask=True, reset_position_ids=True),
     "documents apart, rotary": Case({"num_query_groups": 2}, "rope", False, reset_attention_mask=True),
     "learned positions restart": Case(reset_position_ids=True),
@@ -74,15 +90,18 @@ def config_of(case):
     from megatron.core.transformer import TransformerConfig
 
     sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "use_cpu_initialization": True}
-    return TransformerConfig(**sizes, hidden_dropout=0.0, attention_dropout=0.0, **case.options)
+    return TransformerConfig(**{**sizes, "hidden_dropout": 0.0, "attention_dropout": 0.0, **case.options})
 
 
 def gpt_model(case):
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 
     config = config_of(case)
-    spec = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
+    if config.num_moe_experts is None:
+        spec = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
+    else:
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
     return GPTModel(
         config,
         spec,

@@ -67,6 +67,35 @@ def without(weights, *beginnings):
     return {name: number for name, number in weights.items() if not name.startswith(beginnings)}
 
 
+def with_experts(state, layers=1):
+    """Returns the names of a model whose last ``layers`` layers have two experts each, and no biases in these."""
+    for layer in range(2 - layers, 2):
+        start = f"decoder.layers.{layer}.mlp."
+        parts = [f"experts.local_experts.{number}.linear_fc{part}.weight" for number in range(2) for part in (1, 2)]
+        state = without(state, f"{start}linear") | {f"{start}{part}": part for part in ("router.weight", *parts)}
+    return state
+
+
+def test_experts_keep_the_norm_ahead_of_them(gpt_weights):
+    state = with_experts(model())
+    pipeline = gpt_weights.from_gpt_model(state)
+    assert pipeline["3.layer.mlp.experts.local_experts.1.linear_fc2.weight"].startswith("experts.local_experts.1.")
+    assert gpt_weights.to_gpt_model(pipeline) == state
+    fused = gpt_weights.to_gpt_model(pipeline, "transformer_engine")
+    assert {name for name in fused if "norm" in name and ".layers." in name} == {
+        f"decoder.layers.{layer}.{norm}{kind}"
+        for layer, norms in enumerate(
+            [
+                ("self_attention.linear_qkv.layer_norm_", "mlp.linear_fc1.layer_norm_"),
+                ("self_attention.linear_qkv.layer_norm_", "pre_mlp_layernorm."),
+            ]
+        )
+        for norm in norms
+        for kind in ("weight", "bias")
+    }
+    assert gpt_weights.from_gpt_model(fused) == pipeline
+
+
 TO_PIPELINE = {
     "nothing": (lambda state: {}, "lack decoder.final_layernorm.weight"),
     "no first layer": (lambda state: without(state, "decoder.layers.0."), "lack decoder.layers.0.input_layernorm.bias"),
@@ -81,7 +110,15 @@ TO_PIPELINE = {
     "no embedding": (lambda state: without(state, "embedding.word"), "lack embedding.word_embeddings.weight"),
     "a router of experts": (
         lambda state: state | {"decoder.layers.0.mlp.router.weight": 0},
-        "have decoder.layers.0.mlp.router.weight left over",
+        "lack decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight",
+    ),
+    "one expert of several in one layer": (
+        lambda state: without(with_experts(state, 2), "decoder.layers.1.mlp.experts.local_experts.1."),
+        "lack decoder.layers.1.mlp.experts.local_experts.1.linear_fc1.weight",
+    ),
+    "a matrix of shared experts in one layer": (
+        lambda state: with_experts(state, 2) | {"decoder.layers.0.mlp.shared_experts.linear_fc1.weight": 0},
+        "lack decoder.layers.1.mlp.shared_experts.linear_fc1.weight",
     ),
 }
 TO_MODEL = {
@@ -104,7 +141,7 @@ TO_MODEL = {
 @pytest.mark.parametrize("case", TO_PIPELINE)
 def test_a_state_that_is_no_whole_model_is_refused(case, gpt_weights):
     change, words = TO_PIPELINE[case]
-    with pytest.raises(ConfigError, match=f"the weights {words}; take all weights of one GPT model of dense layers"):
+    with pytest.raises(ConfigError, match=f"the weights {words}; take all weights of one GPT model,"):
         gpt_weights.from_gpt_model(change(model()))
 
 
