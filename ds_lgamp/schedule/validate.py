@@ -124,7 +124,9 @@ class _Queues:
     - Every link has a stream for each kind of message. A send is done once its receive has started, a receive once its
       send has started. No buffer in between holds a message.
     - A compute that needs a message waits for the receive.
-    - Gathers and reductions start together on all data-parallel ranks, because these run the same program.
+    - Gathers and reductions start together on all data-parallel ranks, because these run the same program. So do the
+      all-to-alls of ranks that divide experts, inside computes. A host that reads their sizes waits for what the queue
+      has started.
     - A script's turn begins when all pipeline ranks have launched everything before it: hosts meet, because outputs
       travel.
     - Transfers between host and device, and updates on the host, wait for nothing but their own rank's work.

@@ -1,113 +1,28 @@
 """Programs end on devices whose streams share hardware queues, if receives are posted on arrival."""
 
 import functools
-from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 
 from ds_lgamp.schedule import transfers
-from ds_lgamp.schedule.actions import (
-    COMPUTE,
-    RECEIVES,
-    SENDS,
-    Action,
-    Kind,
-    Program,
-    receive_matching,
-    receive_of,
-    send_matching,
-)
+from ds_lgamp.schedule.actions import RECEIVES, SENDS, Kind, send_matching
 from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import DeadlockError, simulate
-from ds_lgamp.schedule.spec import SENDS_IN_FLIGHT, ProgramSpec
+from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.schedule.validate import ProgramError, run_in_one_queue, validate
+from tests.schedule.queues import Device, Operation, copies_of, finishes, launched, one_queue, own_queues
 from tests.schedule.strategies import program_specs
 
 LINKS = sorted(SENDS | RECEIVES)
 SHARED = [
-    pytest.param({}, id="no stream shares a queue"),
-    *(pytest.param({"compute": "q", link: "q"}, id=f"compute and {link.value} share one") for link in LINKS),
-    pytest.param({stream: "q" for stream in ("compute", *LINKS)}, id="all share one"),
+    pytest.param((), id="no stream shares a queue"),
+    *(pytest.param(("compute", link), id=f"compute and {link.value} share one") for link in LINKS),
+    pytest.param(("compute", *LINKS), id="all share one"),
 ]
-
-
-@dataclass
-class Operation:
-    """Work on a device: a compute, a wait of the compute stream, a send or a receive."""
-
-    stream: str
-    after: list["Operation"]
-    """Operations that must be done first."""
-    partner: "Operation | None" = None
-    """The other end of a message, which must have started before this one is done."""
-    started: bool = field(default=False, compare=False)
-
-    @property
-    def done(self) -> bool:
-        return self.started and (self.partner is None or self.partner.started)
-
-
-def launched(spec: ProgramSpec, program: Program) -> list[list[Operation]]:
-    """Returns the operations of each rank in the order of their launch, as the executor and the links launch them."""
-    ends: dict[Action, Operation] = {}
-    ranks = []
-    for actions in program:
-        operations: list[Operation] = []
-        compute: list[Operation] = []
-        in_flight: dict[Kind, list[Operation]] = defaultdict(list)
-
-        def launch(stream: str, after: list[Operation], operations: list[Operation] = operations) -> Operation:
-            operations.append(Operation(stream, after))
-            return operations[-1]
-
-        for action in actions:
-            if action.kind in COMPUTE:
-                received = [ends[receive_of(action)]] if spec.receives_input(action) else []
-                compute = [launch("compute", compute + received)]
-            elif action.kind in SENDS or action.kind in RECEIVES:
-                ends[action] = operation = launch(action.kind, compute)
-                if action.kind in SENDS:
-                    in_flight[action.kind].append(operation)
-                    for oldest in in_flight[action.kind][:-SENDS_IN_FLIGHT]:
-                        compute = [launch("compute", [*compute, oldest])]
-        launch("compute", [*compute, *(send for sends in in_flight.values() for send in sends)])
-        ranks.append(operations)
-    for action, operation in ends.items():
-        if action.kind in SENDS:
-            receive = ends[receive_matching(action)]
-            operation.partner, receive.partner = receive, operation
-    return ranks
-
-
-def finishes(ranks: list[list[Operation]], queue_of: dict[str, str]) -> bool:
-    """Whether all operations are done in the end. Streams that ``queue_of`` does not name have a queue of their own."""
-    waiting = [list(waiting_of(operations, queue_of)) for operations in ranks]
-    progress = True
-    while progress:
-        progress = False
-        for rank in waiting:
-            for operation, stream_before, queue_before in [*rank]:
-                before = [*operation.after, *([stream_before] if stream_before else [])]
-                if all(one.done for one in before) and (queue_before is None or queue_before.started):
-                    operation.started = progress = True
-                    rank.remove((operation, stream_before, queue_before))
-    return all(operation.done for operations in ranks for operation in operations)
-
-
-def waiting_of(
-    operations: list[Operation], queue_of: dict[str, str]
-) -> Iterator[tuple[Operation, Operation | None, Operation | None]]:
-    """Yields each operation with the one before it on its stream and the one before it in its queue."""
-    on_stream: dict[str, Operation] = {}
-    in_queue: dict[str, Operation] = {}
-    for operation in operations:
-        queue = queue_of.get(operation.stream, operation.stream)
-        yield operation, on_stream.get(operation.stream), in_queue.get(queue)
-        on_stream[operation.stream] = in_queue[queue] = operation
 
 
 def configurations(receives_on_arrival: bool) -> Iterator[ProgramSpec]:
@@ -130,18 +45,21 @@ def configurations(receives_on_arrival: bool) -> Iterator[ProgramSpec]:
 built = functools.cache(build_program)
 
 
-@pytest.mark.parametrize("queue_of", SHARED)
-def test_programs_with_receives_on_arrival_end_however_streams_share_queues(queue_of):
+def devices_of(spec: ProgramSpec) -> dict[Device, list[Operation]]:
+    return launched(spec, copies_of(built(spec), data_ranks=1), expert_ranks=1)
+
+
+@pytest.mark.parametrize("shared", SHARED)
+def test_programs_with_receives_on_arrival_end_however_streams_share_queues(shared):
     for spec in configurations(receives_on_arrival=True):
-        assert finishes(launched(spec, built(spec)), queue_of), spec
+        assert finishes(devices_of(spec), lambda _, stream: "shared" if stream in shared else stream), spec
 
 
 def test_programs_with_receives_ahead_end_only_with_queues_of_their_own():
     """So it is the place of the receives that matters, and the model sees it."""
     specs = list(configurations(receives_on_arrival=False))
-    apart, together = ({}, {stream: "q" for stream in ("compute", *LINKS)})
-    assert all(finishes(launched(spec, built(spec)), apart) for spec in specs)
-    stuck = [spec for spec in specs if not finishes(launched(spec, built(spec)), together)]
+    assert all(finishes(devices_of(spec), own_queues) for spec in specs)
+    stuck = [spec for spec in specs if not finishes(devices_of(spec), one_queue)]
     assert len(stuck) > len(specs) / 2
 
 
@@ -149,13 +67,12 @@ def test_programs_with_receives_ahead_end_only_with_queues_of_their_own():
 @given(program_specs(max_ranks=4, max_chunks_per_rank=3, max_micro_batches=6))
 def test_the_validator_agrees_with_a_model_of_streams_and_queues(spec):
     """The model has streams, events and waits. The validator only knows one queue."""
-    program = build_program(spec)
     try:
-        run_in_one_queue(spec, program)
+        run_in_one_queue(spec, built(spec))
         ends = True
     except DeadlockError:
         ends = False
-    assert finishes(launched(spec, program), {stream: "q" for stream in ("compute", *LINKS)}) == ends
+    assert finishes(devices_of(spec), one_queue) == ends
 
 
 @settings(max_examples=100)
