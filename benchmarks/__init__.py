@@ -17,6 +17,7 @@ NAMES = (
     "islands",
     "speeds",
     "door",
+    "divided_experts",
     "bert",
     "bert_learning",
     "bert_plan",
