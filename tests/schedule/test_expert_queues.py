@@ -1,15 +1,17 @@
 """Programs whose computes wait for other ranks, because these have some of the experts, end on devices whose streams
 share hardware queues."""
 
-from collections.abc import Hashable
+import zlib
+from collections.abc import Callable, Hashable
 from dataclasses import replace
-from random import Random
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_lgamp.schedule.actions import Action, Kind
+from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import DeadlockError
 from ds_lgamp.schedule.spec import ProgramSpec
@@ -33,6 +35,11 @@ def expert_programs(draw, max_ranks: int = 4) -> tuple[ProgramSpec, int, int]:
     return replace(spec, hierarchy=None), expert_ranks, expert_ranks * draw(st.sampled_from([1, 2]))
 
 
+def spread(count: int, seed: int = 0) -> Callable[[Device, str], Hashable]:
+    """Spreads the streams of each device over ``count`` queues, in a way of its own."""
+    return lambda device, stream: zlib.crc32(f"{seed} {device} {stream}".encode()) % count
+
+
 @pytest.mark.parametrize("count", QUEUES)
 @settings(max_examples=60)
 @given(drawn=expert_programs(), data=st.data())
@@ -40,9 +47,21 @@ def test_programs_with_receives_on_arrival_end_however_streams_share_queues(coun
     spec, expert_ranks, data_ranks = drawn
     spec = replace(spec, receives_on_arrival=True)
     devices = launched(spec, copies_of(build_program(spec), data_ranks), expert_ranks, data.draw(TOKENS))
-    seed = data.draw(st.integers(0, 1000))
-    # Each device spreads its streams in a way of its own.
-    assert finishes(devices, lambda *stream: Random(f"{seed} {stream}").randrange(count))
+    assert finishes(devices, spread(count, data.draw(st.integers(0, 1000))))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("expert_ranks", [1, 2, 4])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_every_layout_of_a_layered_program_ends(expert_ranks, zero_stage):
+    for ranks, chunks, micro_batches in product((1, 2, 4), (1, 2, 4), (1, 3, 8)):
+        placement = place_chunks("modular", ranks * chunks, ranks)
+        spec = ProgramSpec(
+            placement, "layered", micro_batches, micro_batches, zero_stage=zero_stage, receives_on_arrival=True
+        )
+        devices = launched(spec, copies_of(build_program(spec), 2 * expert_ranks), expert_ranks)
+        for count in QUEUES:
+            assert finishes(devices, spread(count)), spec
 
 
 @settings(max_examples=100)
