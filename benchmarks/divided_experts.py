@@ -4,12 +4,13 @@ without expert parallelism with FSDP2: ``python -m benchmarks run divided_expert
 Two ranks divide the experts of a layer. It counts gathers and reductions of experts apart from those of all other
 parameters, the all-to-alls of tokens, and the peak of live tensors; and it times the same steps on loopback and over a
 slow network. The counts are exact on any machine, but for the bytes of tokens, which depend on the experts that these
-choose.
+choose. ``--part`` does one part alone.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 from benchmarks.communication import moved
@@ -17,7 +18,7 @@ from benchmarks.contenders import Contender, Layout
 from benchmarks.contenders.mixture import DividedExperts, ShardedExperts, deepseek, is_divided, reference
 from benchmarks.counting import Step, count
 from benchmarks.model import ModelSize
-from benchmarks.record import OURS, REPETITIONS, Config, Record, begin
+from benchmarks.record import OURS, PART, REPETITIONS, Config, Record, begin
 from benchmarks.training import LOOPBACK, compete
 from benchmarks.training_slow import SLOW, SLOW_RATE
 from ds_lgamp.cost.units import offsets, part_size
@@ -26,7 +27,9 @@ from testing.namespaces import NetworkUnavailable, throttled_network
 NAME = "divided_experts"
 SIZE = ModelSize(blocks=4, width=128, sequence=64, vocabulary=512)
 EXPERT_RANKS = 2
-DATA_RANKS = (2, 4)
+COUNTS = "counts"
+TIMED = {"seconds of two ranks": 2, "seconds of four ranks": 4}
+"""The other parts, and their data-parallel ranks. Both are counted."""
 ACCUMULATION = (1, 4, 16)
 RESIDENT = 2
 FORWARD, BACKWARD = 3, 2
@@ -65,24 +68,26 @@ def contenders(accumulation: int) -> list[Contender]:
 
 
 def run(
+    part: str | None = None,
     size: ModelSize = SIZE,
-    data_ranks: Sequence[int] = DATA_RANKS,
     accumulation: Sequence[int] = ACCUMULATION,
     repetitions: int = REPETITIONS,
 ) -> Record:
-    """Counts and times every contender, for every number of ranks and of micro-batches of a rank per step."""
+    """Counts and times every contender, for every number of micro-batches of a rank per step; or does the ``part``
+    that is named."""
     record = begin(NAME)
-    deviations = 0
-    for ranks in data_ranks:
-        layout = Layout(1, ranks, size)
-        for micro_batches in accumulation:
+    if part in (None, COUNTS):
+        deviations = 0
+        for ranks, micro_batches in product(TIMED.values(), accumulation):
+            layout = Layout(1, ranks, size)
             for name, on_ranks in count_all(layout, micro_batches).items():
-                _enter(record, name, layout.config(micro_batches), on_ranks)
+                _enter(record, name, {PART: COUNTS, **layout.config(micro_batches)}, on_ranks)
                 deviations += deviations_of(name, layout, micro_batches, [traffic for traffic, _ in on_ranks])
-    record.aim("counts and bytes of ds_lgamp that differ from the formula", deviations, 0)
-    for ranks in data_ranks:
-        for micro_batches in accumulation:
-            _time(record, Layout(1, ranks, size), micro_batches, repetitions)
+        record.aim(f"{COUNTS}: those of ds_lgamp that differ from the formula", deviations, 0)
+    for name, ranks in TIMED.items():
+        if part in (None, name):
+            for micro_batches in accumulation:
+                _time(record, name, Layout(1, ranks, size), micro_batches, repetitions)
     return record
 
 
@@ -153,7 +158,7 @@ def _enter(record: Record, name: str, config: Config, on_ranks: Sequence[tuple[T
     record.add(name, config, "peak", [max(peak for _, peak in on_ranks)], "bytes")
 
 
-def _time(record: Record, layout: Layout, micro_batches: int, repetitions: int) -> None:
+def _time(record: Record, part: str, layout: Layout, micro_batches: int, repetitions: int) -> None:
     """Enters the seconds of a step on both links."""
     arguments = {NAME: contenders(micro_batches)}, layout, micro_batches, repetitions
     found = {LOOPBACK: compete(*arguments, reference=reference)[NAME]}
@@ -164,5 +169,5 @@ def _time(record: Record, layout: Layout, micro_batches: int, repetitions: int) 
         record.lack_network(f"nothing measured at {SLOW}", reason)
     for link, each in found.items():
         for name, durations in each.items():
-            config = {**layout.config(micro_batches), "link": link}
+            config = {PART: part, **layout.config(micro_batches), "link": link}
             record.add(name, config, "step", [duration.wall for duration in durations], "s")
