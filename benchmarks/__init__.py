@@ -17,6 +17,7 @@ NAMES = (
     "islands",
     "speeds",
     "door",
+    "divided_experts",
     "bert",
     "bert_learning",
     "bert_plan",
@@ -49,5 +50,9 @@ ELSEWHERE = ("prediction", "sources", "optimizers", "offload", "bus", "restart",
 docs/tracing.md and docs/bert.md."""
 
 _PLACES = ("two islands, 200mbit", "two islands, 50mbit", "three islands, 100mbit", "one slow node, 100mbit")
-IN_PARTS = {"unlike": _PLACES, "islands": _PLACES}
+IN_PARTS = {
+    "unlike": _PLACES,
+    "islands": _PLACES,
+    "divided_experts": ("counts", "seconds of two ranks", "seconds of four ranks"),
+}
 """Benchmarks that take long, and what ``--part`` of ``python -m benchmarks run`` may name of them."""

@@ -46,6 +46,8 @@ class Step:
     log: list[tuple[str, int]]
     """Kind, as :class:`CollectiveCounter` names it, and bytes sent, for every call."""
     peak_bytes: int
+    in_groups: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
+    """The calls in groups of ranks that the training names in ``groups``, by name."""
 
 
 @dataclass
@@ -121,6 +123,7 @@ def _count_one(
     gc.collect()
     others = {storage._cdata: storage for storage in map(storage_of, live_tensors())}
     training = contender.build(layout)
+    groups = training.groups() if hasattr(training, "groups") else {}
     counted = Counted()
     for number in micro_batches:
         for _ in range(WARM_UP):
@@ -133,7 +136,8 @@ def _count_one(
                 held = modes.enter_context(HeldBlocks(training.held)) if repetition == 0 else None
                 counter = modes.enter_context(CollectiveCounter())
                 counted.losses.append(training.step(len(counted.losses), number))
-            counted.steps[number].append(Step(counter.log, peak.peak if peak else 0))
+            in_groups = {name: counter.calls_in(group) for name, group in groups.items()}
+            counted.steps[number].append(Step(counter.log, peak.peak if peak else 0, in_groups))
             if held is not None:
                 counted.held[number] = held.most
     return counted

@@ -4,7 +4,9 @@
 
 - Every process group is one communicator. It executes its works in launch order, one after another, in a thread of its
   own: point-to-point messages and collectives form one line, and tags do not exist. A send takes as long as the receive
-  at its other end. Communicators do not wait for each other.
+  at its other end. Communicators do not wait for each other, unless :func:`share_queues` lets their streams share
+  hardware queues, as those of a GPU do. Then a work starts once everything launched before it in its queue has started.
+- An operation on imagined tensors is no launch.
 - A launch does not wait. ``Work.wait()`` blocks the host, which on the CPU is the compute stream. On NCCL, too,
   everything launched after a wait runs after it.
 - A work's outputs hold poison, NaN or an extreme integer, from its launch until somebody waits for it or sees it
@@ -23,7 +25,7 @@ here they stand in line like others.
 Sums equal gloo's to the bit. A reduce-scatter adds in the order of ranks.
 """
 
-from testing.simnccl.execution import Delivery, Fault, deliver, host, synchronize
+from testing.simnccl.execution import Delivery, Fault, deliver, host, share_queues, synchronize
 from testing.simnccl.group import NAME, register
 
-__all__ = ["NAME", "Delivery", "Fault", "deliver", "host", "register", "synchronize"]
+__all__ = ["NAME", "Delivery", "Fault", "deliver", "host", "register", "share_queues", "synchronize"]

@@ -3,7 +3,7 @@
 import random
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -57,6 +57,10 @@ class Host:
         self.lines: list[Line] = []
         self.faults: deque[str] = deque()
         self.delivery = Delivery()
+        self.queue_count: int | None = None
+        """How many hardware queues the streams of communicators share; None gives each its own."""
+        self.queues: defaultdict[tuple[int | None, int], deque[Work]] = defaultdict(deque)
+        """Works that have not started yet, in launch order, by number of queues and number of the queue."""
         self.patience = 30.0
         """Seconds without progress after which a wait raises."""
 
@@ -86,6 +90,12 @@ host = Host()
 def deliver(when: str, seed: int = 0) -> None:
     """Decides when the works that follow execute."""
     host.delivery = Delivery(when, seed)
+
+
+def share_queues(count: int | None) -> None:
+    """Lets the streams of all communicators share ``count`` hardware queues, in the order in which they were made; None
+    gives each its own. Between works only."""
+    host.queue_count = count
 
 
 def synchronize() -> None:
@@ -156,6 +166,8 @@ class Work(dist.Work):
                 Memory(tensor, "input").alias().copy_(copy)
         self._outputs = [Memory(tensor, "output") for tensor in outputs]
         self._inputs = [Memory(tensor, "input") for tensor in inputs]
+        self.queue: deque[Work] = deque()
+        """The hardware queue of its stream. It starts when it is the first there."""
         self.executed = False
         self._failure: Exception | None = None
         self._arrived = False
@@ -217,12 +229,17 @@ class Work(dist.Work):
 class Line:
     """The stream of a communicator."""
 
+    made = 0
+    """How many there have been in this process."""
+
     def __init__(self, name: str, gloo: Any) -> None:
         self.name, self._gloo = name, gloo
         self.pending: deque[Work] = deque()
         """Works that are not executed yet, or just now."""
         self.launched = 0
         self._closed = False
+        self._number = Line.made
+        Line.made += 1
         host.lines.append(self)
         threading.Thread(target=self._execute, name=name, daemon=True).start()
 
@@ -234,6 +251,9 @@ class Line:
         with host.changed:
             self.launched += 1
             self.pending.append(work)
+            count = host.queue_count
+            work.queue = host.queues[count, self._number if count is None else self._number % count]
+            work.queue.append(work)
             host.changed.notify_all()
 
     def close(self) -> None:
@@ -262,6 +282,12 @@ class Line:
                     return
                 work = self.pending[0]
                 host.changed.wait_for(lambda: not work.held, _HELD_SECONDS)  # noqa: B023
+                # What was launched before it in its hardware queue must have started.
+                host.changed.wait_for(lambda: work.queue[0] is work or self._closed)  # noqa: B023
+                if self._closed:
+                    return
+                work.queue.popleft()
+                host.changed.notify_all()
             yield work
 
 

@@ -7,12 +7,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 
 from testing.simnccl.execution import Fault, Line, Tensors, Travel, Work, bits, host, text_of
 
 NAME = "simnccl"
 _HEADER_BYTES = 64
 _CONFIRMED = torch.zeros(1, dtype=torch.uint8)
+
+
+class Imagined(dist.Work):
+    """An operation on imagined tensors, which does not travel. On NCCL, torch would not launch it either."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
 
 
 class SimulatedGroup(dist.ProcessGroup):
@@ -48,14 +59,14 @@ class SimulatedGroup(dist.ProcessGroup):
 
     abort = shutdown
 
-    def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> Work:
+    def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> dist.Work:
         def travel(gloo: Any, inputs: Tensors, outputs: Tensors) -> None:
             outputs[0].copy_(inputs[0])
             gloo.allreduce(outputs, options or dist.AllreduceOptions()).wait()
 
         return self._launch("all_reduce", travel, tensors, tensors)
 
-    def reduce(self, tensors: list[torch.Tensor], options: Any) -> Work:
+    def reduce(self, tensors: list[torch.Tensor], options: Any) -> dist.Work:
         def travel(gloo: Any, inputs: Tensors, outputs: Tensors) -> None:
             gloo.reduce(inputs, options).wait()
             for output, value in zip(outputs, inputs):
@@ -63,20 +74,22 @@ class SimulatedGroup(dist.ProcessGroup):
 
         return self._launch("reduce", travel, tensors, tensors if options.rootRank == self._rank else [])
 
-    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Work:
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> dist.Work:
         def travel(gloo: Any, inputs: Tensors, outputs: Tensors) -> None:
             gloo.broadcast([bits((*inputs, *outputs)[0])], options).wait()
 
         is_root = options.rootRank == self._rank
         return self._launch("broadcast", travel, tensors if is_root else [], [] if is_root else tensors)
 
-    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, options: Any = None) -> Work:
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, options: Any = None) -> dist.Work:
         def travel(gloo: Any, inputs: Tensors, outputs: Tensors) -> None:
             gloo._allgather_base(bits(outputs[0]), bits(inputs[0])).wait()
 
         return self._launch("all_gather", travel, [tensor], [output], keeps_inputs=True)
 
-    def allgather(self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], options: Any = None) -> Work:
+    def allgather(
+        self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], options: Any = None
+    ) -> dist.Work:
         def travel(gloo: Any, inputs: Tensors, outputs: Tensors) -> None:
             gloo.allgather([[bits(output) for output in outputs]], [bits(inputs[0])]).wait()
 
@@ -89,13 +102,13 @@ class SimulatedGroup(dist.ProcessGroup):
         output_splits: list[int],
         input_splits: list[int],
         options: Any = None,
-    ) -> Work:
+    ) -> dist.Work:
         def travel(gloo: Any, inputs: Tensors, outputs: Tensors) -> None:
             gloo.alltoall_base(outputs[0], inputs[0], output_splits, input_splits).wait()
 
         return self._launch("all_to_all", travel, [tensor], [output])
 
-    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, options: Any) -> Work:
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, options: Any) -> dist.Work:
         if options.reduceOp != dist.ReduceOp.SUM:
             raise NotImplementedError("a simulated reduce-scatter only sums")
 
@@ -109,7 +122,7 @@ class SimulatedGroup(dist.ProcessGroup):
 
         return self._launch("reduce_scatter", travel, [tensor], [output])
 
-    def send(self, tensors: list[torch.Tensor], target: int, tag: int = 0) -> Work:
+    def send(self, tensors: list[torch.Tensor], target: int, tag: int = 0) -> dist.Work:
         def travel(gloo: Any, inputs: Tensors, outputs: Tensors) -> None:
             gloo.send([_header(inputs[0])], target, 0).wait()
             gloo.send([bits(inputs[0])], target, 0).wait()
@@ -121,7 +134,7 @@ class SimulatedGroup(dist.ProcessGroup):
 
         return self._launch(f"send to {target}", travel, tensors, [], confirm=confirm)
 
-    def recv(self, tensors: list[torch.Tensor], source: int, tag: int = 0) -> Work:
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int = 0) -> dist.Work:
         def travel(gloo: Any, inputs: Tensors, outputs: Tensors) -> None:
             own = _header(outputs[0])
             header = torch.empty_like(own)
@@ -133,7 +146,7 @@ class SimulatedGroup(dist.ProcessGroup):
 
         return self._launch(f"receive from {source}", travel, [], tensors)
 
-    def barrier(self, opts: Any = None) -> Work:
+    def barrier(self, opts: Any = None) -> dist.Work:
         def travel(gloo: Any, inputs: Tensors, outputs: Tensors) -> None:
             gloo.barrier().wait()
 
@@ -152,8 +165,10 @@ class SimulatedGroup(dist.ProcessGroup):
         outputs: Tensors,
         keeps_inputs: bool = False,
         confirm: Callable[[Any], None] | None = None,
-    ) -> Work:
+    ) -> dist.Work:
         host.check()
+        if any(isinstance(tensor, FakeTensor) for tensor in (*inputs, *outputs)):
+            return Imagined()
         moved = "".join(f" of {text_of(tensor)}" for tensor in (*inputs, *outputs)[:1])
         work = Work(self._line, operation + moved, travel, inputs, outputs, keeps_inputs, confirm)
         self._line.append(work)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import IN_PARTS, NAMES, ON_ACCELERATOR, islands, unlike
+from benchmarks import IN_PARTS, NAMES, ON_ACCELERATOR, divided_experts, islands, unlike
 from benchmarks.__main__ import main
 from benchmarks.communication import compare, count_deviations, predicted
 from benchmarks.communication import run as run_communication
@@ -68,6 +68,7 @@ def test_a_part_takes_its_own_place_and_leaves_the_others(results):
 def test_the_parts_of_a_benchmark_are_those_that_it_measures():
     for name, benchmark in {"unlike": unlike, "islands": islands}.items():
         assert IN_PARTS[name] == tuple(place.part for place in benchmark.PLACES)
+    assert IN_PARTS[divided_experts.NAME] == (divided_experts.COUNTS, *divided_experts.TIMED)
 
 
 def test_a_machine_without_git_and_sh_is_described_too(monkeypatch):

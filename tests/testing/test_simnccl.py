@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from testing import simnccl
 from testing.ranks import run_on_ranks
@@ -96,12 +97,46 @@ def message_and_collective_in_two_orders(group):
 
 
 def two_communicators_in_two_orders(group):
+    """The second work of a communicator waits for the first, and so does what stands behind it in a queue."""
     other = dist.new_group([0, 1])
-    messages = {group: torch.ones(1), other: torch.ones(1)}
-    works = {each: start(each, messages[each]) for each in ((group, other) if sender() else (other, group))}
-    works[other].wait()
-    works[group].wait()
+    messages = [torch.ones(1) for _ in range(4)]
+    order = [group, group, other, other] if sender() else [other, other, group, group]
+    works = [start(each, message) for each, message in zip(order, messages)]
+    STUCK.extend(messages)
+    for work in works[::-1]:
+        work.wait()
     return True
+
+
+def two_communicators_in_two_orders_in_one_queue(group):
+    simnccl.host.patience = 0.5
+    simnccl.share_queues(1)
+    text = complaint(partial(two_communicators_in_two_orders, group))
+    simnccl.host.patience = 30.0
+    simnccl.share_queues(None)
+    return text
+
+
+def communicators_in_one_order_in_one_queue(group):
+    """A work starts while one before it in the queue is under way."""
+    simnccl.share_queues(1)
+    others = [group, *(dist.new_group([0, 1]) for _ in range(3))]
+    totals = [torch.ones(1) for _ in others for _ in range(3)]
+    works = [dist.all_reduce(total, group=other, async_op=True) for total, other in zip(totals, others * 3)]
+    for work in reversed(works):
+        work.wait()
+    simnccl.share_queues(None)
+    return {total.item() for total in totals}
+
+
+def imagined_all_to_all(group):
+    """The peer does not take part."""
+    if not sender():
+        return None
+    with FakeTensorMode():
+        received = torch.empty(2, dtype=torch.int32)
+        dist.all_to_all_single(received, torch.ones(2, dtype=torch.int32), group=group)
+    return type(received).__name__, [*received.shape]
 
 
 def launch_before_the_peer_is_there(group):
@@ -201,6 +236,8 @@ CASES = [
     output_that_was_seen_complete,
     messages_under_swapped_tags,
     two_communicators_in_two_orders,
+    communicators_in_one_order_in_one_queue,
+    imagined_all_to_all,
     launch_before_the_peer_is_there,
     late_work,
     *(partial(harmed, rank=rank, harm=harm) for rank in (0, 1) for harm in ("written", "freed", "emptied")),
@@ -210,6 +247,7 @@ CASES = [
     # These leave works behind that never end.
     message_and_collective_in_two_orders,
     message_of_another_shape,
+    two_communicators_in_two_orders_in_one_queue,
 ]
 
 
@@ -266,6 +304,16 @@ def test_messages_and_collectives_stand_in_one_line(results):
 
 def test_communicators_do_not_wait_for_each_other(results):
     assert results["two_communicators_in_two_orders"] == [True, True]
+
+
+def test_communicators_wait_for_each_other_in_a_shared_hardware_queue(results):
+    assert results["communicators_in_one_order_in_one_queue"] == [{2.0}, {2.0}]
+    for text in results["two_communicators_in_two_orders_in_one_queue"]:
+        assert "no work was executed for 0.5 s" in text
+
+
+def test_an_operation_on_imagined_tensors_does_not_travel(results):
+    assert results["imagined_all_to_all"] == [("FakeTensor", [2]), None]
 
 
 def test_a_launch_does_not_wait(results):

@@ -364,7 +364,7 @@ def refuse_around_experts(
         ),
     }
     reason = next((reason for reason, holds in refused.items() if holds), None)
-    layers = divided(module)
+    layers = divided(model)
     complaint = next(filter(None, map(_complaint_about_ranks, layers)), None)
     if reason is not None and layers:
         complaint = f"ranks divide the experts of a layer (ep_size {layers[0].ep_size}), but {reason}"

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.runtime.measure import CollectiveCounter
+from testing import simnccl
 from testing.ranks import run_on_ranks
 from tests.integrations.megatron.training_loop import STOCK, Place, Training, prepare_process
 
@@ -163,6 +164,30 @@ def test_experts_train_as_in_one_process(name, few):
 @pytest.mark.parametrize("name", MORE)
 def test_so_do_others(name, more):
     assert_as_one_process(name, more)
+
+
+def train_with_queues(places, counts):
+    """Trains at every place, once for each number of hardware queues."""
+    courses = []
+    for count in counts:
+        simnccl.share_queues(count)
+        for number, where in enumerate(places):
+            simnccl.deliver("random", number)
+            courses.append([(step.loss, step.norm) for step in Training(where).train()])
+            if dist.get_backend() == simnccl.NAME:
+                simnccl.synchronize()
+    return courses
+
+
+@pytest.mark.slow
+def test_under_the_rules_of_nccl_experts_train_as_on_gloo():
+    places, counts = [MORE["P2 x EP2"], MORE["EP2 x W4, 8 experts"]], (1, 8, 32)
+    on_gloo = run_on_ranks(4, train_with_queues, places, counts[:1], before_init=prepare_process)
+    simulated = run_on_ranks(
+        4, train_with_queues, places, counts, before_init=prepare_process, backend=simnccl.NAME, seconds=600
+    )
+    for own, others in zip(simulated, on_gloo, strict=True):
+        assert own == others * len(counts)
 
 
 def test_experts_move_as_often_as_the_rest_of_their_chunk():
