@@ -1,7 +1,7 @@
 """Partitions the parameters of a pipeline rank: assigns each to its chunk or tied module and to an optimizer group."""
 
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -43,7 +43,10 @@ def policy_of(
         spec: the program of a step.
         disk: where a part of the host's part lies; None if nothing does.
     """
-    tensors = tensor_group(module)
+    tensors, bus = tensor_group(module), Bus(device, disk=disk)
+    home: Host | Literal["device", "shards"] = "shards" if settings.keep_frozen == "none" else "device"
+    if settings.keep_frozen == "host":
+        home = Host(bus, HostThread(device), parameters=True)
     return ZeroPolicy(
         data_group,
         spec.zero_stage,
@@ -55,13 +58,14 @@ def policy_of(
         None
         if spec.offload is None
         else Host(
-            Bus(device, disk=disk),
+            bus,
             HostThread(device, threads=update_threads()),
             spec.offload.parameters,
             on_disk_of(config, settings),
             spec.offload.on_device,
         ),
         expert_tensor_group=tensors,
+        frozen_home=home,
     )
 
 

@@ -207,8 +207,7 @@ class Training:
         after_layer = None if self.check is None else self.check.seen.after_layer
         stored_inputs = None
         if settings.offload_activations != "none":
-            host = self.partition.host
-            bus = Bus(self.device, disk=self._disk) if host is None else host.bus
+            bus = self.partition.bus or Bus(self.device, disk=self._disk)
             stored_inputs = StoredInputs(bus, on_disk=settings.offload_activations == "nvme")
         return Executor(
             Position(module.layout.placement, module.stage_id, tuple(dist.get_process_group_ranks(self.data_group))),
