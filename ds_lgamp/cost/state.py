@@ -131,14 +131,14 @@ class StateWalk:
 
     def gather(self, units: Sequence["HeldUnit"], chunk: int) -> None:
         for unit in units:
-            if not unit.holders and self.partitioned and self.zero_stage == 3:
+            if not unit.holders and unit.comes:
                 self.ledger.take("resident", self.size.weights * unit.full)
             unit.holders.add(chunk)
 
     def release(self, units: Sequence["HeldUnit"], chunk: int) -> None:
         for unit in units:
             unit.holders.discard(chunk)
-            if not unit.holders and self.partitioned and self.zero_stage == 3:
+            if not unit.holders and unit.comes:
                 self.ledger.free("resident", self.size.weights * unit.full)
 
     def begin_backward(self, units: Sequence["HeldUnit"]) -> None:
@@ -281,6 +281,10 @@ class HeldUnit:
         self.part = size.part(sharding)
         self.full = self.part * size.parts(sharding)
         self.kept = self.full // sharding.sharers
+        self.comes = sharding.partitioned and sharding.zero_stage == 3
+        """Whether a gather takes the full weights, and a release frees them."""
+        if size.whole_on is not None:
+            self.comes = size.whole_on == "host"
         self.holders: set[int] = set()
         self.users_done = 0
         self.accumulating = False

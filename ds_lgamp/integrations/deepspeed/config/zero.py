@@ -114,6 +114,23 @@ def offload_of(given: Mapping[str, Any], config: Any) -> Offload | None:
     return Offload(parameters)
 
 
+def refuse_kept_weights(settings: LgampConfig, config: Any) -> None:
+    """Raises ConfigError if ``keep_frozen`` means nothing beside a DeepSpeedConfig, or contradicts it."""
+    if settings.keep_frozen == "none":
+        return
+    given, stage = f"{BLOCK}.keep_frozen is '{settings.keep_frozen}'", int(config.zero_config.stage)
+    if stage < 3:
+        raise ConfigError(
+            f"{given}, but zero_optimization.stage is {stage}, where every rank has all weights of its chunks anyway; "
+            "use stage 3, or remove keep_frozen"
+        )
+    if _device(config, _PARAMETERS) != "none":
+        raise ConfigError(
+            f"{given}, but {_words_of(config, _PARAMETERS)}, which says where weights lie that do not train, too; "
+            "remove one of them"
+        )
+
+
 def share_of_host(config: Any, offload: Offload, placement: Placement) -> Offload:
     """Returns ``offload`` with the chunks that ``offload_optimizer.ratio`` leaves on the device.
 

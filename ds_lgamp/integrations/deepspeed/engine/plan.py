@@ -18,6 +18,7 @@ from ds_lgamp.integrations.deepspeed.config.zero import (
     hierarchy_of,
     live_folder,
     offload_of,
+    refuse_kept_weights,
     refuse_offloaded_optimizer,
     share_of_host,
 )
@@ -60,6 +61,7 @@ def plan_training(
     module, given, config = arguments["model"], arguments["config"], arguments["config_class"]
     optimizer = arguments.get("optimizer")
     offload = offload_of(given, config)
+    refuse_kept_weights(settings, config)
     disk_path(config, settings)
     live_folder(config, settings)
     refuse_unsupported(config, module, optimizer)

@@ -180,14 +180,15 @@ class Step(NamedTuple):
         """Returns what a pipeline rank does in a step, its ``actions``, with what it holds."""
         spec, activations, size = self.spec, self.activations, element_bytes(self.config, self.update)
         stage, hierarchy, offload, sharding = spec.zero_stage, spec.hierarchy, spec.offload, self._sharding
-        chunks, units = held.chunks, unit_sizes(held.partition)
+        chunks, units = held.chunks, unit_sizes(held.partition, self.settings.keep_frozen)
         if activations is not None:
             chunks = [replace(facts, forward_flops=activations.flops[facts.chunk]) for facts in chunks]
         sharing = hierarchy.node_ranks if hierarchy is not None and hierarchy.replicated else self.data_ranks
         step = self.update.memory(held.partition, stage, sharing) if self.tensor_ranks == 1 else None
         memory, disk = self._memory_and_disk(actions, units, size, step)
         update = self.update.traffic(held.partition, stage, sharing, self.settings.reproducible)
-        bus = None if offload is None else bus_bytes(actions, units, offload, sharding, size)
+        loads = offload is not None or self.settings.keep_frozen == "host"
+        bus = bus_bytes(actions, units, offload, sharding, size) if loads else None
         leaves_live_states = self.settings.live_checkpoint is not None
         return RankFacts(
             pipeline_rank=rank,
@@ -217,7 +218,7 @@ class Step(NamedTuple):
             self.spec.zero_stage,
             [chunk for unit in training if not unit.tied for chunk in unit.chunks],
             [unit.chunks for unit in training if unit.tied],
-            [unit.chunks for unit in units if unit.frozen],
+            [unit.chunks for unit in units if unit.frozen and unit.whole_on is None],
         )
         return Traffic(sends=traffic.sends, receives=traffic.receives) if self.data_ranks == 1 else traffic
 

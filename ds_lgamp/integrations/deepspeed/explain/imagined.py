@@ -128,7 +128,7 @@ class ImaginedModel:
             if parameter.requires_grad
         }
         group, device = self._module._grid.get_data_parallel_group(), torch.device("cpu")
-        spec = replace(spec, hierarchy=None, offload=None)
+        spec, settings = replace(spec, hierarchy=None, offload=None), settings.model_copy(update={"keep_frozen": "none"})
         ranks = []
         with FakeTensorMode(), faked(self.layers, config, device) as fakes:
             owned = {id(fakes[original]): index for original, index in groups.items()}
@@ -190,14 +190,19 @@ def _groups(placed: PlacedModule, owned: dict[int, int]) -> list[dict[str, Any]]
     return groups
 
 
-def unit_sizes(partition: ZeroPartition) -> list[UnitSize]:
-    """Returns the sizes of the units of a partition, as the formula of memory takes them."""
-    sizes = []
+def unit_sizes(partition: ZeroPartition, keep_frozen: str = "none") -> list[UnitSize]:
+    """Returns the sizes of the units of a partition, as the formula of memory takes them.
+
+    Args:
+        keep_frozen: as in the block.
+    """
+    sizes, home = [], None if keep_frozen == "none" else keep_frozen
     for unit in partition.units:
         owned = [math.prod(shape) for _, shape, group in unit.storage.contents() if group is not None]
         chunks = tuple(chunk for chunk, units in partition.chunk_units.items() if unit in units)
         copies = 1 if unit.tie_group is None or not unit.trains else unit.tie_group.size()
-        sizes.append(UnitSize(unit.storage.end, sum(map(aligned, owned)), chunks, unit.tied, copies, not unit.trains))
+        of_frozen = {} if unit.trains else {"frozen": True, "whole_on": home}
+        sizes.append(UnitSize(unit.storage.end, sum(map(aligned, owned)), chunks, unit.tied, copies, **of_frozen))
     return sizes
 
 
