@@ -269,19 +269,20 @@ def thawed():
 
 
 def resumed(folder):
-    """Checks that frozen weights come from the checkpoint, at stages 1 and 3."""
-    for stage in (1, 3):
-        case = Case("tied adapted", 2, stage, "json", {})
+    """Checks that frozen weights come from the checkpoint, at stages 1 and 3, also where the run that saved it kept
+    them elsewhere."""
+    for stage, home, other in ((1, "none", "none"), (3, "host", "none"), (3, "none", "device"), (3, "device", "host")):
+        case = Case("tied adapted", 2, stage, "json", {"keep_frozen": home})
         engine = engine_of(case)
         engine.train_batch(batches(0, engine))
-        engine.save_checkpoint(folder, tag=f"stage{stage}")
+        engine.save_checkpoint(folder, tag=f"stage{stage}{home}")
         expected = [engine.train_batch(batches(step, engine)).item() for step in (1, 2)]
         module = module_of(case.model, 2)
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.mul_(0.5)
-        engine = engine_of(case, module)
-        engine.load_checkpoint(folder, tag=f"stage{stage}")
+        engine = engine_of(case._replace(block={"keep_frozen": other}), module)
+        engine.load_checkpoint(folder, tag=f"stage{stage}{home}")
         assert [engine.train_batch(batches(step, engine)).item() for step in (1, 2)] == expected
 
 
