@@ -25,8 +25,8 @@ class Traffic:
     tied_gathers: int = 0
     tied_reduces: int = 0
     frozen_gathers: int = 0
-    """Gathers of frozen parameters that ranks share, at stage 3 only. Trainable parameters of the same chunk or tied module are gathered
-    separately."""
+    """Gathers of frozen parameters that ranks share, at stage 3 only. Trainable parameters of the same chunk or tied
+    module are gathered separately."""
     refreshes: int = 0
     """Gathers between nodes, of chunks and tied modules; with hierarchical shards only, like ``combines``."""
     combines: int = 0

@@ -1,7 +1,7 @@
 """Partitions the parameters of a pipeline rank: assigns each to its chunk or tied module and to an optimizer group."""
 
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,7 +9,7 @@ from deepspeed.runtime.pipe.module import TiedLayerSpec
 
 from ds_lgamp.config import ConfigError, LgampConfig
 from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype
-from ds_lgamp.integrations.deepspeed.config.zero import disk_path, on_disk_of
+from ds_lgamp.integrations.deepspeed.config.zero import Home, disk_path, on_disk_of
 from ds_lgamp.integrations.deepspeed.model.experts import expert_group, place_among_experts, whole_names
 from ds_lgamp.integrations.deepspeed.model.materialise import DeferredLayers
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, global_names, shown_name
@@ -43,10 +43,7 @@ def policy_of(
         spec: the program of a step.
         disk: where a part of the host's part lies; None if nothing does.
     """
-    tensors, bus = tensor_group(module), Bus(device, disk=disk)
-    home: Host | Literal["device", "shards"] = "shards" if settings.keep_frozen == "none" else "device"
-    if settings.keep_frozen == "host":
-        home = Host(bus, HostThread(device), parameters=True)
+    tensors = tensor_group(module)
     return ZeroPolicy(
         data_group,
         spec.zero_stage,
@@ -58,15 +55,22 @@ def policy_of(
         None
         if spec.offload is None
         else Host(
-            bus,
+            Bus(device, disk=disk),
             HostThread(device, threads=update_threads()),
             spec.offload.parameters,
             on_disk_of(config, settings),
             spec.offload.on_device,
         ),
         expert_tensor_group=tensors,
-        frozen_home=home,
     )
+
+
+def keeping_frozen(policy: ZeroPolicy, home: Home, device: torch.device, disk: Disk | None) -> ZeroPolicy:
+    """Returns the policy with frozen units at ``home``, whole on every rank."""
+    if home == "host":
+        bus = Bus(device, disk=disk) if policy.host is None else policy.host.bus
+        return policy._replace(frozen_home=Host(bus, HostThread(device), parameters=True))
+    return policy if home == "none" else policy._replace(frozen_home=home)
 
 
 def partition_parameters(

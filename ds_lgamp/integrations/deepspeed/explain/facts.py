@@ -7,6 +7,7 @@ from ds_lgamp.config import LgampConfig
 from ds_lgamp.cost.memory import Memory
 from ds_lgamp.cost.offload import DiskUse, LiveUse
 from ds_lgamp.cost.traffic import Traffic
+from ds_lgamp.integrations.deepspeed.config.zero import Home
 from ds_lgamp.schedule.orders import default_placement
 from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.spec import ProgramSpec
@@ -84,6 +85,7 @@ class Explanation:
     spec: ProgramSpec
     """The program of the data-parallel ranks with the most micro-batches."""
     settings: LgampConfig
+    home_of_frozen: Home
     data_ranks: int
     tensor_ranks: int
     micro_batch_shares: list[int]

@@ -21,6 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ds_lgamp.config import LgampConfig
 from ds_lgamp.cost.units import UnitSize, aligned
+from ds_lgamp.integrations.deepspeed.config.zero import Home
 from ds_lgamp.integrations.deepspeed.engine.parameters import partition_parameters, policy_of
 from ds_lgamp.integrations.deepspeed.explain.activations import faked
 from ds_lgamp.integrations.deepspeed.explain.facts import ChunkFacts, TiedFacts
@@ -128,7 +129,7 @@ class ImaginedModel:
             if parameter.requires_grad
         }
         group, device = self._module._grid.get_data_parallel_group(), torch.device("cpu")
-        spec, settings = replace(spec, hierarchy=None, offload=None), settings.model_copy(update={"keep_frozen": "none"})
+        spec = replace(spec, hierarchy=None, offload=None)
         ranks = []
         with FakeTensorMode(), faked(self.layers, config, device) as fakes:
             owned = {id(fakes[original]): index for original, index in groups.items()}
@@ -190,19 +191,16 @@ def _groups(placed: PlacedModule, owned: dict[int, int]) -> list[dict[str, Any]]
     return groups
 
 
-def unit_sizes(partition: ZeroPartition, keep_frozen: str = "none") -> list[UnitSize]:
-    """Returns the sizes of the units of a partition, as the formula of memory takes them.
-
-    Args:
-        keep_frozen: as in the block.
-    """
-    sizes, home = [], None if keep_frozen == "none" else keep_frozen
+def unit_sizes(partition: ZeroPartition, home_of_frozen: Home = "none") -> list[UnitSize]:
+    """Returns the sizes of the units of a partition, as the formula of memory takes them."""
+    sizes = []
     for unit in partition.units:
         owned = [math.prod(shape) for _, shape, group in unit.storage.contents() if group is not None]
         chunks = tuple(chunk for chunk, units in partition.chunk_units.items() if unit in units)
         copies = 1 if unit.tie_group is None or not unit.trains else unit.tie_group.size()
-        of_frozen = {} if unit.trains else {"frozen": True, "whole_on": home}
-        sizes.append(UnitSize(unit.storage.end, sum(map(aligned, owned)), chunks, unit.tied, copies, **of_frozen))
+        whole_on = None if unit.trains or home_of_frozen == "none" else home_of_frozen
+        size = unit.storage.end, sum(map(aligned, owned)), chunks, unit.tied, copies, not unit.trains, whole_on
+        sizes.append(UnitSize(*size))
     return sizes
 
 

@@ -45,7 +45,7 @@ def _header(facts: Explanation) -> str:
         f"{spec.micro_batches} micro-batches {group}, {spec.resident_chunks} resident chunks, "
         f"recompute {facts.settings.recompute}, optimizer {facts.optimizer}{_UPDATES[spec.updates]}{_on_host(spec)}\n"
         f"{facts.layers} layers in {spec.chunks} chunks{_frozen(spec)}, {facts.parameters:,} parameters{each}"
-        f"{_KEPT[facts.settings.keep_frozen]}"
+        f"{_KEPT[facts.home_of_frozen]}"
         f"{_by_speed(facts)}"
     )
 
