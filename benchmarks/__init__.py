@@ -17,6 +17,7 @@ NAMES = (
     "islands",
     "speeds",
     "door",
+    "adapters",
     "bert",
     "bert_learning",
     "bert_plan",
