@@ -60,6 +60,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "speeds": network_tables.speeds,
         "door": tables.door,
         "door-by-hand": tables.by_hand,
+        "adapters": tables.adapters,
         "gathers": tables.gathers,
         "overhead": tables.overhead,
         **{f"growth-{part}": partial(tables.growth, metrics) for part, metrics in tables.GROWTH.items()},

@@ -85,7 +85,6 @@ class Explanation:
     spec: ProgramSpec
     """The program of the data-parallel ranks with the most micro-batches."""
     settings: LgampConfig
-    home_of_frozen: Home
     data_ranks: int
     tensor_ranks: int
     micro_batch_shares: list[int]
@@ -101,6 +100,8 @@ class Explanation:
     activations_unknown: str | None
     """Why ``memory`` of the ranks is without the bytes of activations, a clause; None if it has them."""
     ranks: list[RankFacts]
+    home_of_frozen: Home = "none"
+    """Where frozen weights lie between uses."""
     balance_bytes: tuple[int, int] = (0, 0)
     """What a message of hidden states takes along for the loss that balances experts, and what its gradient does."""
 
