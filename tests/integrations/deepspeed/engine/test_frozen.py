@@ -6,6 +6,7 @@ formula predict.
 
 import math
 from collections import Counter
+from functools import partial
 from itertools import cycle, product
 
 import pytest
@@ -17,6 +18,7 @@ from ds_lgamp.config import ConfigError
 from ds_lgamp.cost.memory import rank_memory
 from ds_lgamp.cost.traffic import bus_bytes, collective_bytes, predict_traffic
 from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize, aligned
+from ds_lgamp.integrations.deepspeed.config import zero as zero_config
 from ds_lgamp.integrations.deepspeed.config.check_keys import for_deepspeed
 from ds_lgamp.integrations.deepspeed.explain.explain import explain
 from ds_lgamp.integrations.deepspeed.hook.initialize import partition_method_of
@@ -162,10 +164,10 @@ def calls_of(pipeline_ranks, stage):
     return dict(train_and_compare(Case("tied", pipeline_ranks, stage, "json", {})))
 
 
-def explained(stage):
+def explained(stage, home="none"):
     """Compares the explanation with a step's communication and memory. Returns the explained gathers of frozen
     parameters."""
-    case = Case("tied adapted", 1, stage, "json", {})
+    case = Case("tied adapted", 1, stage, "json", {"keep_frozen": home})
     module, config = module_of(case.model, 1), config_of(case)
     facts = facts_of(module, config, config)
     engine = engine_of(case, module)
@@ -181,7 +183,10 @@ def explained(stage):
     sizes = sizes_of(engine.optimizer.partition)
     spec = engine.program_spec
     sharding = Sharding(stage, 2, all_to_all=True)
-    assert facts.memory == rank_memory(build_program(spec)[0], sizes, sharding, ElementBytes(optimizer=4))
+    actions = build_program(spec)[0]
+    assert facts.memory == rank_memory(actions, sizes, sharding, ElementBytes(optimizer=4))
+    loaded = bus_bytes(actions, sizes, None, sharding, ElementBytes()).loaded
+    assert (facts.bus_bytes_loaded or 0) == loaded and (loaded > 0) == (home == "host")
     return told.frozen_gathers
 
 
@@ -309,6 +314,24 @@ def on_four_ranks(folder):
     return calls_of(2, 3)
 
 
+def chosen_homes():
+    """Returns where "auto" lets frozen weights lie with other memories of the device and of the host, and the errors of
+    homes that are too small."""
+    case = Case("untied", 1, 3, "json", {"keep_frozen": "auto"})
+    frozen = max(unit.storage.flat.nbytes for unit in engine_of(case).optimizer.partition.units if not unit.trains)
+    found, plenty = [], 100 * frozen
+    with pytest.MonkeyPatch.context() as patch:
+        for device, host in ((plenty, 0), (frozen, plenty), (frozen, frozen)):
+            patch.setattr(zero_config, "_memory_of_a_rank", partial(dict, device=device, host=host))
+            policies = [unit.policy for unit in engine_of(case).optimizer.partition.units if not unit.trains]
+            found.append({"none" if not each.whole else "host" if each.host else "device" for each in policies})
+        for home in ("device", "host"):
+            with pytest.raises(ConfigError) as error:
+                engine_of(case._replace(block={"keep_frozen": home}))
+            found.append(str(error.value).partition(";")[0])
+    return found
+
+
 KEPT = {
     "untied": {},
     "tied adapted": {"recompute": "none", "resident_chunks": 1},
@@ -323,6 +346,12 @@ def on_ranks_that_keep(pipeline_ranks):
         check_kept(Case(model, pipeline_ranks, 3, "json", {"keep_frozen": home, **block}))
 
 
+def on_ranks_that_choose():
+    prepare_rank()
+    assert [explained(3, home) for home in ("device", "host")] == [0, 0]
+    return chosen_homes()
+
+
 def on_nodes():
     prepare_rank()
     blocks = cycle([*BLOCKS, {"overlap_update": True, "data_rank_speeds": [3, 1, 2, 2]}])
@@ -335,6 +364,14 @@ def on_nodes():
 )
 def test_frozen_weights_that_stay_are_not_gathered(ranks, pipeline_ranks):
     run_on_ranks(ranks, on_ranks_that_keep, pipeline_ranks)
+
+
+def test_frozen_weights_stay_where_they_take_a_quarter_of_the_memory():
+    for device, host, none, *errors in run_on_ranks(2, on_ranks_that_choose):
+        assert (device, host, none) == ({"device"}, {"host"}, {"none"})
+        for home, error in zip(("device", "host"), errors):
+            assert error.startswith(f"ds_lgamp.keep_frozen is '{home}', but frozen weights take ")
+            assert f" GB on a rank, and the {home} has " in error
 
 
 @pytest.fixture(scope="module")
