@@ -218,10 +218,8 @@ class FlatStorage:
         self.gathering.wait()
         self.gathering = None
         self._complete()
-        if self._loaded is not None:
-            self._loaded.finish()
-            if self.partitioned:
-                self._loaded.free()
+        if self._loaded is not None and self.partitioned:
+            self._loaded.free()
 
     def _complete(self) -> None:
         self.stale = False
