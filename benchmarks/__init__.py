@@ -18,6 +18,7 @@ NAMES = (
     "speeds",
     "door",
     "divided_experts",
+    "adapters",
     "bert",
     "bert_learning",
     "bert_plan",

@@ -63,6 +63,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "door-by-hand": tables.by_hand,
         "divided-experts": expert_tables.counts,
         "divided-experts-seconds": expert_tables.seconds,
+        "adapters": tables.adapters,
         "gathers": tables.gathers,
         "overhead": tables.overhead,
         **{f"growth-{part}": partial(tables.growth, metrics) for part, metrics in tables.GROWTH.items()},

@@ -226,6 +226,19 @@ def by_hand() -> str:
     return table(["", "P x W", "metric", "median", "spread", "unit"], lines, numbers_from=3)
 
 
+def adapters() -> str:
+    """Gathers, MB and seconds of a step that trains adapters, for every number of accumulation steps."""
+    cells = {"gathers": median(".0f"), "bytes sent": median(".1f", MB)}
+    return pivot(
+        read("adapters").rows,
+        [("accumulation", setting("micro_batches")), CONTENDER],
+        lambda row: f"{row.config.get('link', row.metric)}",
+        lambda rows: cells.get(rows[0].metric, with_spread(".2f"))(rows),
+        {"gathers": "gathers", "bytes sent": "MB sent", **{link: f"{link}, s" for link in (LOOPBACK, SLOW)}},
+        numbers_from=2,
+    )
+
+
 def gathers() -> str:
     """Seconds of a step with gathers behind it and with deferred ones, in every layout on every link."""
     return pivot(

@@ -62,6 +62,12 @@ class LgampConfig(BaseModel):
     """How many chunks may have their full weights on a rank at once under ZeRO stage 3, and their full gradients under
     stages 1 to 3. Stage 1 holds the gradients of all chunks if micro-batches go in several groups. With 1, gathers and
     reductions cannot hide behind compute."""
+    keep_frozen: Literal["auto", "device", "host", "none"] = "auto"
+    """Where frozen weights lie at stage 3, such as the base of adapters. device: every rank keeps all that its chunks
+    use. host: every rank keeps a copy in its host's memory, which is loaded for each use. Both gather none. none: they
+    are sharded and gathered as weights that train. auto: on the device if they take a quarter of its memory at most,
+    else on the host if they take a quarter of a rank's part of its memory at most, else none; none, too, with
+    offload_param."""
     defer_gathers: bool = False
     """When stages 1 and 2 gather the parameters that a step updated. false: right after the step; code that reads a
     parameter waits until it is gathered. true: in the next step, each chunk during the forward of the chunk before;

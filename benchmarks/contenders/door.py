@@ -1,19 +1,23 @@
-"""A training script of a model of transformers, with stock DeepSpeed or a block, and the layers of its Llama in a
-PipelineModule."""
+"""A training script of a model of transformers, with stock DeepSpeed, a block or FSDP2, and the layers of its Llama in
+a PipelineModule."""
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import deepspeed
+import peft
 import torch
 import torch.distributed as dist
 import transformers
 from deepspeed.pipe import PipelineModule
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import ds_lgamp
 from benchmarks.contenders import Layout
+from benchmarks.contenders.fsdp import is_gathered
 from benchmarks.contenders.zero import by_blocks
 from benchmarks.model import ModelSize, build_optimizer, losses_alone, micro_batch
 from testing.deepspeed_rank import is_ours, quiet
@@ -44,7 +48,16 @@ def batch_of(size: ModelSize, step: int, index: int) -> dict[str, torch.Tensor]:
 @lru_cache
 def reference(size: ModelSize, data_ranks: int, steps: tuple[int, ...]) -> list[float]:
     """Mean loss of each step in one process without parallelism, a :data:`benchmarks.model.Reference`."""
-    model = llama(size)
+    return _alone(llama(size), size, data_ranks, steps)
+
+
+@lru_cache
+def reference_adapted(size: ModelSize, data_ranks: int, steps: tuple[int, ...]) -> list[float]:
+    """The same with adapters."""
+    return _alone(adapted(size), size, data_ranks, steps)
+
+
+def _alone(model: Any, size: ModelSize, data_ranks: int, steps: tuple[int, ...]) -> list[float]:
     return losses_alone(model, lambda tokens, _: model(input_ids=tokens, labels=tokens).loss, size, data_ranks, steps)
 
 
@@ -60,6 +73,18 @@ class HostModel(NamedTuple):
 
 
 LLAMA = HostModel(llama, batch_of, "model.layers")
+
+
+def adapted(size: ModelSize) -> Any:
+    """Makes the Llama with LoRA beside every matrix of its blocks, and the rest frozen."""
+    model = llama(size)
+    torch.manual_seed(1)
+    # As the Trainer does. Without it, stock DeepSpeed's leaf modules free weights that the backward still needs.
+    model.enable_input_require_grads()
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+
+
+ADAPTED = HostModel(adapted, batch_of, "base_model.model.model.layers")
 
 
 class Script:
@@ -89,7 +114,7 @@ class Script:
             ds_lgamp.install()
         with quiet():
             self.engine, *_ = deepspeed.initialize(
-                model=model, optimizer=build_optimizer(model.parameters()), config=config
+                model=model, optimizer=build_optimizer(_trained(model)), config=config
             )
         assert is_ours(self.engine) == (block is not None)
 
@@ -106,6 +131,39 @@ class Script:
 
     def held(self) -> int:
         return sum(any(parameter.numel() for parameter in block.parameters()) for block in self.blocks)
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+class Sharded:
+    """The same loop with torch's FSDP2, one group per block. It reduces gradients after the last micro-batch only."""
+
+    def __init__(self, layout: Layout, host: HostModel = LLAMA) -> None:
+        self.layout, self.host = layout, host
+        self.model = host.make(layout.size)
+        self.blocks = self.model.get_submodule(host.blocks)
+        mesh = init_device_mesh("cpu", (layout.data_ranks,))
+        for part in (*self.blocks, self.model):
+            fully_shard(part, mesh=mesh, reshard_after_forward=True)
+        self.optimizer = build_optimizer(_trained(self.model))
+
+    def step(self, step: int, micro_batches: int) -> float:
+        total = torch.zeros(())
+        for number in range(micro_batches):
+            batch = self.host.batch_of(self.layout.size, step, micro_batches * dist.get_rank() + number)
+            self.model.set_requires_gradient_sync(number == micro_batches - 1)
+            loss = self.model(**batch).loss / micro_batches
+            loss.backward()
+            total += loss.detach()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        dist.all_reduce(total)
+        return total.item() / self.layout.data_ranks
+
+    def held(self) -> int:
+        return sum(is_gathered(block) for block in self.blocks)
 
 
 def configuration(size: ModelSize, stage: int, accumulation: int, block: dict[str, Any] | None) -> dict[str, Any]:

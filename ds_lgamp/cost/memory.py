@@ -58,6 +58,9 @@ With offloading, what follows replaces the rows above.
 - master weights on the host: u m, also where w = u. Gradients, to which stores copy: u m. Both all the time.
 - optimizer state and its temporary memory on the host: as above. Updates run one after another.
 
+Frozen units that every rank keeps whole have S = 1, at any W. Those on the device take their weights, w m, alone. Those
+on the host take w m there, and on the device w m from gather to release.
+
 A load moves a unit that is neither gathered nor loaded. A tied unit is loaded with the first of its users that needs
 it, or by its gather if another user held it at the time of the load and has released it since.
 
@@ -145,7 +148,8 @@ class Memory:
     activations: ActivationMemory | None
     """None if shapes are unknown."""
     host: HostMemory | None = None
-    """What offloading takes on the host; the other numbers are then those of the device. None without offloading."""
+    """What offloading and frozen weights take on the host; the other numbers are then those of the device. None if
+    nothing waits there."""
 
 
 def rank_memory(
@@ -167,17 +171,16 @@ def rank_memory(
     """
     ledger = Ledger()
     walks: list[StateWalk | ActivationWalk] = []
+    staying, leaving = [unit for unit in units if stays(unit, offload)], on_host(units, offload)
+    waiting = [unit for unit in staying if unit.whole_on == "host"]
+    weights, master, optimizer = held_between_steps(staying, sharding, size)
+    host = host_memory([*leaving, *waiting], offload, sharding, size, step) if offload or waiting else None
+    update_unknown = size.update is None and step is None
     if offload is None:
-        weights, master, optimizer = held_between_steps(units, sharding, size)
-        update_unknown, host = size.update is None and step is None, None
-        walks.append(StateWalk(actions, units, sharding, size, ledger, step))
+        walks.append(StateWalk(actions, staying, sharding, size, ledger, step))
     else:
-        staying = [unit for unit in units if stays(unit, offload)]
-        leaving = on_host(units, offload)
-        weights, master, optimizer = held_between_steps(staying, sharding, size)
         weights += device_weights(leaving, offload, sharding, size)
-        update_unknown = size.update is None and step is None and bool(staying)
-        host = host_memory(leaving, offload, sharding, size, step)
+        update_unknown = update_unknown and any(not unit.frozen for unit in staying)
         walks.append(OffloadedStateWalk(offload, actions, leaving, sharding, size, ledger))
         walks.append(StayingStateWalk(actions, staying, sharding, size, ledger, step))
     activations = None if activation_bytes is None else ActivationWalk(actions, activation_bytes, ledger)

@@ -158,7 +158,7 @@ def device_weights(units: Sequence[UnitSize], offload: Offload, sharding: Shardi
 
 def host_memory(
     units: Sequence[UnitSize],
-    offload: Offload,
+    offload: Offload | None,
     sharding: Sharding,
     size: ElementBytes,
     step: int | None = None,
@@ -173,7 +173,8 @@ def host_memory(
     for unit in units:
         part = unit.part(sharding)
         if unit.frozen:
-            weights += size.weights * part if offload.parameters else 0
+            holds = unit.whole_on == "host" or (offload is not None and offload.parameters)
+            weights += size.weights * part if holds else 0
             continue
         weights += size.weights * part if size.weights < size.master else 0
         master += size.master * part
@@ -181,6 +182,8 @@ def host_memory(
         at_once.append(min(part, unit.trainable))
         owned += at_once[-1]
     together = owned if size.updates_together else max(at_once, default=0)
+    if not at_once:
+        return HostMemory(weights, 0, 0, 0, 0, weights)
     state = None if size.optimizer is None else size.optimizer * owned
     update = step
     if step is None and size.update is not None:

@@ -127,14 +127,14 @@ class StateWalk:
 
     def gather(self, units: Sequence["HeldUnit"], chunk: int) -> None:
         for unit in units:
-            if not unit.holders and unit.partitioned and self.zero_stage == 3:
+            if not unit.holders and unit.comes:
                 self.ledger.take("resident", self.size.weights * unit.full)
             unit.holders.add(chunk)
 
     def release(self, units: Sequence["HeldUnit"], chunk: int) -> None:
         for unit in units:
             unit.holders.discard(chunk)
-            if not unit.holders and unit.partitioned and self.zero_stage == 3:
+            if not unit.holders and unit.comes:
                 self.ledger.free("resident", self.size.weights * unit.full)
 
     def begin_backward(self, units: Sequence["HeldUnit"]) -> None:
@@ -277,6 +277,10 @@ class HeldUnit:
         self.part = size.part(sharding)
         self.full = self.part * size.parts(sharding)
         self.kept = self.full // shared.sharers
+        self.comes = (
+            shared.partitioned and sharding.zero_stage == 3 if size.whole_on is None else size.whole_on == "host"
+        )
+        """Whether a gather takes the full weights, and a release frees them."""
         # A rank that has the unit alone sends no gradients.
         self.communication = element.communication if self.data_ranks > 1 else None
         """Bytes per element of a gradient that travels in another type than it accumulates in, else None."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ds_lgamp.cost.activations import ActivationBytes
-from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize, on_host
+from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize, stays
 from ds_lgamp.schedule.actions import PARTITION, RECEIVES, SENDS, Action, Kind
 from ds_lgamp.schedule.placement import Placement
 from ds_lgamp.schedule.spec import Offload
@@ -26,8 +26,8 @@ class Traffic:
     tied_gathers: int = 0
     tied_reduces: int = 0
     frozen_gathers: int = 0
-    """Gathers of frozen parameters, at stage 3 only. Trainable parameters of the same chunk or tied module are gathered
-    separately."""
+    """Gathers of frozen parameters that ranks share, at stage 3 only. Trainable parameters of the same chunk or tied
+    module are gathered separately."""
     refreshes: int = 0
     """Gathers between nodes, of chunks and tied modules; with hierarchical shards only, like ``combines``."""
     combines: int = 0
@@ -52,7 +52,8 @@ def predict_traffic(
         tied_users: for each trainable tied module on the rank, the chunks of the rank that use it. The module is
             gathered with the first user that needs it and reduced after the last.
         frozen_users: for each chunk and tied module with frozen parameters, the chunks of the rank that use them.
-            Frozen parameters never change, so they are gathered at stage 3 only and never reduced.
+            Frozen parameters never change, so they are gathered at stage 3 only and never reduced. Those that ranks
+            keep whole are not gathered either, and do not belong here.
         expert_users: for each unit of trainable experts that ranks divide, the chunks of the rank that use it. Experts
             that nobody else has move nothing, and are not among them.
     """
@@ -139,7 +140,7 @@ def collective_bytes(
     else:
         reduce = size.travelling * others
     # Frozen parameters never change.
-    gathers = 0 if unit.frozen and zero_stage < 3 else moves.gathers
+    gathers = 0 if unit.whole_on is not None or (unit.frozen and zero_stage < 3) else moves.gathers
     return (
         gathers * size.weights * others
         + (0 if unit.frozen else moves.reduces) * reduce
@@ -165,7 +166,7 @@ def bytes_between_nodes(actions: Sequence[Action], unit: UnitSize, sharding: Sha
 
 
 class BusBytes(NamedTuple):
-    """Bytes of a step over the bus between a rank's device and its host, with offloading."""
+    """Bytes of a step over the bus between a rank's device and its host."""
 
     loaded: int = 0
     stored: int = 0
@@ -174,21 +175,25 @@ class BusBytes(NamedTuple):
 def bus_bytes(
     actions: Sequence[Action],
     units: Sequence[UnitSize],
-    offload: Offload,
+    offload: Offload | None,
     sharding: Sharding,
     size: ElementBytes,
 ) -> BusBytes:
     """Returns what a rank loads and stores in a step of its program ``actions``, with parts of m elements:
 
     - loads: w m for each gather of a unit if the host holds the parameters. Otherwise w m once, without frozen units.
+      A frozen unit that waits whole on the host is loaded whole for each of its gathers.
     - stores: u m once, whatever the number of micro-batches, without frozen units.
     """
     loaded = stored = 0
     trains = any(action.kind is Kind.STEP for action in actions)
-    for unit in on_host(units, offload):
-        part = unit.part(sharding)
+    for unit in units:
+        part, gathers = unit.part(sharding), _moves_of(actions, unit.chunks, 3).gathers
+        if unit.whole_on == "host":
+            loaded += size.weights * part * gathers
+        if offload is None or stays(unit, offload):
+            continue
         updates = trains and not unit.frozen
-        gathers = _moves_of(actions, unit.chunks, 3).gathers
         loaded += size.weights * part * (gathers if offload.parameters else updates)
         stored += size.master * part * updates
     return BusBytes(loaded, stored)

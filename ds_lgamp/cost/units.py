@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ds_lgamp.schedule.spec import Hierarchy, Offload
 
@@ -89,9 +89,14 @@ class UnitSize:
         E."""
         return sharding._replace(data_ranks=sharding.data_ranks // self.expert_ranks)
 
+    whole_on: Literal["device", "host"] | None = None
+    """Where every rank keeps the whole unit between uses, at any stage; None if ranks share it as others."""
+
     def parts(self, sharding: Sharding) -> int:
         """Returns how many equal parts the unit is cut into."""
         hierarchy = sharding.hierarchy
+        if self.whole_on is not None:
+            return 1
         if hierarchy is not None and (hierarchy.replicated or self.frozen):
             return hierarchy.node_ranks
         return self.shared(sharding).data_ranks if sharding.zero_stage > 0 else 1
@@ -102,7 +107,9 @@ class UnitSize:
         return part_size(self.parameters, ranks) * (ranks // self.parts(sharding))
 
     def kept(self, sharding: Sharding) -> int:
-        """Returns the elements whose weights a rank keeps between steps."""
+        """Returns the elements whose weights a rank keeps on the device between steps."""
+        if self.whole_on is not None:
+            return self.part(sharding) if self.whole_on == "device" else 0
         shared = self.shared(sharding)
         whole = part_size(self.parameters, shared.data_ranks) * shared.data_ranks
         return whole // (shared.sharers if sharding.zero_stage == 3 else 1)
@@ -135,11 +142,13 @@ class ElementBytes:
         return self.gradients if self.communication is None else self.communication
 
 
-def on_host(units: Sequence[UnitSize], offload: Offload) -> list[UnitSize]:
-    """Returns the units of which the host holds something."""
+def on_host(units: Sequence[UnitSize], offload: Offload | None) -> list[UnitSize]:
+    """Returns the units of which offloading leaves something to the host."""
     return [unit for unit in units if not stays(unit, offload)]
 
 
-def stays(unit: UnitSize, offload: Offload) -> bool:
-    """Whether all of ``unit`` stays on the device."""
+def stays(unit: UnitSize, offload: Offload | None) -> bool:
+    """Whether offloading leaves nothing of ``unit`` to the host."""
+    if offload is None or unit.whole_on is not None:
+        return True
     return bool(offload.on_device) and (unit.tied or unit.chunks[0] in offload.on_device)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 from ds_lgamp.cost.units import offsets, part_size
+from ds_lgamp.partition.bus import Transfer
 from ds_lgamp.partition.collectives import start_all_gather
 from ds_lgamp.partition.guard import Guards, NotGatheredError
 from ds_lgamp.partition.host import LoadedPart, ShardUpdate
@@ -61,7 +62,8 @@ class FlatStorage:
 
     With offloading, the shard lies on the host, whose thread updates it, and the device has a **loaded part** beside
     it. That is the kept part; with one data-parallel rank it is all of the storage, and a gather moves nothing. If the
-    host holds the parameters, the device frees the loaded part when the gather of it is over.
+    host holds the parameters, the device frees the loaded part when the gather of it is over. A whole unit is a loaded
+    part on every rank: its gather is the load, which moves nothing between ranks.
 
     Code that reads parameters that are not complete and current waits for the gather in flight (``guard.py``).
 
@@ -81,14 +83,15 @@ class FlatStorage:
         """Whether the full parameters exist only between gather and release."""
         self.stale = False
         """Whether shards have changed since this rank gathered the full parameters that it holds."""
-        self.gathering: dist.Work | None = None
-        """The gather in flight."""
-        self._read_ahead: dist.Work | None = None
+        self.gathering: dist.Work | Transfer | None = None
+        """The gather in flight; for a whole unit, the load of it."""
+        self._read_ahead: dist.Work | Transfer | None = None
         """A gather that a reader has awaited, perhaps on another stream. The program waits for it, too."""
         self.refreshing: dist.Work | None = None
         """The gather between peers in flight."""
         self.pending: ShardUpdate | None = None
         """An update of this rank's shard for which nobody has waited."""
+        self._whole = policy.whole
         self._gather_group = policy.gather_group
         self._peers = policy.nodes.peers if policy.nodes is not None and not policy.nodes.replicated else None
         self._outdated = False
@@ -215,7 +218,7 @@ class FlatStorage:
         self.gathering.wait()
         self.gathering = None
         self._complete()
-        if self._loaded is not None:
+        if self._loaded is not None and self.partitioned:
             self._loaded.free()
 
     def _complete(self) -> None:
@@ -278,8 +281,11 @@ class FlatStorage:
                 self._loaded.outdate()
 
     def _start_gather(self) -> None:
-        # A program has awaited the load too.
         self.start_load()
+        if self._whole and self._loaded is not None and self._loaded.loading is not None:
+            self.gathering = self._loaded.loading
+            return
+        # A program has awaited the load of a part.
         self.finish_load()
         if not self.partitioned:
             self._complete()

@@ -185,21 +185,22 @@ class LoadedPart:
         """Whether the device has the values of the home."""
         self._bus, self._frees = host.bus, host.parameters
         self._bytes = part.untyped_storage().nbytes()
-        self._loading: Transfer | None = None
+        self.loading: Transfer | None = None
+        """The load under way, until somebody has waited for it here."""
         self._last: Transfer | None = None
 
     def start(self, after: Callable[[], None] | None) -> None:
         """Starts to load what is not current, once ``after`` has returned in the transfer's thread."""
-        if self.is_current or self._loading is not None:
+        if self.is_current or self.loading is not None:
             return
         if self._frees and not self.part.untyped_storage().nbytes():
             in_pool(self.part.device, partial(self.part.untyped_storage().resize_, self._bytes))
-        self._loading = self._bus.load(self.part, self.home, after)
+        self.loading = self._bus.load(self.part, self.home, after)
 
     def finish(self) -> None:
         """Waits for the load that is under way. Raises what ``after`` raised."""
-        if self._loading is not None:
-            self._last, self._loading = self._loading, None
+        if self.loading is not None:
+            self._last, self.loading = self.loading, None
             self._last.wait()
             self.is_current = True
 

@@ -1,7 +1,7 @@
 """What all units of a partition share."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,10 @@ class ZeroPolicy(NamedTuple):
     """The tensor-parallel ranks of experts that not all data-parallel ranks have; None if there is one."""
     averaged_ranks: int | None = None
     """Over how many ranks gradients are means; None is the number of data-parallel ranks."""
+    frozen_home: Host | Literal["device", "shards"] = "shards"
+    """Where frozen units lie between uses: whole on the host of each rank, whole on its device, or spread as others."""
+    whole: bool = False
+    """Whether every data-parallel rank has all of a unit, whatever the stage."""
 
     def of_chunk(self, chunk: int) -> "ZeroPolicy":
         """Returns the policy of the units that ``chunk`` alone uses."""
@@ -54,6 +58,16 @@ class ZeroPolicy(NamedTuple):
     def of_tied(self) -> "ZeroPolicy":
         """Returns the policy of the units of tied modules."""
         return self._replace(host=None) if self.host is not None and self.host.on_device else self
+
+    def of_frozen(self) -> "ZeroPolicy":
+        """Returns the policy of the frozen units, which never change."""
+        # One copy in each node suffices.
+        nodes = None if self.nodes is None else self.nodes._replace(replicated=True)
+        if self.frozen_home == "shards":
+            host = None if self.host is None or not self.host.parameters else self.host
+            return self._replace(nodes=nodes, host=host)
+        home = self.frozen_home
+        return self._replace(nodes=nodes, host=None if home == "device" else home, whole=True)
 
     def of_experts(self, sharing: dist.ProcessGroup) -> "ZeroPolicy":
         """Returns the policy of a unit of experts that only the ranks in ``sharing`` have. Each of them has computed
@@ -102,7 +116,7 @@ class ZeroPolicy(NamedTuple):
     @property
     def partitioned(self) -> bool:
         """Whether each data-parallel rank updates a part of a unit, not all of it."""
-        return self.zero_stage > 0 and self.data_group.size() > 1
+        return self.zero_stage > 0 and self.data_group.size() > 1 and not self.whole
 
     @property
     def is_first_tensor_rank(self) -> bool:

@@ -37,7 +37,7 @@ class Unit:
     weights and the final gradient lie on the host.
 
     A unit is frozen if none of its parameters requires a gradient. Then it has no gradient and no master weights of its
-    own, and the host holds its shard only if it holds the parameters.
+    own, and :meth:`ZeroPolicy.of_frozen` says where it lies.
 
     Args:
         name: its name in errors and traces.
@@ -67,11 +67,8 @@ class Unit:
         self.tie_group = tie_group
         self.trains = any(entry.parameter.requires_grad for entry in parameters)
         """False if the unit is frozen."""
-        if policy.nodes is not None and not self.trains:
-            # A frozen unit never changes, so one copy in each node suffices.
-            policy = policy._replace(nodes=policy.nodes._replace(replicated=True))
-        if policy.host is not None and not (self.trains or policy.host.parameters):
-            policy = policy._replace(host=None)
+        if not self.trains:
+            policy = policy.of_frozen()
         self.policy = policy
         self.storage = FlatStorage(sorted(parameters, key=lambda entry: entry.segment_key), policy)
         self.master = MasterWeights(self.storage, policy, self.trains, tie_group)

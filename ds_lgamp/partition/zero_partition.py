@@ -42,8 +42,11 @@ class ZeroPartition:
         for unit, count in users.items():
             unit.reduction.users = count
         self.device = device
-        self.host = next((unit.policy.host for unit in self.units if unit.policy.host is not None), None)
-        """What the host does for the units; None if everything stays on the device."""
+        updated = [unit for unit in self.units if unit.trains] or self.units
+        self.host = next((unit.policy.host for unit in updated if unit.policy.host is not None), None)
+        """What the host does for the units that train; None if they stay on the device."""
+        self.bus = next((unit.policy.host.bus for unit in self.units if unit.policy.host is not None), None)
+        """What carries units between device and host; None if all stay on the device."""
         self.frees_weights = any(unit.storage.frees_weights for unit in self.units)
         """Whether full parameters exist only between gather and release."""
         self._shared = {unit for unit in self.units if unit.tie_group is not None or users[unit] > 1}

@@ -174,7 +174,7 @@ def calibrate(device: torch.device) -> Calibration:
     """Measures this machine. Collective over all ranks, if there are several; all get the same result."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     flops, half_size = _products(device, dtype)
-    mine = flops, half_size, _memory_of(device), _memory_bandwidth(device)
+    mine = flops, half_size, memory_of(device), _memory_bandwidth(device)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Calibration(1, 1, *mine, None, None, None)
     nodes = list(_ranks_by_node().values())
@@ -252,7 +252,8 @@ def _product_rate(size: int, repeats: int, device: torch.device, dtype: torch.dt
     return 2 * size**3 * repeats / _seconds(lambda: [left @ right for _ in range(repeats)], device)
 
 
-def _memory_of(device: torch.device) -> int:
+def memory_of(device: torch.device) -> int:
+    """Returns the bytes of memory that ``device`` has; the CPU has that of the host."""
     if device.type == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return torch.get_device_module(device).get_device_properties(device).total_memory

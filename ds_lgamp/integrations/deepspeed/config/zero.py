@@ -1,8 +1,9 @@
-"""Hierarchical shards and offloading, as ``zero_optimization`` of ds_config.json asks for them."""
+"""Hierarchical shards, offloading and the home of frozen weights, as ds_config.json asks for them."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,13 +19,20 @@ from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
     check_updates_alone,
     known_kind,
 )
-from ds_lgamp.integrations.deepspeed.model.module import over_data
+from ds_lgamp.integrations.deepspeed.config.precision import parameter_dtype
+from ds_lgamp.integrations.deepspeed.model.module import Layout, announced_tensors, layer_prefix, over_data, prefix_of
 from ds_lgamp.integrations.program_spec import HPZ, MICS, shard_groups
-from ds_lgamp.partition.agreement import raise_everywhere
-from ds_lgamp.runtime.node import node_name
+from ds_lgamp.partition.agreement import everyone, raise_everywhere
+from ds_lgamp.runtime.node import memory_of, node_name
 from ds_lgamp.schedule.placement import Placement
 from ds_lgamp.schedule.spec import Hierarchy, Offload, lowest_chunks
 from ds_lgamp.watch.this_rank import this_rank
+
+Home = Literal["device", "host", "none"]
+"""Where frozen weights lie between uses, as ``keep_frozen`` names it."""
+FOR_FROZEN = 0.25
+"""The part of a memory that ``keep_frozen`` "auto" gives to frozen weights. The rest is for what it does not know, such
+as activations."""
 
 
 def hierarchy_of(config: Mapping[str, Any], zero_stage: int, module: PipelineModule) -> Hierarchy | None:
@@ -112,6 +120,58 @@ def offload_of(given: Mapping[str, Any], config: Any) -> Offload | None:
             "device; remove one of them"
         )
     return Offload(parameters)
+
+
+def home_of_frozen(settings: LgampConfig, config: Any, layout: Layout, module: PipelineModule) -> Home:
+    """Returns where frozen weights lie between uses. Collective over all ranks; raises ConfigError on all of them if
+    ``keep_frozen`` means nothing beside a DeepSpeedConfig, contradicts it, or asks for more memory than there is."""
+    asked, stage, data_ranks = settings.keep_frozen, int(config.zero_config.stage), module.topology().get_dim("data")
+    given, offloads = f"{BLOCK}.keep_frozen is '{asked}'", _device(config, _PARAMETERS) != "none"
+    if asked == "none":
+        return asked
+    if asked == "auto":
+        if stage < 3 or offloads or data_ranks == 1:
+            return "none"
+    elif stage < 3:
+        raise ConfigError(
+            f"{given}, but zero_optimization.stage is {stage}, where every rank has all weights of its chunks anyway; "
+            "use stage 3, or remove keep_frozen"
+        )
+    elif offloads:
+        raise ConfigError(
+            f"{given}, but {_words_of(config, _PARAMETERS)}, which says where weights lie that do not train, too; "
+            "remove one of them"
+        )
+    weights, memory = _frozen_bytes(layout, module) * parameter_dtype(config).itemsize, _memory_of_a_rank()
+    if asked == "auto":
+        homes: Iterator[Home] = (home for home in memory if 0 < weights <= FOR_FROZEN * memory[home])
+        return next(homes, "none")
+    if weights > memory[asked]:
+        raise ConfigError(
+            f"{given}, but frozen weights take {weights / 1e9:.3g} GB on a rank, and the {asked} has "
+            f"{memory[asked] / 1e9:.3g} GB for each; use 'none'"
+        )
+    return asked
+
+
+def _frozen_bytes(layout: Layout, module: PipelineModule) -> int:
+    """Returns how many frozen elements the pipeline rank with most of them uses. Collective over the pipeline ranks."""
+    elements = Counter[int]()
+    for name, info in announced_tensors(module).items():
+        if info.is_parameter and not info.requires_grad:
+            prefix = layer_prefix(name)
+            users = [layer for layer, spec in enumerate(module._layer_specs) if prefix_of(layer, spec) == prefix]
+            elements.update(dict.fromkeys(map(layout.owner, users), info.shape.numel()))
+    return max(elements.values(), default=0)
+
+
+def _memory_of_a_rank() -> dict[Home, float]:
+    """Returns the bytes of its device and of its host that the rank with fewest has. Collective over all ranks."""
+    device = torch.device(get_accelerator().current_device_name())
+    seen = everyone((node_name(), memory_of(device), memory_of(torch.device("cpu"))))
+    ranks = Counter(name for name, _, _ in seen)
+    host = min(size / ranks[name] for name, _, size in seen)
+    return {"device": host if device.type == "cpu" else min(size for _, size, _ in seen), "host": host}
 
 
 def share_of_host(config: Any, offload: Offload, placement: Placement) -> Offload:

@@ -9,7 +9,7 @@ from deepspeed.runtime.pipe.module import TiedLayerSpec
 
 from ds_lgamp.config import ConfigError, LgampConfig
 from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype
-from ds_lgamp.integrations.deepspeed.config.zero import disk_path, on_disk_of
+from ds_lgamp.integrations.deepspeed.config.zero import Home, disk_path, on_disk_of
 from ds_lgamp.integrations.deepspeed.model.experts import expert_group, place_among_experts, whole_names
 from ds_lgamp.integrations.deepspeed.model.materialise import DeferredLayers
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, global_names, shown_name
@@ -63,6 +63,14 @@ def policy_of(
         ),
         expert_tensor_group=tensors,
     )
+
+
+def keeping_frozen(policy: ZeroPolicy, home: Home, device: torch.device, disk: Disk | None) -> ZeroPolicy:
+    """Returns the policy with frozen units at ``home``, whole on every rank."""
+    if home == "host":
+        bus = Bus(device, disk=disk) if policy.host is None else policy.host.bus
+        return policy._replace(frozen_home=Host(bus, HostThread(device), parameters=True))
+    return policy if home == "none" else policy._replace(frozen_home=home)
 
 
 def partition_parameters(

@@ -14,8 +14,10 @@ from ds_lgamp.integrations.deepspeed.config.run_checks import (
     refuse_unsupported,
 )
 from ds_lgamp.integrations.deepspeed.config.zero import (
+    Home,
     disk_path,
     hierarchy_of,
+    home_of_frozen,
     live_folder,
     offload_of,
     refuse_offloaded_optimizer,
@@ -38,6 +40,8 @@ class Plan(NamedTuple):
     data-parallel rank. They differ in the number of micro-batches only."""
     specs: list[ProgramSpec]
     """Those for the batch size of ds_config.json."""
+    home_of_frozen: Home
+    """Where frozen weights lie between uses."""
 
 
 def plan_training(
@@ -79,7 +83,7 @@ def plan_training(
     replicas = lru_cache(maxsize=8)(
         partial(replica_specs, settings, layout.placement, data_ranks, zero_stage, **others)
     )
-    return Plan(layout, replicas, replicas(micro_batches))
+    return Plan(layout, replicas, replicas(micro_batches), home_of_frozen(settings, config, layout, module))
 
 
 def _updates(settings: LgampConfig, config: Any, scales_in_step: bool, offload: Offload | None) -> str:

@@ -23,7 +23,7 @@ from ds_lgamp.integrations.deepspeed.engine.data import BatchLoader
 from ds_lgamp.integrations.deepspeed.engine.monitor import monitor_if_asked, monitored
 from ds_lgamp.integrations.deepspeed.engine.nonfinite import NonfiniteCheck
 from ds_lgamp.integrations.deepspeed.engine.optimizer import PartitionedOptimizer, build_optimizer
-from ds_lgamp.integrations.deepspeed.engine.parameters import open_disk, partition_parameters, policy_of
+from ds_lgamp.integrations.deepspeed.engine.parameters import keeping_frozen, open_disk, partition_parameters, policy_of
 from ds_lgamp.integrations.deepspeed.engine.plan import plan_training
 from ds_lgamp.integrations.deepspeed.engine.tensor_access import TensorAccess
 from ds_lgamp.integrations.deepspeed.model.construction import is_deferred
@@ -131,7 +131,7 @@ class Training:
         self.data_rank: int = self.grid.data_parallel_id
         self.data_group: dist.ProcessGroup = self.grid.get_data_parallel_group()
         self.program_spec = plan.specs[self.data_rank]
-        self._replicas = plan.replicas
+        self._replicas, self._home_of_frozen = plan.replicas, plan.home_of_frozen
         self._disk = open_disk(settings, config)
         self._live_folder = live_folder(config, settings)
         if self._live_folder is not None:
@@ -164,6 +164,7 @@ class Training:
         policy = policy_of(
             module, self.settings, self.config, self.program_spec, self.data_group, self.device, self._disk
         )
+        policy = keeping_frozen(policy, self._home_of_frozen, self.device, self._disk)
         self.partition = partition_parameters(module, optimizer, policy, self.device, deferred)
         self._deferred = deferred
         self.tensor_access = TensorAccess(self.partition, optimizer)
@@ -210,8 +211,7 @@ class Training:
         after_layer = None if self.check is None else self.check.seen.after_layer
         stored_inputs = None
         if settings.offload_activations != "none":
-            host = self.partition.host
-            bus = Bus(self.device, disk=self._disk) if host is None else host.bus
+            bus = self.partition.bus or Bus(self.device, disk=self._disk)
             stored_inputs = StoredInputs(bus, on_disk=settings.offload_activations == "nvme")
         return Executor(
             Position(module.layout.placement, module.stage_id, tuple(dist.get_process_group_ranks(self.data_group))),

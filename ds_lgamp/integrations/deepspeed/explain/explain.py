@@ -33,7 +33,7 @@ from ds_lgamp.cost.traffic import (
 from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize
 from ds_lgamp.integrations.deepspeed.config.check_keys import for_deepspeed
 from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype, parameter_dtype
-from ds_lgamp.integrations.deepspeed.config.zero import on_disk_of
+from ds_lgamp.integrations.deepspeed.config.zero import Home, on_disk_of
 from ds_lgamp.integrations.deepspeed.engine.plan import plan_training
 from ds_lgamp.integrations.deepspeed.explain.activations import (
     UnknownActivations,
@@ -109,11 +109,12 @@ def explain(arguments: dict[str, Any], partition_method: str, calls_engine: bool
     except UnknownActivations as reason:
         unknown = str(reason)
     data_ranks, tensor_ranks = (module.topology().get_dim(axis) or 1 for axis in ("data", "model"))
-    step = Step(spec, settings, config, data_ranks, tensor_ranks, activations, update)
+    step = Step(spec, settings, config, data_ranks, tensor_ranks, activations, update, plan.home_of_frozen)
     held = model.ranks(settings, config, spec, update.group_of)
     return Explanation(
         spec=spec,
         settings=settings,
+        home_of_frozen=plan.home_of_frozen,
         data_ranks=data_ranks,
         tensor_ranks=tensor_ranks,
         micro_batch_shares=[replica.micro_batches for replica in plan.specs],
@@ -197,6 +198,7 @@ class Step(NamedTuple):
     activations: ActivationBytes | None
     """None if they are unknown."""
     update: Update
+    home_of_frozen: Home
 
     @property
     def _sharding(self) -> Sharding:
@@ -208,14 +210,15 @@ class Step(NamedTuple):
         """Returns what a pipeline rank does in a step, its ``actions``, with what it holds."""
         spec, activations, size = self.spec, self.activations, element_bytes(self.config, self.update)
         stage, hierarchy, offload, sharding = spec.zero_stage, spec.hierarchy, spec.offload, self._sharding
-        chunks, units = held.chunks, unit_sizes(held.partition)
+        chunks, units = held.chunks, unit_sizes(held.partition, self.home_of_frozen)
         if activations is not None:
             chunks = [replace(facts, forward_flops=activations.flops[facts.chunk]) for facts in chunks]
         sharing = hierarchy.node_ranks if hierarchy is not None and hierarchy.replicated else self.data_ranks
         step = self.update.memory(held.partition, stage, sharing) if self.tensor_ranks == 1 else None
         memory, disk = self._memory_and_disk(actions, units, size, step)
         update = self.update.traffic(held.partition, stage, sharing, self.settings.reproducible)
-        bus = None if offload is None else bus_bytes(actions, units, offload, sharding, size)
+        loads = offload is not None or self.home_of_frozen == "host"
+        bus = bus_bytes(actions, units, offload, sharding, size) if loads else None
         leaves_live_states = self.settings.live_checkpoint is not None
         return RankFacts(
             pipeline_rank=rank,
@@ -249,7 +252,7 @@ class Step(NamedTuple):
             self.spec.zero_stage,
             [chunk for unit in dense if not unit.tied for chunk in unit.chunks],
             [unit.chunks for unit in dense if unit.tied],
-            [unit.chunks for unit in moving if unit.frozen],
+            [unit.chunks for unit in moving if unit.frozen and unit.whole_on is None],
             [unit.chunks for unit in training if unit.expert_ranks > 1],
         )
 

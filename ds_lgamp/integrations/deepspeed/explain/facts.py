@@ -9,6 +9,7 @@ from ds_lgamp.cost.assignment import Assignment, Demand
 from ds_lgamp.cost.memory import Memory
 from ds_lgamp.cost.offload import DiskUse, LiveUse
 from ds_lgamp.cost.traffic import Traffic
+from ds_lgamp.integrations.deepspeed.config.zero import Home
 from ds_lgamp.schedule.orders import default_placement
 from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.spec import ProgramSpec
@@ -141,6 +142,8 @@ class Explanation:
     activations_unknown: str | None
     """Why ``memory`` of the ranks is without the bytes of activations, a clause; None if it has them."""
     ranks: list[RankFacts]
+    home_of_frozen: Home = "none"
+    """Where frozen weights lie between uses."""
     balance_bytes: tuple[int, int] = (0, 0)
     """What a message of hidden states takes along for the loss that balances experts, and what its gradient does."""
 

@@ -23,6 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ds_lgamp.config import ConfigError, LgampConfig
 from ds_lgamp.cost.units import UnitSize, aligned
+from ds_lgamp.integrations.deepspeed.config.zero import Home
 from ds_lgamp.integrations.deepspeed.engine.parameters import partition_parameters, policy_of
 from ds_lgamp.integrations.deepspeed.explain.activations import faked
 from ds_lgamp.integrations.deepspeed.explain.facts import ChunkFacts, TiedFacts
@@ -218,7 +219,7 @@ def _groups(placed: PlacedModule, owned: dict[int, int]) -> list[dict[str, Any]]
     return groups
 
 
-def unit_sizes(partition: ZeroPartition) -> list[UnitSize]:
+def unit_sizes(partition: ZeroPartition, home_of_frozen: Home = "none") -> list[UnitSize]:
     """Returns the sizes of the units of a partition, as the formula of memory takes them."""
     sizes = []
     for unit in partition.units:
@@ -228,7 +229,8 @@ def unit_sizes(partition: ZeroPartition) -> list[UnitSize]:
         size = UnitSize(unit.storage.end, sum(map(aligned, owned)), chunks, unit.tied, copies, not unit.trains)
         # Experts are means over all ranks, and lie on fewer.
         divided = unit.policy.mean_ranks // unit.policy.data_group.size()
-        sizes.append(replace(size, expert_ranks=divided))
+        whole_on = None if unit.trains or home_of_frozen == "none" else home_of_frozen
+        sizes.append(replace(size, expert_ranks=divided, whole_on=whole_on))
     return sizes
 
 

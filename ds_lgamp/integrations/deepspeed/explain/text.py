@@ -27,6 +27,7 @@ _UPDATES = {
     "reduction": ", each update after its reduction",
     "next_step": ", each update in the next step",
 }
+_KEPT = {"none": "", "device": ", frozen weights whole on the device", "host": ", frozen weights whole on the host"}
 
 
 def _header(facts: Explanation) -> str:
@@ -44,6 +45,7 @@ def _header(facts: Explanation) -> str:
         f"{spec.micro_batches} micro-batches {group}, {spec.resident_chunks} resident chunks, "
         f"recompute {facts.settings.recompute}, optimizer {facts.optimizer}{_UPDATES[spec.updates]}{_on_host(spec)}\n"
         f"{facts.layers} layers in {spec.chunks} chunks{_frozen(spec)}, {facts.parameters:,} parameters{each}"
+        f"{_KEPT[facts.home_of_frozen]}"
         f"{_by_speed(facts)}"
     )
 
@@ -126,7 +128,7 @@ def _traffic_table(facts: Explanation) -> str:
             sent += [with_bytes(rank.bus_bytes_loaded), with_bytes(rank.bus_bytes_stored)]
         rows.append([rank.pipeline_rank, *counts, *sent])
     titles += [*between, "collectives send", *(["between nodes"] if between else [])]
-    titles += ["from the host", "to the host"] if facts.spec.offload is not None else []
+    titles += ["from the host", "to the host"] if facts.ranks[0].bus_bytes_loaded is not None else []
     return "Each step, each rank\n" + table(titles, rows)
 
 
@@ -251,7 +253,7 @@ def _words(facts: Explanation) -> str:
             f"The step of {facts.optimizer} itself sends at most {with_bytes(update.update_bytes_sent)} in "
             f"{update.update_collectives} collective(s) on a rank, beside those above."
         )
-    if facts.spec.offload is not None:
+    if facts.ranks[0].bus_bytes_loaded is not None:
         loaded = max(rank.bus_bytes_loaded or 0 for rank in facts.ranks)
         unloaded = max(rank.bus_bytes_stored or 0 for rank in facts.ranks)
         always = "" if facts.spec.returns_outputs else ", whatever the number of micro-batches"
@@ -267,7 +269,11 @@ def _words(facts: Explanation) -> str:
         )
     if facts.spec.pipeline_ranks > 1:
         sentences.append("Layers of other pipeline ranks are taken as their specifications build them.")
-    if any((rank.memory.host or rank.memory).optimizer_state is None for rank in facts.ranks):
+    updated_on_host = facts.spec.offload is not None
+    if any(
+        (rank.memory.host or rank.memory if updated_on_host else rank.memory).optimizer_state is None
+        for rank in facts.ranks
+    ):
         sentences.append("The optimizer's state is unknown and left out of the peak.")
     if facts.optimizer == LATER:
         sentences.append(

@@ -230,6 +230,21 @@ CONFIGS = {
         {"ds_lgamp": {"offload_activations": "nvme"}},
         "ds_lgamp.offload_activations is 'nvme', but ds_lgamp.nvme_path is missing; write a folder on the disk",
     ),
+    "frozen weights that stay below stage 3": (
+        {"ds_lgamp": {"keep_frozen": "host"}, "zero_optimization": {"stage": 2}},
+        "ds_lgamp.keep_frozen is 'host', but zero_optimization.stage is 2, where every rank has all weights",
+    ),
+    "frozen weights in two places": (
+        {
+            "ds_lgamp": {"keep_frozen": "device"},
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": {"device": "cpu"},
+                "offload_param": {"device": "cpu"},
+            },
+        },
+        "ds_lgamp.keep_frozen is 'device', but zero_optimization.offload_param.device is 'cpu', which says where",
+    ),
     "a path without a disk": (
         {"ds_lgamp": {"offload_activations": "cpu", "nvme_path": "/tmp"}},
         "nvme_path is '/tmp', but offload_activations is 'cpu'; use 'nvme', or remove nvme_path",

@@ -143,7 +143,7 @@ def config_of(case, **settings):
         "gradient_accumulation_steps": MICRO_BATCHES,
         "gradient_clipping": CLIPPING,
         "zero_optimization": {"stage": case.stage, **case.zero},
-        "ds_lgamp": {"layers_per_chunk": 1, **case.block},
+        "ds_lgamp": {"layers_per_chunk": 1, "keep_frozen": "none", **case.block},
         **settings,
     }
     return config | ({"optimizer": {"type": "SGD", "params": OPTIONS}} if case.optimizer == "json" else {})

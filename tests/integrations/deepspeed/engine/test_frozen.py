@@ -6,6 +6,7 @@ formula predict.
 
 import math
 from collections import Counter
+from functools import partial
 from itertools import cycle, product
 
 import pytest
@@ -15,8 +16,9 @@ from deepspeed.runtime.config import DeepSpeedConfig
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.cost.memory import rank_memory
-from ds_lgamp.cost.traffic import collective_bytes, predict_traffic
+from ds_lgamp.cost.traffic import bus_bytes, collective_bytes, predict_traffic
 from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize, aligned
+from ds_lgamp.integrations.deepspeed.config import zero as zero_config
 from ds_lgamp.integrations.deepspeed.config.check_keys import for_deepspeed
 from ds_lgamp.integrations.deepspeed.explain.explain import explain
 from ds_lgamp.integrations.deepspeed.hook.initialize import partition_method_of
@@ -80,7 +82,9 @@ def sizes_of(partition):
         numels = [(aligned(math.prod(shape)), group is not None) for _, shape, group in unit.storage.contents()]
         owned = sum(numel for numel, is_owned in numels if is_owned)
         copies = 1 if unit.tie_group is None else unit.tie_group.size()
-        sizes.append(UnitSize(sum(n for n, _ in numels), owned, chunks, unit.tied, copies, not unit.trains))
+        home = ("device" if unit.policy.host is None else "host") if unit.policy.whole else None
+        numel = sum(n for n, _ in numels)
+        sizes.append(UnitSize(numel, owned, chunks, unit.tied, copies, not unit.trains, whole_on=home))
     return sizes
 
 
@@ -94,7 +98,8 @@ def check_traffic(case, engine, counter):
         if ranks > 1:
             own = [] if size.tied or size.frozen else size.chunks
             shared = [size.chunks] if size.tied and not size.frozen else []
-            moved = predict_traffic(actions, case.stage, own, shared, [size.chunks] if size.frozen else [])
+            frozen = [size.chunks] if size.frozen and size.whole_on is None else []
+            moved = predict_traffic(actions, case.stage, own, shared, frozen)
             gathers = moved.gathers + moved.tied_gathers + moved.frozen_gathers
             expected["all_gather", 4 * part * (ranks - 1)] += gathers
             whole = ("all_reduce", 2 * 4 * part * (ranks - 1) // ranks)
@@ -108,15 +113,20 @@ def check_traffic(case, engine, counter):
 
 
 def check_memory(case, engine):
-    """Compares the memory held between steps."""
+    """Compares the memory held between steps, on the device and on the host."""
     partition, spec = engine.optimizer.partition, engine.program_spec
     actions, element_bytes = build_program(spec)[engine.stage_id], ElementBytes(optimizer=4)
     sharding = Sharding(case.stage, engine.dp_world_size, spec.hierarchy, all_to_all=True)
     told = rank_memory(actions, sizes_of(partition), sharding, element_bytes)
     partition.release_all()
-    stored = [each for unit in partition.units for each in (unit.storage.flat, unit.storage.shard)]
+    on_host = {unit for unit in partition.units if unit.policy.host is not None}
+    stored = [
+        *(unit.storage.flat for unit in partition.units),
+        *(unit.storage.shard for unit in partition.units if unit not in on_host),
+    ]
     storages = {each.untyped_storage()._cdata: each.untyped_storage() for each in stored}
     assert told.weights == sum(storage.nbytes() for storage in storages.values()), case
+    assert (told.host.weights if told.host else 0) == sum(unit.storage.shard.nbytes for unit in on_host), case
     if engine.grid.data_parallel_id == 0:
         state = engine.optimizer.state.values()
         assert told.optimizer_state == sum(values["momentum_buffer"].nbytes for values in state), case
@@ -154,10 +164,10 @@ def calls_of(pipeline_ranks, stage):
     return dict(train_and_compare(Case("tied", pipeline_ranks, stage, "json", {})))
 
 
-def explained(stage):
+def explained(stage, home="none"):
     """Compares the explanation with a step's communication and memory. Returns the explained gathers of frozen
     parameters."""
-    case = Case("tied adapted", 1, stage, "json", {})
+    case = Case("tied adapted", 1, stage, "json", {"keep_frozen": home})
     module, config = module_of(case.model, 1), config_of(case)
     facts = facts_of(module, config, config)
     engine = engine_of(case, module)
@@ -173,7 +183,10 @@ def explained(stage):
     sizes = sizes_of(engine.optimizer.partition)
     spec = engine.program_spec
     sharding = Sharding(stage, 2, all_to_all=True)
-    assert facts.memory == rank_memory(build_program(spec)[0], sizes, sharding, ElementBytes(optimizer=4))
+    actions = build_program(spec)[0]
+    assert facts.memory == rank_memory(actions, sizes, sharding, ElementBytes(optimizer=4))
+    loaded = bus_bytes(actions, sizes, None, sharding, ElementBytes()).loaded
+    assert (facts.bus_bytes_loaded or 0) == loaded and (loaded > 0) == (home == "host")
     return told.frozen_gathers
 
 
@@ -193,6 +206,30 @@ def explained_by_nodes(case):
     assert 0 < between == facts.bytes_between_nodes, case
     assert sum(sent for _, sent in counter.log if sent > SMALL) == facts.collective_bytes_sent, case
     check_memory(case, engine)
+
+
+def check_kept(case):
+    """Compares training with one process, and counts what the last step gathers and loads of frozen weights."""
+    engine = engine_of(case)
+    engine.train_batch(batches(0, engine))
+    partition = engine.optimizer.partition
+    bus, resident = partition.bus, []
+    before, gather = 0 if bus is None else bus.bytes_loaded, partition.gather
+
+    def gather_and_look(chunk):
+        gather(chunk)
+        storages = [unit.storage for unit in partition.units if unit.storage.frees_weights]
+        resident.append(sum(storage.flat.untyped_storage().nbytes() for storage in storages))
+
+    partition.gather = gather_and_look
+    engine.train_batch(batches(1, engine))
+    actions, sizes = build_program(engine.program_spec)[engine.stage_id], sizes_of(partition)
+    sharding = Sharding(3, engine.dp_world_size, engine.program_spec.hierarchy, all_to_all=True)
+    loaded = bus_bytes(actions, sizes, None, sharding, ElementBytes()).loaded
+    assert loaded == (0 if bus is None else bus.bytes_loaded - before), case
+    assert max(resident, default=0) == rank_memory(actions, sizes, sharding, ElementBytes()).resident_weights, case
+    assert {size.whole_on for size in sizes if size.frozen} <= {case.block["keep_frozen"]}, case
+    train_and_compare(case)
 
 
 def half_precision():
@@ -237,19 +274,20 @@ def thawed():
 
 
 def resumed(folder):
-    """Checks that frozen weights come from the checkpoint, at stages 1 and 3."""
-    for stage in (1, 3):
-        case = Case("tied adapted", 2, stage, "json", {})
+    """Checks that frozen weights come from the checkpoint, at stages 1 and 3, also where the run that saved it kept
+    them elsewhere."""
+    for stage, home, other in ((1, "none", "none"), (3, "host", "none"), (3, "none", "device"), (3, "device", "host")):
+        case = Case("tied adapted", 2, stage, "json", {"keep_frozen": home})
         engine = engine_of(case)
         engine.train_batch(batches(0, engine))
-        engine.save_checkpoint(folder, tag=f"stage{stage}")
+        engine.save_checkpoint(folder, tag=f"stage{stage}{home}")
         expected = [engine.train_batch(batches(step, engine)).item() for step in (1, 2)]
         module = module_of(case.model, 2)
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.mul_(0.5)
-        engine = engine_of(case, module)
-        engine.load_checkpoint(folder, tag=f"stage{stage}")
+        engine = engine_of(case._replace(block={"keep_frozen": other}), module)
+        engine.load_checkpoint(folder, tag=f"stage{stage}{home}")
         assert [engine.train_batch(batches(step, engine)).item() for step in (1, 2)] == expected
 
 
@@ -276,11 +314,66 @@ def on_four_ranks(folder):
     return calls_of(2, 3)
 
 
+def chosen_homes():
+    """Returns where "auto" lets frozen weights lie with other memories of the device and of the host, and the errors of
+    homes that are too small."""
+    case = Case("untied", 1, 3, "json", {"keep_frozen": "auto"})
+    frozen = sum(unit.storage.flat.nbytes for unit in engine_of(case).optimizer.partition.units if not unit.trains)
+    # Storages have gaps, which do not count.
+    found, plenty, little = [], 4 * frozen, 2 * frozen
+    with pytest.MonkeyPatch.context() as patch:
+        for device, host in ((plenty, 0), (little, plenty), (little, little)):
+            patch.setattr(zero_config, "_memory_of_a_rank", partial(dict, device=device, host=host))
+            policies = [unit.policy for unit in engine_of(case).optimizer.partition.units if not unit.trains]
+            found.append({"none" if not each.whole else "host" if each.host else "device" for each in policies})
+        patch.setattr(zero_config, "_memory_of_a_rank", partial(dict, device=1, host=1))
+        for home in ("device", "host"):
+            with pytest.raises(ConfigError) as error:
+                engine_of(case._replace(block={"keep_frozen": home}))
+            found.append(str(error.value).partition(";")[0])
+    return found
+
+
+KEPT = {
+    "untied": {},
+    "tied adapted": {"recompute": "none", "resident_chunks": 1},
+    "tied": {"micro_batch_group": 2},
+    "upper": {},
+}
+
+
+def on_ranks_that_keep(pipeline_ranks):
+    prepare_rank()
+    for (model, block), home in product(KEPT.items(), ("device", "host")):
+        check_kept(Case(model, pipeline_ranks, 3, "json", {"keep_frozen": home, **block}))
+
+
+def on_ranks_that_choose():
+    prepare_rank()
+    assert [explained(3, home) for home in ("device", "host")] == [0, 0]
+    return chosen_homes()
+
+
 def on_nodes():
     prepare_rank()
     blocks = cycle([*BLOCKS, {"overlap_update": True, "data_rank_speeds": [3, 1, 2, 2]}])
     for model, zero in product(ENDS, ({"zero_hpz_partition_size": 2}, {"mics_shard_size": 2})):
         explained_by_nodes(Case(model, 1, 3, "json", next(blocks), zero))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "pipeline_ranks"), [(2, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(4, 2), (1, 1)])]
+)
+def test_frozen_weights_that_stay_are_not_gathered(ranks, pipeline_ranks):
+    run_on_ranks(ranks, on_ranks_that_keep, pipeline_ranks)
+
+
+def test_frozen_weights_stay_where_they_take_a_quarter_of_the_memory():
+    for device, host, none, *errors in run_on_ranks(2, on_ranks_that_choose):
+        assert (device, host, none) == ({"device"}, {"host"}, {"none"})
+        for home, error in zip(("device", "host"), errors):
+            assert error.startswith(f"ds_lgamp.keep_frozen is '{home}', but frozen weights take ")
+            assert f" GB on a rank, and the {home} has " in error
 
 
 @pytest.fixture(scope="module")
