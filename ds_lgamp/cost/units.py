@@ -84,13 +84,13 @@ class UnitSize:
     """How many data-parallel ranks divide its experts, and have other experts each; 1 for units that all data-parallel
     ranks have."""
 
+    whole_on: Literal["device", "host"] | None = None
+    """Where every rank keeps the whole unit between uses, at any stage; None if ranks share it as others."""
+
     def shared(self, sharding: Sharding) -> Sharding:
         """Returns how the ranks that have the unit share it: of W data-parallel ranks, E of which divide experts, W /
         E."""
         return sharding._replace(data_ranks=sharding.data_ranks // self.expert_ranks)
-
-    whole_on: Literal["device", "host"] | None = None
-    """Where every rank keeps the whole unit between uses, at any stage; None if ranks share it as others."""
 
     def parts(self, sharding: Sharding) -> int:
         """Returns how many equal parts the unit is cut into."""
