@@ -83,7 +83,6 @@ class UnitSize:
     expert_ranks: int = 1
     """How many data-parallel ranks divide its experts, and have other experts each; 1 for units that all data-parallel
     ranks have."""
-
     whole_on: Literal["device", "host"] | None = None
     """Where every rank keeps the whole unit between uses, at any stage; None if ranks share it as others."""
 

@@ -14,14 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.integrations.deepspeed.config.client_optimizer import as_groups
+from ds_lgamp.integrations.deepspeed.model.auto_ep import autoep_sizes, replace_experts
 from ds_lgamp.integrations.deepspeed.model.construction import make_whole
-from ds_lgamp.integrations.deepspeed.model.experts import (
-    autoep_sizes,
-    make_groups,
-    replace_experts,
-    sizes_of,
-    with_groups,
-)
+from ds_lgamp.integrations.deepspeed.model.experts import make_groups, sizes_of, with_groups
 from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import check_tensors, share_over_pipeline
 from ds_lgamp.integrations.deepspeed.plain.engine import ModelEngine

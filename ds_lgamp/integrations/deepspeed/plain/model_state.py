@@ -18,13 +18,8 @@ from torch import Tensor, nn
 from ds_lgamp.checkpoint.files import everywhere
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.deepspeed.checkpoint.description import Run
-from ds_lgamp.integrations.deepspeed.model.experts import (
-    divided,
-    is_replaced,
-    place_among_experts,
-    under_original_names,
-    with_all_experts,
-)
+from ds_lgamp.integrations.deepspeed.model.auto_ep import is_replaced, under_original_names
+from ds_lgamp.integrations.deepspeed.model.experts import divided, place_among_experts, with_all_experts
 from ds_lgamp.integrations.deepspeed.model.layer_moves import transfer
 from ds_lgamp.integrations.deepspeed.model.module import built_layers, over_pipeline, prefix_of, tensors_of
 from ds_lgamp.integrations.deepspeed.plain.agreement import Next, agree, others_read, without_values
