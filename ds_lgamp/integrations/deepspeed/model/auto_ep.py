@@ -94,8 +94,6 @@ def _layers_to_replace(finder: AutoEP, pipeline_ranks: int) -> list[MoELayerSpec
 
 _ORIGINAL = "_ds_lgamp_original"
 """The attribute of a layer of AutoEP with what it replaces, and whether its matrices are transposed there."""
-
-
 _RECORDING = "output_capturing_hook"
 """The hook by which transformers records what modules return."""
 
