@@ -3,7 +3,7 @@ groups, their names and places in checkpoints, and what does not know them yet."
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,7 @@ from ds_lgamp.integrations.transformers.models import is_model
 from ds_lgamp.partition.agreement import everyone, raise_everywhere
 from ds_lgamp.schedule.spec import ProgramSpec
 
-DividedLayer = MoE | AutoEPMoELayer
+DividedLayer: TypeAlias = MoE | AutoEPMoELayer
 """A layer with experts, which ranks divide among each other."""
 
 

@@ -111,8 +111,8 @@ def counts(collectives: list[tuple[str, int]]) -> tuple[int, int, int]:
 
 
 PIPELINES = {
-    "four ranks": [Case(2, 4, stage) for stage in (1, 2, 3)],
-    "four ranks with all experts, and others": [Case(1, 4, 1), Case(1, 4, 2), Case(1, 4, 3), Case(4, 4, 3)],
+    "four ranks": [Case(2, 4, 1), Case(2, 4, 3)],
+    "other experts on four ranks": [Case(2, 4, 2), *(Case(1, 4, stage) for stage in (1, 2, 3)), Case(4, 4, 3)],
     "two ranks": [Case(experts, 2, stage) for experts in (1, 2) for stage in (1, 2, 3)],
     "two pipelines": [Case(2, 2, 1, 2), Case(2, 2, 3, 2)],
 }
@@ -235,8 +235,13 @@ def script_on_rank(case: AutoEp) -> tuple[dict[str, Counter[int]], dict[str, lis
 
 
 AUTO_EP = {
-    "one pipeline": [AutoEp(2, stage) for stage in range(4)],
-    "other ranks": [AutoEp(4, 3), AutoEp(2, 3, more={"bf16": {"enabled": True}})],
+    "one pipeline": [AutoEp(2, 0), AutoEp(2, 3)],
+    "other stages and ranks": [
+        AutoEp(2, 1),
+        AutoEp(2, 2),
+        AutoEp(4, 3),
+        AutoEp(2, 3, more={"bf16": {"enabled": True}}),
+    ],
     "two pipelines": [AutoEp(2, 1, 2), AutoEp(2, 3, 2)],
 }
 
