@@ -236,7 +236,8 @@ def all_to_alls(actions: Sequence[Action], layers: Mapping[int, Sequence[ExpertL
 
     A forward of a layer has two, which take tokens to their experts and results back; a recomputation has them again.
     A backward has two, for the gradients of both. Each sends all but this rank's own 1/E. An all-to-all of numbers
-    comes before each forward and recomputation where sizes are known only then.
+    comes before each forward and recomputation where sizes are known only then. A layer whose input needs no gradient,
+    as behind frozen embeddings, has one less in a backward, which counts here.
 
     Args:
         layers: those with divided experts, by chunk.

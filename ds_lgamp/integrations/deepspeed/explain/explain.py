@@ -46,6 +46,7 @@ from ds_lgamp.integrations.deepspeed.explain.updates import Update, comes_later,
 from ds_lgamp.integrations.deepspeed.model.construction import is_deferred
 from ds_lgamp.integrations.deepspeed.model.experts import (
     exchange_of,
+    is_replaced,
     make_groups,
     refuse_around_experts,
     sizes_of,
@@ -162,7 +163,9 @@ def explain_plain(settings: LgampConfig, arguments: dict[str, Any]) -> Explanati
     refuse_other_parallelism(model)
     check_tensors(model)
     split, settings = split_of(model, settings)
-    divide_experts(model, settings, arguments)
+    if not is_replaced(model):
+        # With the speeds of a cluster, this is a second explanation of the same model.
+        divide_experts(model, settings, arguments)
     with with_groups(model):
         layers = layers_of(split, layer_sources(next(model.parameters()).device), settings)
     module = pipeline_module(layers, topology_of(layers, settings))

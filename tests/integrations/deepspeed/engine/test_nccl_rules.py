@@ -9,6 +9,7 @@ from testing.deepspeed_rank import prepare_rank
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.engine import test_overlapped_updates as overlapped
 from tests.integrations.deepspeed.models import Training
+from tests.integrations.deepspeed.moe import Mode, train_on_rank
 from tests.integrations.deepspeed.running import Layout, train
 
 LAYOUTS = {
@@ -74,3 +75,22 @@ def test_updates_of_single_chunks_are_as_on_gloo():
         for case, run, expected in zip(OVERLAPPED, own, others, strict=True):
             assert run.numbers == expected.numbers, case
             assert all(torch.equal(value, expected.weights[name]) for name, value in run.weights.items()), case
+
+
+EXPERTS = Mode(2, 2, 3, is_pipeline=True)
+
+
+def train_experts():
+    """Returns the losses and norms of a training in two pipelines, whose ranks divide experts."""
+    if dist.get_backend() != simnccl.NAME:
+        return train_on_rank(EXPERTS)
+    simnccl.deliver("random", 0)
+    course = train_on_rank(EXPERTS)
+    simnccl.synchronize()
+    return course
+
+
+@pytest.mark.slow
+def test_ranks_that_divide_experts_train_as_on_gloo():
+    """Dense units, experts and tokens have communicators of their own."""
+    assert run_on_ranks(4, train_experts, backend=simnccl.NAME) == run_on_ranks(4, train_experts)
