@@ -43,10 +43,10 @@ from ds_lgamp.integrations.deepspeed.explain.activations import (
 from ds_lgamp.integrations.deepspeed.explain.facts import Explanation, RankFacts, SharedFacts, TokenFacts
 from ds_lgamp.integrations.deepspeed.explain.imagined import ImaginedModel, ImaginedRank, unit_sizes
 from ds_lgamp.integrations.deepspeed.explain.updates import Update, comes_later, update_of
+from ds_lgamp.integrations.deepspeed.model.auto_ep import is_replaced
 from ds_lgamp.integrations.deepspeed.model.construction import is_deferred
 from ds_lgamp.integrations.deepspeed.model.experts import (
     exchange_of,
-    is_replaced,
     make_groups,
     refuse_around_experts,
     sizes_of,

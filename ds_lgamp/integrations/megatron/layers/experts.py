@@ -66,6 +66,11 @@ def refuse_unsupported_experts(config: TransformerConfig, transformer_impl: str)
             f"moe_router_load_balancing_type is {kinds!r}, but {min(unknown)!r} depends on other micro-batches than a "
             "layer computes; use 'aux_loss' or 'seq_aux_loss'"
         )
+    if config.recompute_granularity == "selective" and "moe" in config.recompute_modules:
+        raise ConfigError(
+            "recompute_modules has 'moe', whose recomputation in the backward pass hides auxiliary losses; remove it, "
+            "and set recompute in the ds_lgamp block"
+        )
     if isinstance(config.moe_layer_freq, list) and len(config.moe_layer_freq) != config.num_layers:
         raise ConfigError(
             f"moe_layer_freq has {len(config.moe_layer_freq)} numbers, but num_layers is {config.num_layers}; give it "

@@ -69,6 +69,10 @@ def test_layers_that_cannot_be_had_are_refused(options, words):
         ({"calculate_per_token_loss": True}, "calculate_per_token_loss is True beside num_moe_experts, but losses are"),
         ({"moe_token_dispatcher_type": "flex"}, "moe_token_dispatcher_type is 'flex', which needs a GPU"),
         (
+            {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]},
+            "recompute_modules has 'moe', whose recomputation in the backward pass hides auxiliary losses",
+        ),
+        (
             {"moe_router_load_balancing_type": "global_aux_loss"},
             "moe_router_load_balancing_type is 'global_aux_loss', but 'global_aux_loss' depends on other micro-batches",
         ),
