@@ -3,12 +3,12 @@
 import itertools
 from collections.abc import Container, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from ds_lgamp.cost.activations import ActivationMemory
-from ds_lgamp.cost.assignment import LinkKind
+from ds_lgamp.cost.assignment import Assignment, Demand, LinkKind
 from ds_lgamp.cost.offload import HostMemory
-from ds_lgamp.integrations.deepspeed.explain.facts import LATER, Explanation, LaidOut, seconds_of
+from ds_lgamp.integrations.deepspeed.explain.facts import LATER, Explanation
 from ds_lgamp.schedule.spec import ProgramSpec
 
 _BUS = 31.5e9
@@ -267,6 +267,25 @@ def with_bytes(number: float) -> str:
     return f"{number:.3g} TB"
 
 
+class LaidOut(NamedTuple):
+    """The chosen order, and why."""
+
+    cluster: str
+    islands: Sequence[str]
+    demand: Demand
+    knows_messages: bool
+    """Whether the bytes between pipeline ranks are known. Unknown ones count as none."""
+    assignment: Assignment
+    others: Sequence[Assignment]
+    """In orders that were not chosen."""
+    network_seconds: float
+    """Of a step on the clock, if compute took no time."""
+    step_seconds: float | None
+    """Of a step on the clock; None if the time of compute is unknown."""
+    exposed_seconds: float | None
+    """Of the network that no compute hides."""
+
+
 _KINDS_OF_LINKS: dict[LinkKind, str] = {
     "node": "inside nodes",
     "island": "inside islands",
@@ -278,6 +297,30 @@ def assigned_text(laid_out: LaidOut) -> str:
     """Returns tables and sentences."""
     parts = (_nodes, _groups, _links, _orders)
     return "\n\n".join(part(laid_out) for part in parts)
+
+
+def assigned_json(laid_out: LaidOut) -> dict[str, Any]:
+    """Returns the same for a program to read."""
+    assignment = laid_out.assignment
+    return {
+        "cluster": laid_out.cluster,
+        "order": assignment.order,
+        "slots": [
+            {"rank": rank, "island": laid_out.islands[slot.island], "node": slot.node, "gpu": slot.gpu}
+            for rank, slot in enumerate(assignment.slots)
+        ],
+        "pipeline_speeds": assignment.pipeline_speeds,
+        "data_speeds": assignment.data_speeds,
+        "data_group_links": assignment.data_group_kinds,
+        "hop_links": assignment.hop_kinds,
+        "bytes_sent": dict(assignment.bytes_sent),
+        "seconds": dict(assignment.seconds),
+        "knows_messages": laid_out.knows_messages,
+        "network_seconds": laid_out.network_seconds,
+        "step_seconds": laid_out.step_seconds,
+        "exposed_seconds": laid_out.exposed_seconds,
+        "other_orders": [{"order": other.order, "seconds": _seconds(other)} for other in laid_out.others],
+    }
 
 
 def _nodes(laid_out: LaidOut) -> str:
@@ -330,10 +373,15 @@ def _links(laid_out: LaidOut) -> str:
 
 
 def _orders(laid_out: LaidOut) -> str:
-    rows = [[f"{seconds_of(each):.3g}", each.order] for each in (laid_out.assignment, *laid_out.others)]
+    rows = [[f"{_seconds(each):.3g}", each.order] for each in (laid_out.assignment, *laid_out.others)]
     return "Orders, and the seconds of their messages in a step; the first one is taken\n" + table(
         ["seconds", "order"], rows, left={1}
     )
+
+
+def _seconds(assignment: Assignment) -> float:
+    """Returns the seconds of the messages of a step."""
+    return sum(assignment.seconds.values())
 
 
 def _ranges(numbers: Sequence[int]) -> str:
