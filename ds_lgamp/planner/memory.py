@@ -184,7 +184,7 @@ def of_ranks(
 ) -> Iterator[ConfigurationMemory]:
     """Yields what each of those pipeline ranks needs among which one needs most."""
     software = default_software(configuration) if software is None else software
-    return (of_rank(model, configuration, software, rank) for rank in _ranks(configuration))
+    return (of_rank(model, configuration, software, rank) for rank in _ranks(model, configuration))
 
 
 @lru_cache(maxsize=1 << 14)
@@ -193,7 +193,9 @@ def least(model: Model, configuration: Configuration) -> int:
     software, of = default_software(configuration), as_executed(model, configuration)
     if of.uses_host:
         return batch_bytes(model, of, software)
-    held = [held_between_steps(units_of(model, of, rank), sharding_of(of), software.element) for rank in _ranks(of)]
+    held = [
+        held_between_steps(units_of(model, of, rank), sharding_of(of), software.element) for rank in _ranks(model, of)
+    ]
     return max(sum(each or 0 for each in kinds) for kinds in held) + batch_bytes(model, of, software)
 
 
@@ -253,11 +255,20 @@ def _by_program(model: Model, configuration: Configuration, software: Software, 
     )
 
 
-def _ranks(configuration: Configuration) -> list[int]:
+def _ranks(model: Model, configuration: Configuration) -> list[int]:
     """Returns the pipeline ranks among which one needs most. Those between rank 1 and the last one store fewer inputs
-    than rank 1, and have no more layers unless speeds share them."""
+    than rank 1, and have no more layers unless speeds share them. Where the first layers of the model have no experts,
+    the first rank with most layers that have some is another one."""
     ranks = range(configuration.pipeline_ranks)
-    return list(ranks) if configuration.speeds else sorted({0, min(1, ranks[-1]), ranks[-1]})
+    if configuration.speeds:
+        return list(ranks)
+    found = {0, min(1, ranks[-1]), ranks[-1]}
+    if model.dense_layers:
+        layers = [0] * len(ranks)
+        for chunk, (_, with_experts) in enumerate(configuration.kinds_of_chunks(model)):
+            layers[configuration.placement[chunk]] += with_experts
+        found.add(layers.index(max(layers)))
+    return sorted(found)
 
 
 def batch_bytes(model: Model, configuration: Configuration, software: Software) -> int:

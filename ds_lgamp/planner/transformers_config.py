@@ -34,6 +34,13 @@ class _Config:
         """Returns the whole number of the first key that is there."""
         return self.count(next((key for key in keys if key in self._keys), keys[0]))
 
+    def experts(self, *keys: str) -> int:
+        """Returns the number of experts, at the first key that is there. Refuses 1: a single one has a router, too."""
+        found = self.first(*keys)
+        if found == 1:
+            raise ValueError(f"{keys[0]} is 1, of which the planner does not count the router; use 2 or more")
+        return found
+
     def flag(self, key: str, default: bool) -> bool:
         value = self._keys.get(key, default)
         if not isinstance(value, bool):
@@ -196,7 +203,7 @@ def _mistral(config: _Config) -> Model:
 
 
 def _mixtral(config: _Config) -> Model:
-    experts = config.count("num_local_experts")
+    experts = config.experts("num_local_experts")
     model = _without_biases(config, experts=experts, experts_per_token=config.count("num_experts_per_tok"))
     return replace(model, divided_by=AUTOEP)
 
@@ -219,7 +226,7 @@ def _qwen3_moe(config: _Config) -> Model:
         config,
         wide="moe_intermediate_size",
         attention=_Attention(head_norms=True, bias=config.flag("attention_bias", False)),
-        experts=config.first("num_experts", "num_local_experts"),
+        experts=config.experts("num_experts", "num_local_experts"),
         experts_per_token=config.count("num_experts_per_tok"),
     )
     return replace(model, divided_by=AUTOEP)
@@ -227,7 +234,7 @@ def _qwen3_moe(config: _Config) -> Model:
 
 def _gpt_oss(config: _Config) -> Model:
     config.count("head_dim")
-    experts, biases = config.first("num_local_experts", "num_experts"), config.flag("attention_bias", True)
+    experts, biases = config.experts("num_local_experts", "num_experts"), config.flag("attention_bias", True)
     model = _without_biases(
         config,
         attention=_Attention(bias=biases),
@@ -273,7 +280,7 @@ def _deepseek_v3(config: _Config) -> Model:
         dense_layers=dense,
         dense_size=model.feed_forward_size if dense else 0,
         feed_forward_size=wide,
-        experts=config.count("n_routed_experts", 256),
+        experts=config.experts("n_routed_experts"),
         experts_per_token=config.count("num_experts_per_tok", 8),
         shared_size=wide * config.size("n_shared_experts", 1),
         in_single=("router",),

@@ -10,13 +10,18 @@ from ds_lgamp.planner.model import Model
 
 @st.composite
 def models(draw) -> Model:
-    """Draws a transformer of 8 to 17 layers with a feed-forward part of usual width."""
+    """Draws a transformer of 8 to 17 layers with a feed-forward part of usual width, or with experts behind one to
+    three layers that have none."""
     hidden = draw(st.sampled_from([128, 1024, 4096]))
     model = Model.gpt("drawn", draw(st.integers(8, 17)), hidden, 8, 1024, draw(st.sampled_from([1000, 50304])))
     if draw(st.booleans()):
         return model
     rotary = {"gated": True, "biases": False, "position_embeddings": 0, "feed_forward_size": 8 * hidden // 3}
-    return replace(model, **rotary, key_value_heads=2, tied_embeddings=draw(st.booleans()))
+    model = replace(model, **rotary, key_value_heads=2, tied_embeddings=draw(st.booleans()))
+    if draw(st.booleans()):
+        return model
+    sizes = {"dense_layers": draw(st.integers(1, 3)), "dense_size": hidden, "shared_size": hidden // 2}
+    return replace(model, experts=draw(st.sampled_from([2, 16])), experts_per_token=2, **sizes)
 
 
 @st.composite

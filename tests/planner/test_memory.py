@@ -29,6 +29,8 @@ LARGEST_DEVIATION = 0.04
 MODEL = Model.gpt("small", 8, 1024, 16, 1024, 50304)
 
 
+DENSE_AT_FIRST = replace(Model.gpt("drawn", 8, 1024, 8, 1024, 1000), experts=16, dense_layers=3, dense_size=1024)
+"""On five pipeline ranks, the third one is the first with two layers of experts."""
 SMALL_GROUPS = Configuration(1, 2, 1, 1, 5, schedule="layered", resident_chunks=1, micro_batch_group=1)
 
 
@@ -36,6 +38,7 @@ SMALL_GROUPS = Configuration(1, 2, 1, 1, 5, schedule="layered", resident_chunks=
 @given(models(), configurations(), st.booleans())
 @example(Model.gpt("drawn", 8, 128, 8, 1024, 1000), SMALL_GROUPS, False)
 @example(Model.gpt("drawn", 8, 128, 8, 1024, 1000), replace(SMALL_GROUPS, micro_batches=40), False)
+@example(DENSE_AT_FIRST, Configuration(1, 5, 1, 1, 5), False)
 def test_memory_is_that_of_the_program_of_the_rank_that_needs_most(model, configuration, all_to_all):
     software = replace(default_software(configuration), all_to_all=all_to_all)
     batch, ranks = batch_bytes(model, configuration, software), range(configuration.pipeline_ranks)

@@ -107,6 +107,7 @@ def test_training_is_not_as_long_as_the_longest_context():
             {"model_type": "gpt_oss", "num_local_experts": 4, "head_dim": 16, "layer_types": ["full_attention"]},
             r"layer_types is \['full_attention'\]; name sliding_attention or full_attention for each of 3 layers",
         ),
+        ({"model_type": "mixtral", "num_local_experts": 1}, "num_local_experts is 1, of which the planner does not"),
         ({"model_type": "deepseek_v3", "num_key_value_heads": 2}, "num_key_value_heads is 2"),
         ({"model_type": "deepseek_v3", "num_key_value_heads": 4, "first_k_dense_replace": -1}, "dense_replace is -1"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]"),

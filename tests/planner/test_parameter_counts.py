@@ -4,6 +4,8 @@ import json
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
@@ -82,6 +84,40 @@ def test_a_model_has_the_parameters_that_transformers_makes(kind, sizes):
     read = model_of_config(kind, json.loads(config.to_json_string()))
     assert read.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert (read.layers, read.hidden_size, read.sequence_length) == (3, 64, 32)
+
+
+def counted(kind, sizes) -> tuple[int, int]:
+    """Returns the parameters that the planner counts, and those that transformers makes."""
+    config = AutoConfig.for_model(kind, **sizes)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    read = model_of_config(kind, json.loads(config.to_json_string()))
+    return read.parameters, sum(parameter.numel() for parameter in model.parameters())
+
+
+small = st.integers(1, 5)
+
+
+@settings(max_examples=20)
+@given(small, small, small, small, small, st.booleans(), st.booleans(), st.integers(0, 4))
+def test_whatever_the_sizes_models_with_experts_have_the_parameters_that_transformers_makes(
+    first, second, third, fourth, fifth, biases, tied, dense
+):
+    shared = {"hidden_size": 8 * first, "intermediate_size": 8 * second, "num_hidden_layers": 3, "vocab_size": 50}
+    shared |= {"attention_bias": biases, "tie_word_embeddings": tied, "num_experts_per_tok": 1, "pad_token_id": None}
+    heads = {"num_attention_heads": 2 * third, "num_key_value_heads": third, "head_dim": 2 * fourth}
+    told, made = counted("gpt_oss", {**shared, **heads, "num_local_experts": fifth + 1})
+    assert told == made
+    latent = {
+        "q_lora_rank": 4 * fourth if dense % 2 else None,
+        "kv_lora_rank": 4 * fifth,
+        "qk_rope_head_dim": 2 * first,
+    }
+    latent |= {"qk_nope_head_dim": 3 * second, "v_head_dim": 5 * third, "num_attention_heads": third}
+    experts = {"moe_intermediate_size": 8 * fourth, "n_routed_experts": 2 * fifth, "n_group": 1, "topk_group": 1}
+    experts |= {"n_shared_experts": second, "first_k_dense_replace": dense, "num_key_value_heads": third}
+    told, made = counted("deepseek_v3", {**shared, **latent, **experts})
+    assert told == made
 
 
 def test_the_operations_of_a_token_are_those_that_torch_counts_for_the_experts_that_it_visits():

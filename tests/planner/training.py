@@ -109,6 +109,28 @@ def measure_all_on_rank(cases: list[tuple[Case, dict[str, Any]]]) -> list[int]:
     return [_measure(*case) for case in cases]
 
 
+def exchanges_on_rank(cases: list[tuple[Case, dict[str, Any]]]) -> list[tuple[int, int]]:
+    """Returns, for each case, how many all-to-alls of hidden states this rank takes part in during all steps, and how
+    many bytes it sends to others in them."""
+    found, exchange = [], dist.all_to_all_single
+    for case in cases:
+        calls = sent = 0
+
+        def counted(output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False):
+            nonlocal calls, sent
+            # Gradients are flat. Scores of routers have 32 bits, and so has the model where its split is tried.
+            if input.dim() == 2 and input.dtype == torch.bfloat16:
+                calls += 1
+                others = (rows for rank, rows in enumerate(input_split_sizes) if rank != dist.get_rank(group))
+                sent += sum(others) * input.shape[1] * input.element_size()
+            return exchange(output, input, output_split_sizes, input_split_sizes, group, async_op)
+
+        dist.all_to_all_single = counted
+        measure_all_on_rank([case])
+        found.append((calls, sent))
+    return found
+
+
 def _measure(case: Case, config: dict[str, Any]) -> int:
     gc.collect()
     others = {storage._cdata: storage for storage in map(storage_of, live_tensors())}
