@@ -42,10 +42,10 @@ class ZeroPartition:
         for unit, count in users.items():
             unit.reduction.users = count
         self.device = device
-        hosted = [unit.policy for unit in self.units if unit.policy.host is not None]
-        self.host = next((policy.host for policy in hosted if not policy.whole), None)
+        hosts = [(unit.policy.host, unit.policy.whole) for unit in self.units if unit.policy.host is not None]
+        self.host = next((host for host, whole in hosts if not whole), None)
         """What offloading leaves to the host; None without it."""
-        self.bus = next((policy.host.bus for policy in hosted), None)
+        self.bus = next((host.bus for host, _ in hosts), None)
         """What carries units between device and host; None if all stay on the device."""
         self.frees_weights = any(unit.storage.frees_weights for unit in self.units)
         """Whether full parameters exist only between gather and release."""
