@@ -97,6 +97,8 @@ class FlatStorage:
         self._outdated = False
         """Whether peers have changed their slices of the kept part since this rank gathered them."""
         self._holders: set[Hashable] = set()
+        self._remembered: dict[tuple[int, int], torch.Tensor] = {}
+        """By their bounds in the storage, values for which :meth:`remember` was called."""
         self._lay_out(policy)
         self._guards = Guards((entry.parameter for entry in parameters), self._settle)
 
@@ -279,6 +281,17 @@ class FlatStorage:
             self._outdated = True
             if self._loaded is not None:
                 self._loaded.outdate()
+        for (start, end), values in self._remembered.items():
+            values.copy_(self.flat[start:end])
+
+    def remember(self, within: slice) -> None:
+        """Keeps a copy of a slice of the full parameters, until :meth:`forget`, if no gather could bring it back."""
+        if self._whole and not self.frees_weights:
+            self._remembered[within.start, within.stop] = self.flat[within].clone()
+
+    def forget(self, within: slice) -> torch.Tensor | None:
+        """Returns the copy of a slice that :meth:`remember` made, or that was adopted since."""
+        return self._remembered.pop((within.start, within.stop), None)
 
     def _start_gather(self) -> None:
         self.start_load()

@@ -42,10 +42,10 @@ class ZeroPartition:
         for unit, count in users.items():
             unit.reduction.users = count
         self.device = device
-        updated = [unit for unit in self.units if unit.trains] or self.units
-        self.host = next((unit.policy.host for unit in updated if unit.policy.host is not None), None)
-        """What the host does for the units that train; None if they stay on the device."""
-        self.bus = next((unit.policy.host.bus for unit in self.units if unit.policy.host is not None), None)
+        hosts = [(unit.policy.host, unit.policy.whole) for unit in self.units if unit.policy.host is not None]
+        self.host = next((host for host, whole in hosts if not whole), None)
+        """What offloading leaves to the host; None without it."""
+        self.bus = next((host.bus for host, _ in hosts), None)
         """What carries units between device and host; None if all stay on the device."""
         self.frees_weights = any(unit.storage.frees_weights for unit in self.units)
         """Whether full parameters exist only between gather and release."""
@@ -68,9 +68,11 @@ class ZeroPartition:
             unit.storage.hold(chunk)
 
     def load(self, chunk: int) -> None:
-        """Starts to load what the next gathers of ``chunk`` need from the host."""
+        """Starts to load what the next gathers of ``chunk`` need from the host. The gather of a whole unit is its
+        load."""
         for unit in self.chunk_units[chunk]:
-            unit.storage.start_load()
+            if not unit.policy.whole:
+                unit.storage.start_load()
 
     def wait_load(self, chunk: int) -> None:
         """Waits for the loads of ``chunk`` that are under way. Raises what the updates of the units raised."""

@@ -159,16 +159,20 @@ class TensorAccess:
         part = self._parts[parameter]
         self._in_blocks.add(part.name)
         part.unit.storage.hold(part.name)
+        part.unit.storage.remember(part.in_flat)
         return part.unit.storage
 
     def release(self, parameter: torch.nn.Parameter, changed: bool) -> None:
         """Lets the storage release its parameters again. If the parameter ``changed``, in the same way on all
-        data-parallel ranks, training goes on with its new values."""
+        data-parallel ranks, training goes on with its new values; else at stage 3 with those before the block."""
         part = self._parts[parameter]
+        before = part.unit.storage.forget(part.in_flat)
         if changed:
             part.adopt_weights()
             # Who has copied the parameter finds the copy old. Writes to ``data`` in the block do not count.
             increment_version(parameter)
+        elif before is not None:
+            parameter.data = part.unit.storage.flat[part.in_flat].copy_(before).view(part.shape)
         self._in_blocks.discard(part.name)
         part.unit.storage.drop(part.name)
 

@@ -256,7 +256,8 @@ def _words(facts: Explanation) -> str:
     if facts.ranks[0].bus_bytes_loaded is not None:
         loaded = max(rank.bus_bytes_loaded or 0 for rank in facts.ranks)
         unloaded = max(rank.bus_bytes_stored or 0 for rank in facts.ranks)
-        always = "" if facts.spec.returns_outputs else ", whatever the number of micro-batches"
+        together = facts.spec.micro_batch_group >= facts.spec.micro_batches and not facts.spec.returns_outputs
+        always = ", whatever the number of micro-batches" if together else ""
         sentences.append(
             f"Over a bus of {with_bytes(_BUS)}/s in each direction (PCIe 4.0 x16), a step's loads take at least "
             f"{loaded / _BUS:.3g} s, its stores {unloaded / _BUS:.3g} s{always}."

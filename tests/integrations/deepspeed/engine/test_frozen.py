@@ -9,6 +9,7 @@ from collections import Counter
 from functools import partial
 from itertools import cycle, product
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -232,6 +233,52 @@ def check_kept(case):
     train_and_compare(case)
 
 
+def check_offloaded(case):
+    """Compares training with one process whose optimizer is on the host, and looks at frozen weights all the time: only
+    gathers bring them."""
+    engine = trained_as_one_process(case)[0]
+    partition, resident = engine.optimizer.partition, []
+    frozen = [unit for unit in partition.units if not unit.trains]
+
+    def looking(act, chunk):
+        act(chunk)
+        resident.append(sum(unit.storage.flat.untyped_storage().nbytes() for unit in frozen))
+
+    for name in ("load", "gather"):
+        setattr(partition, name, partial(looking, getattr(partition, name)))
+    engine.train_batch(batches(1, engine))
+    sizes, spec = [size for size in sizes_of(partition) if size.frozen], engine.program_spec
+    sharding = Sharding(3, engine.dp_world_size, all_to_all=True)
+    told = rank_memory(build_program(spec)[engine.stage_id], sizes, sharding, ElementBytes(), offload=spec.offload)
+    assert max(resident) == told.weights + told.resident_weights, case
+
+
+def check_blocks(home):
+    """Checks that a block of GatheredParameters drops what nobody says to keep, and keeps the rest."""
+    engine = engine_of(Case("tied adapted", 1, 3, "json", {"keep_frozen": home}))
+    units = [unit for unit in engine.optimizer.partition.units if not unit.trains]
+    parameters = [entry.parameter for unit in units for entry in unit.storage.parameters]
+
+    def in_block(change=lambda parameter: None, modifier=None, end=lambda: None):
+        with deepspeed.zero.GatheredParameters(parameters, modifier_rank=modifier), torch.no_grad():
+            before = [parameter.detach().clone() for parameter in parameters]
+            for parameter in parameters:
+                change(parameter)
+            end()
+        return before
+
+    def replace(parameter):
+        parameter.data = parameter * 2
+
+    first = in_block()
+    for change in (lambda parameter: parameter.mul_(2), replace):
+        assert all(map(torch.equal, in_block(change), first)), home
+        assert all(map(torch.equal, in_block(), first)), home
+    in_block(replace, modifier=0)
+    in_block(replace, end=engine.optimizer.refresh_fp32_params)
+    assert all(torch.equal(now, 4 * before) for now, before in zip(in_block(), first)), home
+
+
 def half_precision():
     """Checks that frozen weights have no fp32 copies."""
     engine = engine_of(Case("untied", 1, 3, "json", {}), bf16={"enabled": True})
@@ -346,11 +393,16 @@ def on_ranks_that_keep(pipeline_ranks):
     prepare_rank()
     for (model, block), home in product(KEPT.items(), ("device", "host")):
         check_kept(Case(model, pipeline_ranks, 3, "json", {"keep_frozen": home, **block}))
+    on_host = {"offload_optimizer": {"device": "cpu"}}
+    for home in ("device", "host"):
+        check_offloaded(Case("untied", pipeline_ranks, 3, "json", {"keep_frozen": home, "resident_chunks": 1}, on_host))
 
 
 def on_ranks_that_choose():
     prepare_rank()
     assert [explained(3, home) for home in ("device", "host")] == [0, 0]
+    for home in ("device", "host", "none"):
+        check_blocks(home)
     return chosen_homes()
 
 

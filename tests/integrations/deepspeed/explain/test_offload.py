@@ -73,6 +73,9 @@ def test_host_memory_and_bytes_over_the_bus_are_told():
         "Over a bus of 31.5 GB/s in each direction (PCIe 4.0 x16), a step's loads take at least 0.19 s, its stores "
         "0.254 s, whatever the number of micro-batches." in output
     )
+    in_groups = explained(Offload(parameters=True))
+    in_groups = replace(in_groups, spec=replace(in_groups.spec, micro_batch_group=2))
+    assert any(line.endswith("0.19 s, its stores 0.254 s.") for line in lines(in_groups))
     header = next(line for line in output if line.startswith("rank weights resident"))
     assert header.startswith("rank weights resident loaded master optimizer")
 
