@@ -142,9 +142,12 @@ def home_of_frozen(settings: LgampConfig, config: Any, layout: Layout, module: P
             f"{given}, but {_words_of(config, _PARAMETERS)}, which says where weights lie that do not train, too; "
             "remove one of them"
         )
-    weights, memory = _frozen_bytes(layout, module) * parameter_dtype(config).itemsize, _memory_of_a_rank()
+    weights = _frozen_bytes(layout, module) * parameter_dtype(config).itemsize
+    if not weights:
+        return "none"
+    memory = _memory_of_a_rank()
     if asked == "auto":
-        homes: Iterator[Home] = (home for home in memory if 0 < weights <= FOR_FROZEN * memory[home])
+        homes: Iterator[Home] = (home for home in memory if weights <= FOR_FROZEN * memory[home])
         return next(homes, "none")
     if weights > memory[asked]:
         raise ConfigError(
