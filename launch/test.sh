@@ -27,17 +27,19 @@ python -m mypy
 unset PYTHONDONTWRITEBYTECODE
 # One process runs all tests of a file, because they share the ranks that its fixtures start. Files run in the order of
 # their names: ordered by their number of tests, a few long ones would come last, when one process has nothing to do.
-in_two_processes="--numprocesses 2 --dist loadfile --no-loadscope-reorder"
+# Tests wait for ranks more than half of the time, so three processes keep two cores busy.
+processes=$(($(nproc) * 3 / 2))
+in_processes="--numprocesses $((processes < 8 ? processes : 8)) --dist loadfile --no-loadscope-reorder"
 # A part that fails hides no other.
 failed=0
 run() {
     python -m pytest --once-more --hypothesis-profile=$examples "$@" || failed=$?
 }
 # shellcheck disable=SC2086
-run $in_two_processes "$@"
+run $in_processes "$@"
 if [ -n "$more" ]; then
     # shellcheck disable=SC2086
-    run $in_two_processes -m "slow and not timing" $part "$@"
+    run $in_processes -m "slow and not timing" $part "$@"
     run -m timing "$@"
     # A job that ends badly is printed, and can be repeated by itself.
     python -m testing.chaos --minutes $minutes --seed 1 || failed=$?
