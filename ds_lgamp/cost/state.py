@@ -119,9 +119,9 @@ class StateWalk:
             for unit in self.combining[action.chunk]:
                 self.finish_combination(unit)
         elif action.kind is Kind.UPDATE:
-            for unit in using:
-                if unit.postponed or (unit in self.training and unit.is_alone and not self.postpones):
-                    self.update_alone(unit)
+            postponed = [unit for unit in using if unit.postponed]
+            alone = [unit for unit in using if unit in self.training and unit.is_alone]
+            self.update_alone(postponed if self.postpones else alone)
         elif action.kind is Kind.STEP:
             self.step()
 
@@ -242,14 +242,17 @@ class StateWalk:
         lies_apart = unit.partitioned or unit.communication is not None or size.gradients != size.master
         return size.master * unit.part if lies_apart else 0
 
-    def update_alone(self, unit: "HeldUnit") -> None:
-        """Updates ``unit`` and frees its gradient."""
-        if not unit.postponed:
-            self.finish_gradient(unit)
-            unit.updated = True
-        unit.postponed = False
-        self.update([unit])
-        self.ledger.free("gradients", self.finished(unit))
+    def update_alone(self, units: Sequence["HeldUnit"]) -> None:
+        """Finishes the gradients of ``units`` that the step before has not, and then updates one unit after another,
+        and frees its gradient."""
+        for unit in units:
+            if not unit.postponed:
+                self.finish_gradient(unit)
+                unit.updated = True
+        for unit in units:
+            unit.postponed = False
+            self.update([unit])
+            self.ledger.free("gradients", self.finished(unit))
 
     def update(self, units: Sequence["HeldUnit"]) -> None:
         owned = [min(unit.part, unit.size.trainable) for unit in units]
