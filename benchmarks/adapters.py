@@ -32,7 +32,10 @@ def contenders(accumulation: int) -> list[Contender]:
     """Returns stock DeepSpeed, FSDP2, and a block with every home of frozen weights."""
     script = partial(Script, stage=3, accumulation=accumulation, host=ADAPTED)
     blocks = {f"{OURS}, keep_frozen {home}": {"pipeline_ranks": 1, "keep_frozen": home} for home in HOMES}
-    peers = [Contender(STOCK, script), Contender(FSDP, partial(Sharded, host=ADAPTED))]
+    peers = [
+        Contender(STOCK, script),
+        Contender(FSDP, partial(Sharded, host=ADAPTED, deferred_sync=True, keeps_last=False)),
+    ]
     return [*peers, *(Contender(name, partial(script, block=block)) for name, block in blocks.items())]
 
 

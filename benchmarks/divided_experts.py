@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from benchmarks.communication import moved
 from benchmarks.contenders import Contender, Layout
-from benchmarks.contenders.mixture import DividedExperts, ShardedExperts, deepseek, is_divided, reference
+from benchmarks.contenders.door import Sharded
+from benchmarks.contenders.mixture import DEEPSEEK, DividedExperts, deepseek, is_divided, reference
 from benchmarks.counting import Step, count
 from benchmarks.model import ModelSize
 from benchmarks.record import OURS, PART, REPETITIONS, Config, Record, begin
@@ -58,10 +59,11 @@ def contenders(accumulation: int) -> list[Contender]:
     """Returns the contenders, for a number of micro-batches of a rank per step. Stock DeepSpeed is the first, so that
     nothing of ds_lgamp is there."""
     divided = partial(DividedExperts, accumulation=accumulation, expert_ranks=EXPERT_RANKS)
+    sharded = partial(Sharded, host=DEEPSEEK, keeps_last=True)
     return [
         Contender(STOCK, divided),
-        Contender(SHARDED, ShardedExperts),
-        Contender(DEFERRED, partial(ShardedExperts, deferred_sync=True)),
+        Contender(SHARDED, partial(sharded, deferred_sync=False)),
+        Contender(DEFERRED, partial(sharded, deferred_sync=True)),
         Contender(DEFAULT, partial(divided, block={})),
         Contender(RECOMPUTES_NOTHING, partial(divided, block={"recompute": "none"})),
     ]

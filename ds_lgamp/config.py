@@ -64,9 +64,9 @@ class LgampConfig(BaseModel):
     reductions cannot hide behind compute."""
     keep_frozen: Literal["auto", "device", "host", "none"] = "auto"
     """Where frozen weights lie at stage 3, such as the base of adapters. device: every rank keeps all that its chunks
-    use. host: every rank keeps a copy in its host's memory, which is loaded for each use. Both gather none. none: they
-    are sharded and gathered as weights that train. auto: on the device if they take a quarter of its memory at most,
-    else on the host if they take a quarter of a rank's part of its memory at most, else none; none, too, with
+    use. host: every rank keeps a copy in its host's memory, which is loaded for each use. Both gather nothing frozen.
+    none: ranks shard and gather them as weights that train. auto: on the device if they take a quarter of its memory at
+    most, else on the host if they take a quarter of a rank's part of its memory at most, else none; none, too, with
     offload_param."""
     defer_gathers: bool = False
     """When stages 1 and 2 gather the parameters that a step updated. false: right after the step; code that reads a

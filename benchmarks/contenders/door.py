@@ -48,16 +48,17 @@ def batch_of(size: ModelSize, step: int, index: int) -> dict[str, torch.Tensor]:
 @lru_cache
 def reference(size: ModelSize, data_ranks: int, steps: tuple[int, ...]) -> list[float]:
     """Mean loss of each step in one process without parallelism, a :data:`benchmarks.model.Reference`."""
-    return _alone(llama(size), size, data_ranks, steps)
+    return alone(llama(size), size, data_ranks, steps)
 
 
 @lru_cache
 def reference_adapted(size: ModelSize, data_ranks: int, steps: tuple[int, ...]) -> list[float]:
     """The same with adapters."""
-    return _alone(adapted(size), size, data_ranks, steps)
+    return alone(adapted(size), size, data_ranks, steps)
 
 
-def _alone(model: Any, size: ModelSize, data_ranks: int, steps: tuple[int, ...]) -> list[float]:
+def alone(model: Any, size: ModelSize, data_ranks: int, steps: tuple[int, ...]) -> list[float]:
+    """Mean loss of each step of a ``model`` of transformers in one process."""
     return losses_alone(model, lambda tokens, _: model(input_ids=tokens, labels=tokens).loss, size, data_ranks, steps)
 
 
@@ -109,7 +110,7 @@ class Script:
         self.layout, self.host = layout, host
         model = host.make(layout.size)
         self.blocks = model.get_submodule(host.blocks)
-        config = configuration(layout.size, stage, accumulation, block)
+        config = self.configuration(stage, accumulation, block)
         if block is not None:
             ds_lgamp.install()
         with quiet():
@@ -117,6 +118,10 @@ class Script:
                 model=model, optimizer=build_optimizer(_trained(model)), config=config
             )
         assert is_ours(self.engine) == (block is not None)
+
+    def configuration(self, stage: int, accumulation: int, block: dict[str, Any] | None) -> dict[str, Any]:
+        """Returns the content of ds_config.json."""
+        return configuration(self.layout.size, stage, accumulation, block)
 
     def step(self, step: int, micro_batches: int) -> float:
         total = torch.zeros(())
@@ -138,22 +143,30 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
 
 
 class Sharded:
-    """The same loop with torch's FSDP2, one group per block. It reduces gradients after the last micro-batch only."""
+    """The same loop with torch's FSDP2, one group per block.
 
-    def __init__(self, layout: Layout, host: HostModel = LLAMA) -> None:
-        self.layout, self.host = layout, host
+    Args:
+        layout: one pipeline rank, and the model.
+        host: the model.
+        deferred_sync: whether to reduce gradients only after the last micro-batch; full gradients are held until then.
+        keeps_last: whether the last block, and what is in no block, stay gathered from the forward to the backward.
+    """
+
+    def __init__(self, layout: Layout, host: HostModel, deferred_sync: bool, keeps_last: bool) -> None:
+        self.layout, self.host, self.deferred_sync = layout, host, deferred_sync
         self.model = host.make(layout.size)
         self.blocks = self.model.get_submodule(host.blocks)
         mesh = init_device_mesh("cpu", (layout.data_ranks,))
         for part in (*self.blocks, self.model):
-            fully_shard(part, mesh=mesh, reshard_after_forward=True)
+            is_last = part in (self.blocks[-1], self.model)
+            fully_shard(part, mesh=mesh, reshard_after_forward=not (keeps_last and is_last))
         self.optimizer = build_optimizer(_trained(self.model))
 
     def step(self, step: int, micro_batches: int) -> float:
         total = torch.zeros(())
         for number in range(micro_batches):
             batch = self.host.batch_of(self.layout.size, step, micro_batches * dist.get_rank() + number)
-            self.model.set_requires_gradient_sync(number == micro_batches - 1)
+            self.model.set_requires_gradient_sync(not self.deferred_sync or number == micro_batches - 1)
             loss = self.model(**batch).loss / micro_batches
             loss.backward()
             total += loss.detach()
@@ -172,14 +185,26 @@ def configuration(size: ModelSize, stage: int, accumulation: int, block: dict[st
     elements = sum(parameter.numel() for parameter in llama(size._replace(blocks=1)).model.layers.parameters())
     zero: dict[str, Any] = {"stage": stage, **by_blocks(elements)}
     if stage == 3:
-        zero |= {
-            "leaf_module": {"classes": ["transformers.models.llama.modeling_llama.LlamaDecoderLayer"]},
-            "stage3_param_persistence_threshold": 0,
-            "stage3_max_live_parameters": 2 * elements,
-            "stage3_max_reuse_distance": 2 * elements,
-            "stage3_prefetch_bucket_size": elements,
-            "sub_group_size": elements,
-        }
+        leaves = {"classes": ["transformers.models.llama.modeling_llama.LlamaDecoderLayer"]}
+        zero |= {"leaf_module": leaves, **one_block_ahead(elements)}
+    return with_batch(size, accumulation, zero, block)
+
+
+def one_block_ahead(elements: int) -> dict[str, Any]:
+    """Returns the keys by which stage 3 of DeepSpeed fetches one block of so many ``elements`` ahead."""
+    return {
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_live_parameters": 2 * elements,
+        "stage3_max_reuse_distance": 2 * elements,
+        "stage3_prefetch_bucket_size": elements,
+        "sub_group_size": elements,
+    }
+
+
+def with_batch(
+    size: ModelSize, accumulation: int, zero: dict[str, Any], block: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Returns the configuration with the section ``zero_optimization``, and with the block if there is one."""
     return {
         "train_micro_batch_size_per_gpu": size.samples,
         "gradient_accumulation_steps": accumulation,

@@ -45,8 +45,9 @@ class ZeroPolicy(NamedTuple):
     """The tensor-parallel ranks of experts that not all data-parallel ranks have; None if there is one."""
     averaged_ranks: int | None = None
     """Over how many ranks gradients are means; None is the number of data-parallel ranks."""
-    frozen_home: Host | Literal["device", "shards"] = "shards"
-    """Where frozen units lie between uses: whole on the host of each rank, whole on its device, or spread as others."""
+    frozen_home: Host | Literal["device"] | None = None
+    """Where frozen units lie whole between uses: on the host of each rank or on its device; None spreads them as
+    others."""
     whole: bool = False
     """Whether every data-parallel rank has all of a unit, whatever the stage."""
 
@@ -63,7 +64,7 @@ class ZeroPolicy(NamedTuple):
         """Returns the policy of the frozen units, which never change."""
         # One copy in each node suffices.
         nodes = None if self.nodes is None else self.nodes._replace(replicated=True)
-        if self.frozen_home == "shards":
+        if self.frozen_home is None:
             host = None if self.host is None or not self.host.parameters else self.host
             return self._replace(nodes=nodes, host=host)
         home = self.frozen_home

@@ -187,6 +187,9 @@ class Training:
         if self.settings.recompute == "selective":
             switch_on(self.placed)
         refuse_delayed_scaling(self.placed)
+        self._with_own_losses = [
+            layer for layer in built_layers(self.placed).values() if isinstance(layer, HasOwnLosses)
+        ]
         self.random_sources = layer_sources(self.device)
         # A copy would take the memory that a disk has spared.
         copies = self.settings.asynchronous_save and not on_disk_of(self.config, self.settings).state
@@ -268,7 +271,8 @@ class Training:
                 self.partition.attach_parameters()
             if begins and training:
                 self.partition.refuse_thawed()
-                self._scale_own_losses()
+                for layer in self._with_own_losses:
+                    layer.scale_own_losses(self._loss_factor(self.door.micro_batches))
             if begins and trace is not None:
                 trace.begin(steps + 1, self.executor, lambda: self.own_spec)
             if begins and training:
@@ -335,12 +339,6 @@ class Training:
 
     def _loss_factor(self, micro_batches: int) -> float:
         return self.door.optimizer.loss_scale / micro_batches
-
-    def _scale_own_losses(self) -> None:
-        """Gives losses that layers add to gradients by themselves the factor of the loss in the batch that begins."""
-        for layer in built_layers(self.placed).values():
-            if isinstance(layer, HasOwnLosses):
-                layer.scale_own_losses(self._loss_factor(self.door.micro_batches))
 
     def _step(self) -> None:
         self.door.end_backward()

@@ -211,4 +211,4 @@ def mean_balances(own: Mapping[tuple[str, int], Balance]) -> dict[str, dict[int,
 
 def scale_auxiliary_losses(factor: float, device: torch.device) -> None:
     """Multiplies the gradients of all auxiliary losses by ``factor`` from now on."""
-    moe_utils.MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(factor, device=device))
+    moe_utils.MoEAuxLossAutoScaler.set_loss_scale(torch.full((), factor, device=device))
