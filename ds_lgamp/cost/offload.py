@@ -44,6 +44,8 @@ class HostMemory:
     """Temporary memory of the optimizer; None if unknown."""
     peak: int
     """All kinds together, without unknown ones."""
+    gathered: int = 0
+    """Weights of all ranks that wait for their next use in a step."""
 
 
 class StayingStateWalk(StateWalk):
@@ -67,7 +69,7 @@ class OffloadedStateWalk(StateWalk):
         size: ElementBytes,
         ledger: Ledger,
     ) -> None:
-        self.offload = offload
+        self.offload, self.from_copy = offload, False
         super().__init__(actions, units, sharding, size, ledger)
 
     def take_gradients(self) -> None:
@@ -75,6 +77,7 @@ class OffloadedStateWalk(StateWalk):
 
     def follow(self, action: Action) -> None:
         using = self.using.get(action.chunk, [])
+        self.from_copy = action.kind is Kind.LOAD_WEIGHTS
         if action.kind is Kind.LOAD:
             self.load(using)
         elif action.kind is Kind.STORE:
@@ -94,7 +97,7 @@ class OffloadedStateWalk(StateWalk):
                 self.ledger.take("loaded" if unit.partitioned else "resident", self.size.weights * unit.part)
 
     def gather(self, units: Sequence[HeldUnit], chunk: int) -> None:
-        self.load(units)
+        self.load([unit for unit in units if not (self.from_copy and unit.partitioned)])
         super().gather(units, chunk)
 
     def finish_gather(self, units: Sequence[HeldUnit]) -> None:
@@ -273,7 +276,7 @@ def host_beside_disk(host: HostMemory, on_disk: OnDisk, size: ElementBytes, buff
         optimizer_state=0 if on_disk.optimizer else host.optimizer_state,
         gradients=0 if on_disk.optimizer else host.gradients,
     )
-    kinds = kept.weights, kept.master_weights, kept.optimizer_state, kept.gradients, kept.update
+    kinds = kept.weights, kept.master_weights, kept.optimizer_state, kept.gradients, kept.update, kept.gathered
     return replace(kept, peak=sum(kind or 0 for kind in kinds) + buffers)
 
 

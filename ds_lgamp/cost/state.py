@@ -100,7 +100,7 @@ class StateWalk:
 
     def follow(self, action: Action) -> None:
         using = self.using.get(action.chunk, [])
-        if action.kind is Kind.GATHER:
+        if action.kind in (Kind.GATHER, Kind.LOAD_WEIGHTS):
             self.gather(using, action.chunk)
         elif action.kind is Kind.RELEASE:
             self.release(using, action.chunk)

@@ -84,15 +84,19 @@ class _Moves(NamedTuple):
     gathers: int
     reduces: int
     refreshes: int
+    loads: int
+    """How often its weights come back from the copy on the host."""
+    stores: int
+    """How often they go there."""
 
 
 def _moves_of(actions: Sequence[Action], users: Collection[int], zero_stage: int) -> _Moves:
     """Counts the moves of a unit that the chunks ``users`` of the rank share.
 
-    It is gathered whenever a user needs it and no user holds it, below stage 3 once per step; refreshed with its first
-    user; and reduced after its last one.
+    It is gathered, or loaded, whenever a user needs it and no user holds it, below stage 3 once per step; refreshed and
+    stored with its first user; and reduced after its last one.
     """
-    gathers = reduces = refreshes = 0
+    gathers = reduces = refreshes = loads = stores = 0
     holders: set[int] = set()
     reduced: set[int] = set()
     for action in actions:
@@ -101,16 +105,21 @@ def _moves_of(actions: Sequence[Action], users: Collection[int], zero_stage: int
         if action.kind is Kind.GATHER:
             gathers += not holders and (zero_stage == 3 or gathers == 0)
             holders.add(action.chunk)
+        elif action.kind is Kind.LOAD_WEIGHTS:
+            loads += not holders
+            holders.add(action.chunk)
         elif action.kind is Kind.RELEASE:
             holders.discard(action.chunk)
         elif action.kind is Kind.REFRESH:
             refreshes = 1
+        elif action.kind is Kind.STORE_WEIGHTS:
+            stores = 1
         elif action.kind is Kind.REDUCE:
             reduced.add(action.chunk)
             if len(reduced) == len(users):
                 reduces += 1
                 reduced.clear()
-    return _Moves(gathers, reduces, refreshes)
+    return _Moves(gathers, reduces, refreshes, loads, stores)
 
 
 def collective_bytes(
@@ -184,11 +193,21 @@ def bus_bytes(
     - loads: w m for each gather of a unit if the host holds the parameters. Otherwise w m once, without frozen units.
       A frozen unit that waits whole on the host is loaded whole for each of its gathers.
     - stores: u m once, whatever the number of micro-batches, without frozen units.
+    - gathered weights of S parts that wait on the host: w S m once there, without frozen units, whose copy is never
+      old; and w S m for each time they come back.
     """
     loaded = stored = 0
     trains = any(action.kind is Kind.STEP for action in actions)
     for unit in units:
-        part, gathers = unit.part(sharding), _moves_of(actions, unit.chunks, 3).gathers
+        part, moves = unit.part(sharding), _moves_of(actions, unit.chunks, 3)
+        gathers = moves.gathers
+        if copies_weights(unit, sharding):
+            full = size.weights * part * unit.parts(sharding)
+            loaded += full * moves.loads
+            stored += 0 if unit.frozen else full * moves.stores
+        else:
+            # Such a unit comes as it does for a gather.
+            gathers += moves.loads
         if unit.whole_on == "host":
             loaded += size.weights * part * gathers
         if offload is None or stays(unit, offload):
@@ -197,6 +216,23 @@ def bus_bytes(
         loaded += size.weights * part * (gathers if offload.parameters else updates)
         stored += size.master * part * updates
     return BusBytes(loaded, stored)
+
+
+def copies_weights(unit: UnitSize, sharding: Sharding) -> bool:
+    """Whether the host may have a copy of a unit's gathered weights: if several ranks share them."""
+    return unit.whole_on is None and unit.shared(sharding).partitioned
+
+
+def weights_on_host(
+    actions: Sequence[Action], units: Sequence[UnitSize], sharding: Sharding, size: ElementBytes
+) -> int:
+    """Returns the bytes of gathered weights that wait on a rank's host in a step, w S m for each unit."""
+    stored = {action.chunk for action in actions if action.kind is Kind.STORE_WEIGHTS}
+    return size.weights * sum(
+        unit.part(sharding) * unit.parts(sharding)
+        for unit in units
+        if copies_weights(unit, sharding) and stored.intersection(unit.chunks)
+    )
 
 
 def hop_bytes(rank: int, placement: Placement, micro_batches: int, activations: ActivationBytes) -> int:
