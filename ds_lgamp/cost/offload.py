@@ -69,7 +69,7 @@ class OffloadedStateWalk(StateWalk):
         size: ElementBytes,
         ledger: Ledger,
     ) -> None:
-        self.offload, self.from_copy = offload, False
+        self.offload = offload
         super().__init__(actions, units, sharding, size, ledger)
 
     def take_gradients(self) -> None:
@@ -77,7 +77,6 @@ class OffloadedStateWalk(StateWalk):
 
     def follow(self, action: Action) -> None:
         using = self.using.get(action.chunk, [])
-        self.from_copy = action.kind is Kind.LOAD_WEIGHTS
         if action.kind is Kind.LOAD:
             self.load(using)
         elif action.kind is Kind.STORE:
@@ -92,12 +91,12 @@ class OffloadedStateWalk(StateWalk):
     def load(self, units: Sequence[HeldUnit]) -> None:
         """Loads what is neither gathered nor loaded. With one data-parallel rank that fills the full weights."""
         for unit in units:
-            if self.offload.parameters and not unit.holders and not unit.loaded:
+            if self.offload.parameters and not unit.holders and not unit.loaded and not unit.copied:
                 unit.loaded = True
                 self.ledger.take("loaded" if unit.partitioned else "resident", self.size.weights * unit.part)
 
     def gather(self, units: Sequence[HeldUnit], chunk: int) -> None:
-        self.load([unit for unit in units if not (self.from_copy and unit.partitioned)])
+        self.load(units)
         super().gather(units, chunk)
 
     def finish_gather(self, units: Sequence[HeldUnit]) -> None:

@@ -60,7 +60,7 @@ def predict_traffic(
     moves = [action for action in actions if action.kind in PARTITION]
     own = [_moves_of(moves, [chunk], zero_stage) for chunk in chunks]
     tied = [_moves_of(moves, users, zero_stage) for users in tied_users]
-    frozen = [_moves_of(moves, users, zero_stage) for users in frozen_users if zero_stage == 3]
+    frozen = [_moves_of(moves, users, zero_stage, frozen=True) for users in frozen_users if zero_stage == 3]
     experts = [_moves_of(moves, users, zero_stage) for users in expert_users]
     trained, combines = [*own, *tied], any(action.kind is Kind.COMBINE for action in moves)
     return Traffic(
@@ -90,30 +90,33 @@ class _Moves(NamedTuple):
     """How often they go there."""
 
 
-def _moves_of(actions: Sequence[Action], users: Collection[int], zero_stage: int) -> _Moves:
+def _moves_of(actions: Sequence[Action], users: Collection[int], zero_stage: int, frozen: bool = False) -> _Moves:
     """Counts the moves of a unit that the chunks ``users`` of the rank share.
 
-    It is gathered, or loaded, whenever a user needs it and no user holds it, below stage 3 once per step; refreshed and
-    stored with its first user; and reduced after its last one.
+    It is gathered whenever a user needs it and no user holds it, below stage 3 once per step; refreshed and stored with
+    its first user; and reduced after its last one. Once stored, it is loaded instead of gathered, until the step
+    changes it; a ``frozen`` one was stored in an earlier step.
     """
     gathers = reduces = refreshes = loads = stores = 0
+    is_stored = frozen and any(action.kind is Kind.STORE_WEIGHTS and action.chunk in users for action in actions)
     holders: set[int] = set()
     reduced: set[int] = set()
     for action in actions:
         if action.chunk not in users:
             continue
-        if action.kind is Kind.GATHER:
-            gathers += not holders and (zero_stage == 3 or gathers == 0)
-            holders.add(action.chunk)
-        elif action.kind is Kind.LOAD_WEIGHTS:
-            loads += not holders
+        if action.kind in (Kind.GATHER, Kind.LOAD_WEIGHTS):
+            if is_stored:
+                loads += not holders
+            else:
+                gathers += not holders and (zero_stage == 3 or gathers == 0)
             holders.add(action.chunk)
         elif action.kind is Kind.RELEASE:
             holders.discard(action.chunk)
         elif action.kind is Kind.REFRESH:
             refreshes = 1
         elif action.kind is Kind.STORE_WEIGHTS:
-            stores = 1
+            stores += not is_stored
+            is_stored = True
         elif action.kind is Kind.REDUCE:
             reduced.add(action.chunk)
             if len(reduced) == len(users):
@@ -142,7 +145,7 @@ def collective_bytes(
     """
     shared = unit.shared(sharding)
     zero_stage, ranks = shared.zero_stage, shared.data_ranks
-    moves, part = _moves_of(actions, unit.chunks, zero_stage), unit.part(sharding)
+    moves, part = _moves_of(actions, unit.chunks, zero_stage, unit.frozen), unit.part(sharding)
     others = unit.kept(sharding._replace(zero_stage=3)) * (shared.sharers - 1)
     if zero_stage == 0:
         reduce = 2 * size.travelling * part * (ranks - 1) // ranks
@@ -194,17 +197,17 @@ def bus_bytes(
       A frozen unit that waits whole on the host is loaded whole for each of its gathers.
     - stores: u m once, whatever the number of micro-batches, without frozen units.
     - gathered weights of S parts that wait on the host: w S m once there, without frozen units, whose copy is never
-      old; and w S m for each time they come back.
+      old; and w S m for each gather that the copy replaces.
     """
     loaded = stored = 0
     trains = any(action.kind is Kind.STEP for action in actions)
     for unit in units:
-        part, moves = unit.part(sharding), _moves_of(actions, unit.chunks, 3)
+        part, moves = unit.part(sharding), _moves_of(actions, unit.chunks, 3, unit.frozen)
         gathers = moves.gathers
-        if copies_weights(unit, sharding):
+        if unit.is_gathered(sharding):
             full = size.weights * part * unit.parts(sharding)
             loaded += full * moves.loads
-            stored += 0 if unit.frozen else full * moves.stores
+            stored += full * moves.stores
         else:
             # Such a unit comes as it does for a gather.
             gathers += moves.loads
@@ -218,11 +221,6 @@ def bus_bytes(
     return BusBytes(loaded, stored)
 
 
-def copies_weights(unit: UnitSize, sharding: Sharding) -> bool:
-    """Whether the host may have a copy of a unit's gathered weights: if several ranks share them."""
-    return unit.whole_on is None and unit.shared(sharding).partitioned
-
-
 def weights_on_host(
     actions: Sequence[Action], units: Sequence[UnitSize], sharding: Sharding, size: ElementBytes
 ) -> int:
@@ -231,7 +229,7 @@ def weights_on_host(
     return size.weights * sum(
         unit.part(sharding) * unit.parts(sharding)
         for unit in units
-        if copies_weights(unit, sharding) and stored.intersection(unit.chunks)
+        if unit.is_gathered(sharding) and stored.intersection(unit.chunks)
     )
 
 

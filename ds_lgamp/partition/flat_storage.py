@@ -65,8 +65,8 @@ class FlatStorage:
     host holds the parameters, the device frees the loaded part when the gather of it is over. A whole unit is a loaded
     part on every rank: its gather is the load, which moves nothing between ranks.
 
-    The host may have a copy of the full parameters, from their gather until the shard changes
-    (:meth:`start_copy`).
+    The host may have a copy of the full parameters, from :meth:`start_copy` until the shard changes. While it has, a
+    gather loads that.
 
     Code that reads parameters that are not complete and current waits for the gather in flight (``guard.py``).
 
@@ -172,7 +172,7 @@ class FlatStorage:
     def start_load(self) -> None:
         """Starts to load this rank's part from the host, once its update is over, if a gather needs it. All
         data-parallel ranks call it together."""
-        if self._loaded is not None and (self.stale or not self.resident):
+        if self._loaded is not None and (self.stale or not self.resident) and not self._is_copied:
             if self.pending is not None:
                 self.pending.start()
             if not self.partitioned:
@@ -184,18 +184,12 @@ class FlatStorage:
         if self._loaded is not None:
             self._loaded.finish()
 
-    def hold(self, who: Hashable, from_copy: bool = False) -> None:
-        """Keeps the full parameters until ``who`` drops them, and launches their gather if this rank lacks any. With
-        ``from_copy``, it loads the copy on the host instead, if there is one. All data-parallel ranks have one, or
-        none."""
+    def hold(self, who: Hashable) -> None:
+        """Keeps the full parameters until ``who`` drops them, and launches their gather if this rank lacks any."""
         self.catch_up()
         self._holders.add(who)
         if self.gathering is None and self.gathers and (self.stale or not self.resident):
-            if from_copy and self._copy is not None and self._copy.is_current:
-                self._make_resident()
-                self.gathering = self._copy.load(self.flat)
-            else:
-                self._start_gather()
+            self._start_gather()
 
     def start_copy(self) -> None:
         """Starts to copy the gathered parameters to the host, unless it has them."""
@@ -314,7 +308,16 @@ class FlatStorage:
         """Returns the copy of a slice that :meth:`remember` made, or that was adopted since."""
         return self._remembered.pop((within.start, within.stop), None)
 
+    @property
+    def _is_copied(self) -> bool:
+        """Whether the host has the full parameters of now. Then all data-parallel ranks have them there."""
+        return self._copy is not None and self._copy.is_current
+
     def _start_gather(self) -> None:
+        if self._copy is not None and self._is_copied:
+            self._make_resident()
+            self.gathering = self._copy.load(self.flat)
+            return
         self.start_load()
         if self._whole and self._loaded is not None and self._loaded.loading is not None:
             self.gathering = self._loaded.loading

@@ -96,9 +96,8 @@ class ZeroPartition:
             unit.storage.finish_copy()
 
     def load_weights(self, chunk: int) -> None:
-        """Does what :meth:`gather` does, but loads what the host has."""
-        for unit in self.chunk_units[chunk]:
-            unit.storage.hold(chunk, from_copy=True)
+        """Launches the loads that ``chunk`` needs: gathers find what the host has."""
+        self.gather(chunk)
 
     def wait_load_weights(self, chunk: int) -> None:
         """Waits for the loads of ``chunk`` under way."""
