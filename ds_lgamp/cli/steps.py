@@ -246,7 +246,7 @@ def _report(program: Program, timeline: Timeline) -> dict[str, Any]:
 
 
 def _exposed_key(kind: Kind) -> str:
-    return f"exposed_{kind.value.lower()}_time"
+    return f"exposed_{kind.name.lower()}_time"
 
 
 def add_view_command(commands: Any) -> None:
