@@ -114,7 +114,7 @@ def _add_program(command: argparse.ArgumentParser) -> None:
         "--regather",
         choices=("network", "host"),
         default="network",
-        help="stage 3: where weights come from that a step needs again: another gather (default), or a copy on the host",
+        help="stage 3: where weights come from that a step needs again: another gather (default) or a copy on the host",
     )
     command.add_argument("--placement", choices=PLACEMENTS, help="default: contiguous for 1f1b and gpipe, else modular")
 

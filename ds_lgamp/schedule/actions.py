@@ -82,13 +82,9 @@ COLLECTIVES = frozenset({Kind.GATHER, Kind.REDUCE, Kind.REFRESH, Kind.COMBINE})
 WAITS = frozenset(AWAITED)
 OF_INPUTS = frozenset({Kind.STORE_INPUT, Kind.LOAD_INPUT, Kind.WAIT_STORE_INPUT, Kind.WAIT_LOAD_INPUT})
 """What storing the inputs of chunks on the host adds to a program."""
-OF_WEIGHTS = frozenset(
-    {Kind.STORE_WEIGHTS, Kind.LOAD_WEIGHTS, Kind.WAIT_STORE_WEIGHTS, Kind.WAIT_LOAD_WEIGHTS}
-)
+OF_WEIGHTS = frozenset({Kind.STORE_WEIGHTS, Kind.LOAD_WEIGHTS, Kind.WAIT_STORE_WEIGHTS, Kind.WAIT_LOAD_WEIGHTS})
 """What storing gathered weights on the host adds to a program."""
-TRANSFERS = frozenset(
-    {Kind.LOAD, Kind.STORE, Kind.STORE_INPUT, Kind.LOAD_INPUT, Kind.STORE_WEIGHTS, Kind.LOAD_WEIGHTS}
-)
+TRANSFERS = frozenset({Kind.LOAD, Kind.STORE, Kind.STORE_INPUT, Kind.LOAD_INPUT, Kind.STORE_WEIGHTS, Kind.LOAD_WEIGHTS})
 """Copies between host and device."""
 BETWEEN_NODES = frozenset({Kind.REFRESH, Kind.COMBINE})
 """Collectives of hierarchical shards that travel between nodes."""

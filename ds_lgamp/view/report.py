@@ -16,9 +16,7 @@ _DIGITS = string.digits
 _LETTERS = string.ascii_uppercase[:10]
 _SYMBOLS = {
     **dict.fromkeys((Kind.FORWARD, Kind.GATHER, Kind.REFRESH, Kind.LOAD, Kind.LOAD_WEIGHTS), _DIGITS),
-    **dict.fromkeys(
-        (Kind.BACKWARD, Kind.REDUCE, Kind.COMBINE, Kind.STORE, Kind.STORE_WEIGHTS, Kind.UPDATE), _LETTERS
-    ),
+    **dict.fromkeys((Kind.BACKWARD, Kind.REDUCE, Kind.COMBINE, Kind.STORE, Kind.STORE_WEIGHTS, Kind.UPDATE), _LETTERS),
 }
 _ON_THE_BUS = {
     "loads": {Kind.LOAD, Kind.LOAD_WEIGHTS},
@@ -64,9 +62,8 @@ def text_gantt(spec: ProgramSpec, timeline: Timeline) -> str:
             lines.append(f"{name:8} |{''.join(_row(beside, local, unit, columns))}|")
     legends = [_LEGEND, *([_LEGEND_OF_UPDATES] if any(timeline.updates) else [])]
     legends += [_LEGEND_OF_COLLECTIVES] if timed & COLLECTIVES else []
-    beside = timed - COLLECTIVES
-    legends += [_LEGEND_OF_WEIGHTS] if beside & OF_WEIGHTS else []
-    legends += [_LEGEND_OF_OFFLOADING] if beside - OF_WEIGHTS else []
+    legends += [_LEGEND_OF_WEIGHTS] if timed & OF_WEIGHTS else []
+    legends += [_LEGEND_OF_OFFLOADING] if timed - COLLECTIVES - OF_WEIGHTS else []
     return "\n".join([*lines, *legends])
 
 

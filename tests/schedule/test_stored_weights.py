@@ -147,8 +147,7 @@ def test_loads_take_the_place_of_gathers_on_the_clock():
     spec = layered(4, 2)
     durations = Durations(gather=6, weights=1)
     seconds = [
-        simulate(each, build_program(each), durations).step_time
-        for each in (spec, replace(spec, stores_weights=False))
+        simulate(each, build_program(each), durations).step_time for each in (spec, replace(spec, stores_weights=False))
     ]
     assert seconds[0] < seconds[1]
     exposed = simulate(spec, build_program(spec), Durations(weights=50)).exposed(Kind.STORE_WEIGHTS)

@@ -144,7 +144,9 @@ def home_of_frozen(settings: LgampConfig, config: Any, layout: Layout, module: P
             f"{given}, but {_words_of(config, _PARAMETERS)}, which says where weights lie that do not train, too; "
             "remove one of them"
         )
-    weights = _most_elements(layout, module, range(len(layout.placement)), frozen=True) * parameter_dtype(config).itemsize
+    weights = (
+        _most_elements(layout, module, range(len(layout.placement)), frozen=True) * parameter_dtype(config).itemsize
+    )
     if not weights:
         return "none"
     memory = _memory_of_a_rank()
@@ -159,9 +161,7 @@ def home_of_frozen(settings: LgampConfig, config: Any, layout: Layout, module: P
     return asked
 
 
-def regathers_from_host(
-    settings: LgampConfig, zero_stage: int, hierarchy: Hierarchy | None, data_ranks: int
-) -> bool:
+def regathers_from_host(settings: LgampConfig, zero_stage: int, hierarchy: Hierarchy | None, data_ranks: int) -> bool:
     """Whether gathered weights wait on the host. Raises ConfigError if ``regather`` means nothing here."""
     if settings.regather != "host":
         return False
@@ -180,9 +180,7 @@ def regathers_from_host(
     return data_ranks > 1
 
 
-def refuse_large_copies(
-    config: Any, layout: Layout, module: PipelineModule, spec: ProgramSpec, frozen: Home
-) -> None:
+def refuse_large_copies(config: Any, layout: Layout, module: PipelineModule, spec: ProgramSpec, frozen: Home) -> None:
     """Raises ConfigError on all ranks if the host has no memory for the weights that ``regather`` keeps there.
     Collective over all ranks.
 

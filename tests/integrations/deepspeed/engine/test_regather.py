@@ -1,19 +1,26 @@
-"""With ``regather`` "host", a run is the same to the bit as with gathers only, and each chunk is gathered once a step."""
+"""With ``regather`` "host", a run is the same to the bit as with gathers only, and a step gathers each chunk once."""
 
+import re
 from collections import Counter
+from functools import partial
 from itertools import product
 
 import pytest
 
+from ds_lgamp.config import ConfigError, LgampConfig
+from ds_lgamp.integrations.deepspeed.config import zero as zero_config
 from ds_lgamp.runtime.measure import CollectiveCounter
+from ds_lgamp.schedule.spec import Hierarchy
 from testing.deepspeed_rank import prepare_rank
 from testing.late_bus import late_copies
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.engine.exact_runs import PRECISIONS, assert_equal_runs, check_all
 from tests.integrations.deepspeed.engine.frozen_models import Case, config_of, module_of
 from tests.integrations.deepspeed.engine.frozen_models import engine_of as engine_of_frozen
+from tests.integrations.deepspeed.engine.interventions import intervene
 from tests.integrations.deepspeed.engine.test_frozen import SMALL, facts_of
 from tests.integrations.deepspeed.engine.test_offload import OFFLOADS, train
+from tests.integrations.deepspeed.engine.test_offloaded_state import same
 from tests.integrations.deepspeed.running import batches
 from tests.pairwise import pairwise
 from tests.slow import slow_except
@@ -74,6 +81,52 @@ def test_a_run_is_the_same_to_the_bit(grid):
 
 def test_no_copy_is_used_before_somebody_has_waited_for_it():
     run_cases((1, 2), [{**case, "tied": True, "frozen": True} for case in TYPICAL[:2]], check_late)
+
+
+def differing_interventions(offload):
+    prepare_rank()
+    found, wanted = (intervene(1, 3, OFFLOADS.get(offload), block) for block in (HOST, {}))
+    return [name for name in wanted if not same(found[name], wanted[name])]
+
+
+@pytest.mark.parametrize("offload", slow_except([None], [None, "parameters"]))
+def test_what_user_code_writes_between_steps_is_trained_on(offload):
+    assert run_on_ranks(2, differing_interventions, offload) == [[]] * 2
+
+
+def refused_for_memory():
+    """Returns the sentence of a host of 1 kB, and the bytes of the weights that a step of the model gathers again."""
+    prepare_rank()
+    case = Case("untied", 1, 3, "json", {"keep_frozen": "none", **HOST})
+    copies = facts_of(module_of(case.model, 1), config_of(case), config_of(case)).memory.host.gathered
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zero_config, "_memory_of_a_rank", partial(dict, device=1e12, host=1e3))
+        with pytest.raises(ConfigError) as error:
+            engine_of_frozen(case)
+    return str(error.value), copies
+
+
+def test_more_weights_than_memory_of_the_host_are_refused():
+    for sentence, copies in run_on_ranks(2, refused_for_memory):
+        told = re.fullmatch(
+            r"ds_lgamp.regather is 'host', but the weights of a rank that a step gathers again take (.*) GB, and the "
+            r"host has 1e-06 GB for each rank; use 'network', or more pipeline ranks",
+            sentence,
+        )
+        # Storages have gaps, which do not count.
+        assert copies / 2e9 < float(told[1]) <= copies / 1e9
+
+
+@pytest.mark.parametrize("replicated", [False, True])
+def test_shards_of_a_node_are_refused(replicated):
+    key = "mics_shard_size" if replicated else "zero_hpz_partition_size"
+    sentence = f"regather is 'host', but zero_optimization.{key} is 2, with which gathers stay inside a node; remove"
+    with pytest.raises(ConfigError, match=sentence):
+        zero_config.regathers_from_host(LgampConfig(regather="host"), 3, Hierarchy(2, replicated), 4)
+
+
+def test_with_one_data_parallel_rank_nothing_changes():
+    assert not zero_config.regathers_from_host(LgampConfig(regather="host"), 3, None, 1)
 
 
 @pytest.mark.full
