@@ -128,6 +128,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "picture": policy.picture,
         "picture-1": partial(policy.picture, "--resident-chunks", "1"),
         "picture-updates": partial(policy.picture, "--reduce", "9", "--update", "3", "--updates", "reduction"),
+        "picture-regather": partial(policy.picture, "--regather", "host", "--weights", "1"),
         "picture-nodes": partial(policy.picture, "--node-shards", "refreshed", "--refresh", "4", "--combine", "4"),
         "costs": policy.costs,
         "overlap": tables.overlap,

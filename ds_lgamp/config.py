@@ -68,6 +68,10 @@ class LgampConfig(BaseModel):
     none: ranks shard and gather them as weights that train. auto: on the device if they take a quarter of its memory at
     most, else on the host if they take a quarter of a rank's part of its memory at most, else none; none, too, with
     offload_param."""
+    regather: Literal["network", "host"] = "network"
+    """Where the weights of a chunk come from when a step needs them again at stage 3, as its backward does. network:
+    from the other ranks, by a second gather. host: from a copy in this rank's host memory, which the first gather left
+    there. A rank then gathers each chunk once per step, and its bus carries the rest."""
     defer_gathers: bool = False
     """When stages 1 and 2 gather the parameters that a step updated. false: right after the step; code that reads a
     parameter waits until it is gathered. true: in the next step, each chunk during the forward of the chunk before;

@@ -156,6 +156,7 @@ def _exposed(cluster: IslandCluster, assignment: Assignment, demand: Demand, fac
         recomputes=facts["recompute"] == "full",
         first_trained=facts["first_trained"],
         returns_outputs=facts["returns_outputs"],
+        stores_weights=facts["stores_weights"],
     )
     parameters, flops = ([chunk[name] for _, chunk in chunks] for name in ("parameters", "forward_flops"))
     return exposed(cluster, assignment, demand, spec, parameters, flops)

@@ -39,6 +39,7 @@ _DURATIONS = {
     "update": "time of one chunk's update",
     "load": "time of one chunk's weights from host to device",
     "store": "time of one chunk's gradient from device to host",
+    "weights": "time of one chunk's gathered weights from device to host, or back",
 }
 """Options of a program's durations, and what they mean."""
 _COUNTED = {
@@ -48,6 +49,8 @@ _COUNTED = {
     Kind.COMBINE: "combines",
     Kind.LOAD: "loads",
     Kind.STORE: "stores",
+    Kind.LOAD_WEIGHTS: "loads of weights",
+    Kind.STORE_WEIGHTS: "stores of weights",
 }
 """The actions that are counted, and what they are called."""
 SIMULATED, PLAIN = "simulated", "1f1b"
@@ -107,6 +110,12 @@ def _add_program(command: argparse.ArgumentParser) -> None:
         choices=("optimizer", "parameters"),
         help="what the host holds: the optimizer's state and master weights, which it updates, or the parameters too",
     )
+    command.add_argument(
+        "--regather",
+        choices=("network", "host"),
+        default="network",
+        help="stage 3: where weights come from that a step needs again: another gather (default) or a copy on the host",
+    )
     command.add_argument("--placement", choices=PLACEMENTS, help="default: contiguous for 1f1b and gpipe, else modular")
 
 
@@ -151,6 +160,7 @@ def _schedule(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
     print(f"step time {timeline.step_time:g}, bubble {timeline.bubble:.4f} of the ideal {timeline.ideal:g}")
     network = [Kind.GATHER, Kind.REDUCE, *([Kind.REFRESH, Kind.COMBINE] if options.node_shards else [])]
     bus = [Kind.LOAD, Kind.STORE] if options.offload else []
+    bus += [Kind.LOAD_WEIGHTS, Kind.STORE_WEIGHTS] if options.regather == "host" else []
     takes_time = any((options.gather, options.reduce, options.refresh, options.combine))
     exposed = [_exposed_key(kind) for kind in (*(network if takes_time else []), *bus)]
     for key in (*(_COUNTED[kind] for kind in (*network, *bus)), *exposed, "peak_live_activations"):
@@ -187,6 +197,7 @@ def _spec(options: argparse.Namespace) -> ProgramSpec:
         # How large a node is does not matter to the program.
         hierarchy=Hierarchy(2, options.node_shards == "replicated") if options.node_shards else None,
         offload=Offload(options.offload == "parameters") if options.offload else None,
+        stores_weights=options.regather == "host",
     )
 
 
@@ -210,6 +221,8 @@ def _durations(options: argparse.Namespace) -> Durations:
         raise ValueError("--load and --store belong to --offload; add it, or remove them")
     if not options.node_shards and (options.refresh or options.combine):
         raise ValueError("--refresh and --combine belong to --node-shards; add it, or remove them")
+    if options.regather == "network" and options.weights:
+        raise ValueError("--weights belongs to --regather host; add it, or remove --weights")
     durations = Durations(**{name: getattr(options, name) for name in _DURATIONS})
     for name, duration in durations._asdict().items():
         if not 0 <= duration <= LONGEST:
@@ -233,7 +246,7 @@ def _report(program: Program, timeline: Timeline) -> dict[str, Any]:
 
 
 def _exposed_key(kind: Kind) -> str:
-    return f"exposed_{kind.value.lower()}_time"
+    return f"exposed_{kind.name.lower()}_time"
 
 
 def add_view_command(commands: Any) -> None:

@@ -61,6 +61,9 @@ With offloading, what follows replaces the rows above.
 Frozen units that every rank keeps whole have S = 1, at any W. Those on the device take their weights, w m, alone. Those
 on the host take w m there, and on the device w m from gather to release.
 
+Gathered weights that wait on the host, w S m of each unit, take that memory of the host all the time. On the device
+they are resident weights from LOAD_W to release, as from a gather.
+
 A load moves a unit that is neither gathered nor loaded. A tied unit is loaded with the first of its users that needs
 it, or by its gather if another user held it at the time of the load and has released it since.
 
@@ -102,7 +105,7 @@ step on, because the first one learns shapes, and while shapes do not change. It
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ds_lgamp.cost.activations import ActivationBytes, ActivationMemory, ActivationWalk
 from ds_lgamp.cost.offload import (
@@ -113,6 +116,7 @@ from ds_lgamp.cost.offload import (
     host_memory,
 )
 from ds_lgamp.cost.state import Ledger, StateWalk, Step
+from ds_lgamp.cost.traffic import weights_on_host
 from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize, on_host, stays
 from ds_lgamp.schedule.actions import Action, Kind
 from ds_lgamp.schedule.simulate import peak_live_activations
@@ -148,8 +152,8 @@ class Memory:
     activations: ActivationMemory | None
     """None if shapes are unknown."""
     host: HostMemory | None = None
-    """What offloading and frozen weights take on the host; the other numbers are then those of the device. None if
-    nothing waits there."""
+    """What offloading, frozen and gathered weights take on the host; the other numbers are then those of the device.
+    None if nothing waits there."""
 
 
 def rank_memory(
@@ -174,7 +178,10 @@ def rank_memory(
     staying, leaving = [unit for unit in units if stays(unit, offload)], on_host(units, offload)
     waiting = [unit for unit in staying if unit.whole_on == "host"]
     weights, master, optimizer = held_between_steps(staying, sharding, size)
-    host = host_memory([*leaving, *waiting], offload, sharding, size, step) if offload or waiting else None
+    gathered = weights_on_host(actions, units, sharding, size)
+    host = host_memory([*leaving, *waiting], offload, sharding, size, step) if offload or waiting or gathered else None
+    if host is not None:
+        host = replace(host, gathered=gathered, peak=host.peak + gathered)
     update_unknown = size.update is None and step is None
     if offload is None:
         walks.append(StateWalk(actions, staying, sharding, size, ledger, step))

@@ -44,6 +44,8 @@ class HostMemory:
     """Temporary memory of the optimizer; None if unknown."""
     peak: int
     """All kinds together, without unknown ones."""
+    gathered: int = 0
+    """Weights of all ranks that wait for their next use in a step."""
 
 
 class StayingStateWalk(StateWalk):
@@ -89,7 +91,7 @@ class OffloadedStateWalk(StateWalk):
     def load(self, units: Sequence[HeldUnit]) -> None:
         """Loads what is neither gathered nor loaded. With one data-parallel rank that fills the full weights."""
         for unit in units:
-            if self.offload.parameters and not unit.holders and not unit.loaded:
+            if self.offload.parameters and not unit.holders and not unit.loaded and not unit.copied:
                 unit.loaded = True
                 self.ledger.take("loaded" if unit.partitioned else "resident", self.size.weights * unit.part)
 
@@ -273,7 +275,7 @@ def host_beside_disk(host: HostMemory, on_disk: OnDisk, size: ElementBytes, buff
         optimizer_state=0 if on_disk.optimizer else host.optimizer_state,
         gradients=0 if on_disk.optimizer else host.gradients,
     )
-    kinds = kept.weights, kept.master_weights, kept.optimizer_state, kept.gradients, kept.update
+    kinds = kept.weights, kept.master_weights, kept.optimizer_state, kept.gradients, kept.update, kept.gathered
     return replace(kept, peak=sum(kind or 0 for kind in kinds) + buffers)
 
 

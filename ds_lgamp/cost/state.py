@@ -70,6 +70,10 @@ class StateWalk:
         self.using = {
             chunk: [unit for unit in self.units if chunk in unit.size.chunks] for unit in units for chunk in unit.chunks
         }
+        stored = {action.chunk for action in actions if action.kind is Kind.STORE_WEIGHTS}
+        for unit in self.units:
+            # An earlier step has stored it.
+            unit.copied = unit.size.frozen and unit.is_gathered and not stored.isdisjoint(unit.size.chunks)
         self.size = size
         self.zero_stage, self.all_to_all, self.ledger = sharding.zero_stage, sharding.all_to_all, ledger
         self.in_rank_order = sharding.in_rank_order
@@ -100,10 +104,13 @@ class StateWalk:
 
     def follow(self, action: Action) -> None:
         using = self.using.get(action.chunk, [])
-        if action.kind is Kind.GATHER:
+        if action.kind in (Kind.GATHER, Kind.LOAD_WEIGHTS):
             self.gather(using, action.chunk)
         elif action.kind is Kind.RELEASE:
             self.release(using, action.chunk)
+        elif action.kind is Kind.STORE_WEIGHTS:
+            for unit in using:
+                unit.copied = unit.is_gathered
         elif action.kind is Kind.BACKWARD:
             self.begin_backward(using)
         elif action.kind is Kind.REDUCE:
@@ -277,6 +284,7 @@ class HeldUnit:
         self.size = size
         shared = size.shared(sharding)
         self.data_ranks, self.partitioned = shared.data_ranks, shared.partitioned
+        self.is_gathered = size.is_gathered(sharding)
         self.part = size.part(sharding)
         self.full = self.part * size.parts(sharding)
         self.kept = self.full // shared.sharers
@@ -289,6 +297,8 @@ class HeldUnit:
         """Bytes per element of a gradient that travels in another type than it accumulates in, else None."""
         self.travelling = element.gradients if self.communication is None else self.communication
         self.holders: set[int] = set()
+        self.copied = False
+        """Whether the host has a copy of what its gather brings."""
         self.users_done = 0
         self.accumulating = False
         self.reducing = False

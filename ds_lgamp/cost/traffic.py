@@ -60,7 +60,7 @@ def predict_traffic(
     moves = [action for action in actions if action.kind in PARTITION]
     own = [_moves_of(moves, [chunk], zero_stage) for chunk in chunks]
     tied = [_moves_of(moves, users, zero_stage) for users in tied_users]
-    frozen = [_moves_of(moves, users, zero_stage) for users in frozen_users if zero_stage == 3]
+    frozen = [_moves_of(moves, users, zero_stage, frozen=True) for users in frozen_users if zero_stage == 3]
     experts = [_moves_of(moves, users, zero_stage) for users in expert_users]
     trained, combines = [*own, *tied], any(action.kind is Kind.COMBINE for action in moves)
     return Traffic(
@@ -84,33 +84,45 @@ class _Moves(NamedTuple):
     gathers: int
     reduces: int
     refreshes: int
+    loads: int
+    """How often its weights come back from the copy on the host."""
+    stores: int
+    """How often they go there."""
 
 
-def _moves_of(actions: Sequence[Action], users: Collection[int], zero_stage: int) -> _Moves:
+def _moves_of(actions: Sequence[Action], users: Collection[int], zero_stage: int, frozen: bool = False) -> _Moves:
     """Counts the moves of a unit that the chunks ``users`` of the rank share.
 
-    It is gathered whenever a user needs it and no user holds it, below stage 3 once per step; refreshed with its first
-    user; and reduced after its last one.
+    It is gathered whenever a user needs it and no user holds it, below stage 3 once per step; refreshed and stored with
+    its first user; and reduced after its last one. Once stored, it is loaded instead of gathered, until the step
+    changes it; a ``frozen`` one was stored in an earlier step.
     """
-    gathers = reduces = refreshes = 0
+    gathers = reduces = refreshes = loads = stores = 0
+    is_stored = frozen and any(action.kind is Kind.STORE_WEIGHTS and action.chunk in users for action in actions)
     holders: set[int] = set()
     reduced: set[int] = set()
     for action in actions:
         if action.chunk not in users:
             continue
-        if action.kind is Kind.GATHER:
-            gathers += not holders and (zero_stage == 3 or gathers == 0)
+        if action.kind in (Kind.GATHER, Kind.LOAD_WEIGHTS):
+            if is_stored:
+                loads += not holders
+            else:
+                gathers += not holders and (zero_stage == 3 or gathers == 0)
             holders.add(action.chunk)
         elif action.kind is Kind.RELEASE:
             holders.discard(action.chunk)
         elif action.kind is Kind.REFRESH:
             refreshes = 1
+        elif action.kind is Kind.STORE_WEIGHTS:
+            stores += not is_stored
+            is_stored = True
         elif action.kind is Kind.REDUCE:
             reduced.add(action.chunk)
             if len(reduced) == len(users):
                 reduces += 1
                 reduced.clear()
-    return _Moves(gathers, reduces, refreshes)
+    return _Moves(gathers, reduces, refreshes, loads, stores)
 
 
 def collective_bytes(
@@ -133,7 +145,7 @@ def collective_bytes(
     """
     shared = unit.shared(sharding)
     zero_stage, ranks = shared.zero_stage, shared.data_ranks
-    moves, part = _moves_of(actions, unit.chunks, zero_stage), unit.part(sharding)
+    moves, part = _moves_of(actions, unit.chunks, zero_stage, unit.frozen), unit.part(sharding)
     others = unit.kept(sharding._replace(zero_stage=3)) * (shared.sharers - 1)
     if zero_stage == 0:
         reduce = 2 * size.travelling * part * (ranks - 1) // ranks
@@ -184,11 +196,21 @@ def bus_bytes(
     - loads: w m for each gather of a unit if the host holds the parameters. Otherwise w m once, without frozen units.
       A frozen unit that waits whole on the host is loaded whole for each of its gathers.
     - stores: u m once, whatever the number of micro-batches, without frozen units.
+    - gathered weights of S parts that wait on the host: w S m once there, without frozen units, whose copy is never
+      old; and w S m for each gather that the copy replaces.
     """
     loaded = stored = 0
     trains = any(action.kind is Kind.STEP for action in actions)
     for unit in units:
-        part, gathers = unit.part(sharding), _moves_of(actions, unit.chunks, 3).gathers
+        part, moves = unit.part(sharding), _moves_of(actions, unit.chunks, 3, unit.frozen)
+        gathers = moves.gathers
+        if unit.is_gathered(sharding):
+            full = size.weights * part * unit.parts(sharding)
+            loaded += full * moves.loads
+            stored += full * moves.stores
+        else:
+            # Such a unit comes as it does for a gather.
+            gathers += moves.loads
         if unit.whole_on == "host":
             loaded += size.weights * part * gathers
         if offload is None or stays(unit, offload):
@@ -197,6 +219,18 @@ def bus_bytes(
         loaded += size.weights * part * (gathers if offload.parameters else updates)
         stored += size.master * part * updates
     return BusBytes(loaded, stored)
+
+
+def weights_on_host(
+    actions: Sequence[Action], units: Sequence[UnitSize], sharding: Sharding, size: ElementBytes
+) -> int:
+    """Returns the bytes of gathered weights that wait on a rank's host in a step, w S m for each unit."""
+    stored = {action.chunk for action in actions if action.kind is Kind.STORE_WEIGHTS}
+    return size.weights * sum(
+        unit.part(sharding) * unit.parts(sharding)
+        for unit in units
+        if unit.is_gathered(sharding) and stored.intersection(unit.chunks)
+    )
 
 
 def hop_bytes(rank: int, placement: Placement, micro_batches: int, activations: ActivationBytes) -> int:

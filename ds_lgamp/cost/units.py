@@ -91,6 +91,10 @@ class UnitSize:
         E."""
         return sharding._replace(data_ranks=sharding.data_ranks // self.expert_ranks)
 
+    def is_gathered(self, sharding: Sharding) -> bool:
+        """Whether other ranks have a part of its weights, so that the host may keep what a gather brings."""
+        return self.whole_on is None and self.shared(sharding).partitioned
+
     def parts(self, sharding: Sharding) -> int:
         """Returns how many equal parts the unit is cut into."""
         hierarchy = sharding.hierarchy

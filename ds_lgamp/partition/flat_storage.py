@@ -12,7 +12,7 @@ from ds_lgamp.cost.units import offsets, part_size
 from ds_lgamp.partition.bus import Transfer
 from ds_lgamp.partition.collectives import start_all_gather
 from ds_lgamp.partition.guard import Guards, NotGatheredError
-from ds_lgamp.partition.host import LoadedPart, ShardUpdate
+from ds_lgamp.partition.host import LoadedPart, ShardUpdate, WholeCopy
 from ds_lgamp.partition.memory import in_pool
 from ds_lgamp.partition.policy import ZeroPolicy
 
@@ -65,6 +65,9 @@ class FlatStorage:
     host holds the parameters, the device frees the loaded part when the gather of it is over. A whole unit is a loaded
     part on every rank: its gather is the load, which moves nothing between ranks.
 
+    The host may have a copy of the full parameters, from :meth:`start_copy` until the shard changes. While it has, a
+    gather loads that.
+
     Code that reads parameters that are not complete and current waits for the gather in flight (``guard.py``).
 
     Args:
@@ -84,7 +87,7 @@ class FlatStorage:
         self.stale = False
         """Whether shards have changed since this rank gathered the full parameters that it holds."""
         self.gathering: dist.Work | Transfer | None = None
-        """The gather in flight; for a whole unit, the load of it."""
+        """The gather in flight; for a whole unit, or one with a copy on the host, the load of it."""
         self._read_ahead: dist.Work | Transfer | None = None
         """A gather that a reader has awaited, perhaps on another stream. The program waits for it, too."""
         self.refreshing: dist.Work | None = None
@@ -92,6 +95,10 @@ class FlatStorage:
         self.pending: ShardUpdate | None = None
         """An update of this rank's shard for which nobody has waited."""
         self._whole = policy.whole
+        self._copy: WholeCopy | None = None
+        """The copy of the full parameters on the host; None if there never is one."""
+        if policy.bus is not None and self.partitioned:
+            self._copy = WholeCopy(policy.bus)
         self._gather_group = policy.gather_group
         self._peers = policy.nodes.peers if policy.nodes is not None and not policy.nodes.replicated else None
         self._outdated = False
@@ -165,7 +172,7 @@ class FlatStorage:
     def start_load(self) -> None:
         """Starts to load this rank's part from the host, once its update is over, if a gather needs it. All
         data-parallel ranks call it together."""
-        if self._loaded is not None and (self.stale or not self.resident):
+        if self._loaded is not None and (self.stale or not self.resident) and not self._is_copied:
             if self.pending is not None:
                 self.pending.start()
             if not self.partitioned:
@@ -183,6 +190,16 @@ class FlatStorage:
         self._holders.add(who)
         if self.gathering is None and self.gathers and (self.stale or not self.resident):
             self._start_gather()
+
+    def start_copy(self) -> None:
+        """Starts to copy the gathered parameters to the host, unless it has them."""
+        if self._copy is not None:
+            self._copy.store(self.flat)
+
+    def finish_copy(self) -> None:
+        """Waits for that, so that the parameters may be released."""
+        if self._copy is not None:
+            self._copy.finish()
 
     def drop(self, who: Hashable) -> None:
         """Releases the full parameters when nobody else holds them."""
@@ -264,8 +281,7 @@ class FlatStorage:
         self.finish_refresh()
         self.shard[within] = values
         self._outdated = True
-        if self._loaded is not None:
-            self._loaded.outdate()
+        self._outdate_copies()
 
     def adopt(self, within: slice = slice(None)) -> None:
         """Takes the shard, or a slice of it, from the full parameters if those are resident."""
@@ -279,8 +295,7 @@ class FlatStorage:
             self.settle_loads()
             self.shard[within].copy_(self.flat[self.shard_start : self.shard_start + self.shard.numel()][within])
             self._outdated = True
-            if self._loaded is not None:
-                self._loaded.outdate()
+            self._outdate_copies()
         for (start, end), values in self._remembered.items():
             values.copy_(self.flat[start:end])
 
@@ -293,7 +308,16 @@ class FlatStorage:
         """Returns the copy of a slice that :meth:`remember` made, or that was adopted since."""
         return self._remembered.pop((within.start, within.stop), None)
 
+    @property
+    def _is_copied(self) -> bool:
+        """Whether the host has the full parameters of now. Then all data-parallel ranks have them there."""
+        return self._copy is not None and self._copy.is_current
+
     def _start_gather(self) -> None:
+        if self._copy is not None and self._is_copied:
+            self._make_resident()
+            self.gathering = self._copy.load(self.flat)
+            return
         self.start_load()
         if self._whole and self._loaded is not None and self._loaded.loading is not None:
             self.gathering = self._loaded.loading
@@ -303,20 +327,29 @@ class FlatStorage:
         if not self.partitioned:
             self._complete()
             return
-        if not self.resident:
-            in_pool(self.flat.device, partial(self.flat.untyped_storage().resize_, self._bytes))
+        self._make_resident()
         # A program has awaited the refresh; a block or a loaded state has not.
         self.start_refresh()
         self.finish_refresh()
         self.gathering = start_all_gather(self.flat, self.kept, self._gather_group)
 
+    def _make_resident(self) -> None:
+        if not self.resident:
+            in_pool(self.flat.device, partial(self.flat.untyped_storage().resize_, self._bytes))
+
     def _outdate(self) -> None:
         """Takes the full parameters for old: shards have changed, or will have when their updates are over."""
-        if self._loaded is not None:
-            self._loaded.outdate()
+        self._outdate_copies()
         if self.gathers and self.resident:
             self.stale = True
             self._guards.put()
+
+    def _outdate_copies(self) -> None:
+        """Takes for old what this rank has of the unit beside its shard and the full parameters."""
+        if self._loaded is not None:
+            self._loaded.outdate()
+        if self._copy is not None:
+            self._copy.is_current = False
 
     def _settle(self, parameter: torch.Tensor | None) -> None:
         """Waits for the gather in flight before somebody reads or writes values of ``parameter``, or of an unknown one

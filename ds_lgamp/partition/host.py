@@ -223,6 +223,40 @@ class LoadedPart:
             self.is_current = False
 
 
+class WholeCopy:
+    """The copy on the host of a unit's full parameters.
+
+    Args:
+        bus: carries them there and back.
+    """
+
+    def __init__(self, bus: Bus) -> None:
+        self.is_current = False
+        """Whether the host has the full parameters, or will have them when the store is over."""
+        self._bus = bus
+        self._home: torch.Tensor | None = None
+        self._storing: Transfer | None = None
+
+    def store(self, full: torch.Tensor) -> None:
+        """Starts to copy ``full`` to the host, unless the host has its values."""
+        if self.is_current:
+            return
+        if self._home is None:
+            self._home = self._bus.room.empty(full.numel(), full.dtype)
+        self._storing, self.is_current = self._bus.store(self._home, full), True
+
+    def finish(self) -> None:
+        """Waits for the copy to the host, if one is under way."""
+        if self._storing is not None:
+            self._storing.wait()
+            self._storing = None
+
+    def load(self, full: torch.Tensor) -> Transfer:
+        """Starts to copy the values back to ``full``. The copy to the host was waited for."""
+        assert self._home is not None, "the host has the parameters"
+        return self._bus.load(full, self._home)
+
+
 def arriving(value: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Starts to copy a small tensor to the host. Returns the function that waits for it, in any thread."""
     if value.device.type == "cpu":

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from ds_lgamp.partition.agreement import own_of_disjoint
+from ds_lgamp.partition.bus import Bus
 from ds_lgamp.partition.host import Host
 from ds_lgamp.schedule.spec import Hierarchy
 
@@ -48,6 +49,9 @@ class ZeroPolicy(NamedTuple):
     frozen_home: Host | Literal["device"] | None = None
     """Where frozen units lie whole between uses: on the host of each rank or on its device; None spreads them as
     others."""
+    bus: Bus | None = None
+    """What carries gathered weights to the host, where they wait for their next use in the step; None if they are
+    gathered again."""
     whole: bool = False
     """Whether every data-parallel rank has all of a unit, whatever the stage."""
 

@@ -45,7 +45,8 @@ class ZeroPartition:
         hosts = [(unit.policy.host, unit.policy.whole) for unit in self.units if unit.policy.host is not None]
         self.host = next((host for host, whole in hosts if not whole), None)
         """What offloading leaves to the host; None without it."""
-        self.bus = next((host.bus for host, _ in hosts), None)
+        buses = [*(host.bus for host, _ in hosts), *(unit.policy.bus for unit in self.units)]
+        self.bus = next((bus for bus in buses if bus is not None), None)
         """What carries units between device and host; None if all stay on the device."""
         self.frees_weights = any(unit.storage.frees_weights for unit in self.units)
         """Whether full parameters exist only between gather and release."""
@@ -83,6 +84,24 @@ class ZeroPartition:
         """Waits for the gathers of ``chunk`` in flight."""
         for unit in self.chunk_units[chunk]:
             unit.storage.finish_gather()
+
+    def store_weights(self, chunk: int) -> None:
+        """Starts to copy the gathered parameters of ``chunk`` to the host, as far as this rank shares them."""
+        for unit in self.chunk_units[chunk]:
+            unit.storage.start_copy()
+
+    def wait_store_weights(self, chunk: int) -> None:
+        """Waits for what :meth:`store_weights` started."""
+        for unit in self.chunk_units[chunk]:
+            unit.storage.finish_copy()
+
+    def load_weights(self, chunk: int) -> None:
+        """Launches the loads that ``chunk`` needs: gathers find what the host has."""
+        self.gather(chunk)
+
+    def wait_load_weights(self, chunk: int) -> None:
+        """Waits for the loads of ``chunk`` under way."""
+        self.wait_gather(chunk)
 
     def release(self, chunk: int) -> None:
         """Frees the units that ``chunk`` held, except those that somebody else holds."""

@@ -53,6 +53,9 @@ class Configuration:
     the next step, or the parameters too (stage 3)."""
     stores_inputs: bool = False
     """Whether the inputs of chunks wait on the host, under the layered schedule with recomputation."""
+    stores_weights: bool = False
+    """Whether gathered weights wait on the host for their next use in the step, under the layered schedule at stage 3.
+    """
     speeds: tuple[float, ...] = ()
     """The relative speed of each pipeline rank, by which they share layers; empty if all have equally many."""
     expert_ranks: int = 1
@@ -88,6 +91,10 @@ class Configuration:
             raise ValueError(
                 "stores_inputs is True, which this project's layered schedule has, with recompute 'full'; use both"
             )
+        if self.stores_weights and (self.schedule != "layered" or self.micro_batch_outer or self.zero_stage < 3):
+            raise ValueError(
+                "stores_weights is True, which this project's layered schedule has, with zero_stage 3; use both"
+            )
         if self.data_ranks % self.expert_ranks:
             raise ValueError(
                 f"expert_ranks is {self.expert_ranks}, which does not divide the {self.data_ranks} data_ranks; use a "
@@ -113,7 +120,7 @@ class Configuration:
 
     @property
     def uses_host(self) -> bool:
-        """Whether the host holds something."""
+        """Whether the host holds something between a step's passes that the GPU would hold."""
         return self.offload is not None or self.stores_inputs
 
     @property
@@ -136,8 +143,8 @@ class Configuration:
 
     @property
     def takes_clock(self) -> bool:
-        """Whether the closed form does not know the step: it knows neither hierarchical shards nor offloading."""
-        return self.hierarchy is not None or self.uses_host
+        """Whether the closed form does not know the step: it knows neither hierarchical shards nor the host."""
+        return self.hierarchy is not None or self.uses_host or self.stores_weights
 
     @cached_property
     def placement(self) -> Placement:
@@ -164,6 +171,7 @@ class Configuration:
             hierarchy=self.hierarchy,
             offload=None if self.offload is None else Offload(self.offload == "parameters"),
             stores_inputs=self.stores_inputs,
+            stores_weights=self.stores_weights,
             recomputes=self.recompute == "full",
         )
 
@@ -216,9 +224,10 @@ def method_of(configuration: Configuration) -> str:
         return f"ZeRO-{configuration.zero_stage}"
     if configuration.hierarchy is not None:
         return f"{configuration.schedule} {'MiCS' if configuration.hierarchy.replicated else 'hpZ'}"
-    if configuration.uses_host:
+    if configuration.uses_host or configuration.stores_weights:
         kinds = [configuration.offload] if configuration.offload is not None else []
-        held = " and ".join([*kinds, *["inputs"] * configuration.stores_inputs])
+        kinds += ["inputs"] * configuration.stores_inputs + ["gathered weights"] * configuration.stores_weights
+        held = " and ".join(kinds)
         return f"{configuration.schedule}, {held} on the host"
     return configuration.schedule
 

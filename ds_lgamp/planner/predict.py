@@ -217,7 +217,7 @@ _CAUSES = {
     "messages": ("hop", "message"),
     "gathers": ("gather", "refresh"),
     "data_parallel": ("reduce", "combine", "tied"),
-    "bus": ("load", "store", "input"),
+    "bus": ("load", "store", "input", "weights"),
     "optimizer": ("update",),
 }
 """What causes each wait, by the names of :class:`Costs`."""

@@ -8,13 +8,13 @@ from itertools import islice, takewhile
 from math import inf
 from typing import TypeVar
 
-from ds_lgamp.planner.candidates import Bound, candidates, ways_to_offload, with_room
+from ds_lgamp.planner.candidates import MOST_OFFLOADED_COMPUTES, Bound, candidates, ways_to_offload, with_room
 from ds_lgamp.planner.cluster import Cluster
 from ds_lgamp.planner.configuration import Configuration, describe, method_of
 from ds_lgamp.planner.memory import ConfigurationMemory, fits, least, memory
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.predict import Prediction, predict, scaled
-from ds_lgamp.planner.work import exact_seconds, is_quick
+from ds_lgamp.planner.work import exact_seconds, is_layered, is_quick
 from ds_lgamp.schedule.spec import Hierarchy
 
 OBJECTIVES = ("time", "cost", "memory")
@@ -83,7 +83,7 @@ def search(
     if not plans:
         raise NothingFits(_why_nothing_fits(model, cluster, sequences, looks.tried))
     plans.sort(key=_RANK[objective])
-    plans += looks.with_nodes(plans)
+    plans += looks.with_nodes(plans) + looks.with_copies(plans)
     if objective != "memory":
         plans = looks.on_the_clock(sorted(plans, key=_RANK[objective]))
     different = distinct(sorted(plans, key=_RANK[objective]))
@@ -100,6 +100,8 @@ _SIMILAR = 20
 """How many plans of a method a search keeps for each that is returned, because similar ones are left out."""
 MOST_WITH_NODES = 24
 """How many layouts of ranks a search tries with shards of nodes."""
+MOST_WITH_COPIES = 24
+"""How many layouts of ranks a search tries with gathered weights on the host."""
 FAR_BEHIND = 2.5
 """Plans that take more than so many times as long as the best one by the formula are not run on the clock. On slow
 links, the formula gives 0.5 to 1.2 times the clock's seconds."""
@@ -201,6 +203,17 @@ class _Search:
         fits = 1 < ranks < of.data_ranks and of.data_ranks % ranks == 0 and not of.uses_host and of.expert_ranks == 1
         return ranks if fits and of.zero_stage == 3 and not of.micro_batch_outer else 0
 
+    def with_copies(self, plans: Sequence[Plan]) -> list[Plan]:
+        """Returns the first layered plans at stage 3 with gathered weights that wait on the host, as far as they fit
+        and take less time so. ``plans`` are sorted."""
+        found = []
+        for plan in distinct([plan for plan in plans if _gathers_again(plan.configuration)])[:MOST_WITH_COPIES]:
+            copying = self._predicted(replace(plan.configuration, stores_weights=True))
+            seconds = exact_seconds(self.model, self.cluster, plan.configuration)
+            if copying.prediction.seconds < seconds and self._fits(copying.configuration):
+                found.append(copying)
+        return found
+
     def on_the_clock(self, plans: Sequence[Plan]) -> list[Plan]:
         """Returns all ``plans``, which are sorted: the layered ones that may be the best have the seconds of the
         clock."""
@@ -272,6 +285,13 @@ def _why_nothing_fits(model: Model, cluster: Cluster, sequences: int, tried: Seq
         f"{smallest} {needed.total / 1e9:.3g} GB per GPU, {needed.missing(cluster) / 1e9:.3g} GB more {lacking}; most "
         f"is {kind.replace('_', ' ')} with {most / 1e9:.3g} GB. Use more GPUs, or a smaller model, batch or sequence"
     )
+
+
+def _gathers_again(of: Configuration) -> bool:
+    """Whether the layered schedule gathers chunks twice in a step, and a search can run it on the clock."""
+    gathers = of.zero_stage == 3 and of.data_ranks > 1 and of.hierarchy is None
+    quick = is_layered(of) and of.computes <= MOST_OFFLOADED_COMPUTES
+    return gathers and quick and of.chunks_per_rank > of.resident_chunks
 
 
 def _is_by_formula(of: Configuration) -> bool:

@@ -235,6 +235,9 @@ class Work:
             combine=[each.combine for each in moves] if spec.hierarchy else (),
             load=[host.load for host in hosts],
             store=[host.store for host in hosts],
+            weights=[compute.transfer(ELEMENT * (own + more)) for own, more in zip(elements, experts)]
+            if spec.stores_weights
+            else (),
             input=[self._input_seconds] * spec.chunks if spec.stores_inputs else (),
         )
 

@@ -72,8 +72,8 @@ def why_not(model: Model, configuration: Configuration) -> str | None:
         stock = configuration.pipeline_ranks == configuration.tensor_ranks == 1
         return None if stock else "micro_batch_outer is True; stock ZeRO-3 needs pipeline_ranks 1 and tensor_ranks 1"
     if _is_for_megatron_lm(model, configuration):
-        held = "the host holds something" if configuration.uses_host else "shards lie inside nodes"
-        if configuration.uses_host or configuration.hierarchy is not None:
+        held = "shards lie inside nodes" if configuration.hierarchy is not None else "the host holds something"
+        if configuration.takes_clock:
             return f"{held}, which Megatron-LM's training loop, for {model.name}, does not know; use another plan"
         return None
     if configuration.tensor_ranks > 1:
@@ -211,6 +211,8 @@ def _block(model: Model, configuration: Configuration) -> dict[str, Any]:
         block["overlap_update"] = True
     if configuration.stores_inputs:
         block["offload_activations"] = "cpu"
+    if configuration.stores_weights:
+        block["regather"] = "host"
     return block
 
 

@@ -368,7 +368,10 @@ def _of_partition(name: str, kind: str = "") -> Callable[[Executor, Action], Non
     return timed if kind else act
 
 
-_LAUNCHES = (Kind.GATHER, Kind.RELEASE, Kind.REDUCE, Kind.REFRESH, Kind.COMBINE, Kind.LOAD, Kind.STORE)
+_LAUNCHES = (
+    *(Kind.GATHER, Kind.RELEASE, Kind.REDUCE, Kind.REFRESH, Kind.COMBINE),
+    *(Kind.LOAD, Kind.STORE, Kind.LOAD_WEIGHTS, Kind.STORE_WEIGHTS),
+)
 """What the partition does by a method of the same name."""
 _WAITS = {
     Kind.WAIT_GATHER: "gather",
@@ -377,6 +380,8 @@ _WAITS = {
     Kind.WAIT_COMBINE: "reduce",
     Kind.WAIT_LOAD: "load",
     Kind.WAIT_STORE: "store",
+    Kind.WAIT_LOAD_WEIGHTS: "load",
+    Kind.WAIT_STORE_WEIGHTS: "store",
 }
 """What the partition waits for by a method of the same name, and how that is timed."""
 _EXECUTE: dict[Kind, Callable[[Executor, Action], None]] = {
@@ -386,8 +391,8 @@ _EXECUTE: dict[Kind, Callable[[Executor, Action], None]] = {
     Kind.RECV_FORWARD: Executor.receive_forward,
     Kind.SEND_BACKWARD: Executor.send_backward,
     Kind.RECV_BACKWARD: Executor.receive_backward,
-    **{kind: _of_partition(kind.value.lower()) for kind in _LAUNCHES},
-    **{wait: _of_partition(wait.value.lower(), kind) for wait, kind in _WAITS.items()},
+    **{kind: _of_partition(kind.name.lower()) for kind in _LAUNCHES},
+    **{wait: _of_partition(wait.name.lower(), kind) for wait, kind in _WAITS.items()},
     Kind.STORE_INPUT: Executor.store_input,
     Kind.LOAD_INPUT: Executor.load_input,
     Kind.WAIT_STORE_INPUT: Executor.wait_store_input,

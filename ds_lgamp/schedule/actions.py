@@ -8,7 +8,9 @@ then brings the updated parts of the node's shard from other nodes, and ``COMBIN
 ``UPDATE3`` is the optimizer's update of one chunk, where ``STEP`` does not update all. With offloading, it runs on the
 host, beside the program. Once it is over, ``LOAD3`` copies this rank's part of the weights from the host to the device;
 ``STORE3`` copies the gradient back. ``WAIT_LOAD3`` and ``WAIT_STORE3`` wait for them. ``STORE_A3.5`` takes the input of
-``F3.5`` to the host and ``LOAD_A3.5`` brings it back for ``B3.5``; they have waits, too. ``SEND_F3.5`` sends the result
+``F3.5`` to the host and ``LOAD_A3.5`` brings it back for ``B3.5``; they have waits, too. So have ``STORE_W3``, which
+copies the weights of chunk 3 that a gather has brought to the host, and ``LOAD_W3``, which brings them back instead of
+a later gather. ``SEND_F3.5`` sends the result
 of ``F3.5`` to the rank of chunk 4, where ``RECV_F4.5`` posts the receive. ``SEND_B3.5`` sends the gradient that
 ``B3.5`` computed to the rank of chunk 2, where ``RECV_B2.5`` posts the receive.
 
@@ -48,6 +50,10 @@ class Kind(str, Enum):
     LOAD_INPUT = "LOAD_A"
     WAIT_STORE_INPUT = "WAIT_STORE_A"
     WAIT_LOAD_INPUT = "WAIT_LOAD_A"
+    STORE_WEIGHTS = "STORE_W"
+    LOAD_WEIGHTS = "LOAD_W"
+    WAIT_STORE_WEIGHTS = "WAIT_STORE_W"
+    WAIT_LOAD_WEIGHTS = "WAIT_LOAD_W"
     UPDATE = "UPDATE"
     RETURN = "RETURN"
     STEP = "STEP"
@@ -68,13 +74,17 @@ AWAITED = {
     Kind.WAIT_STORE: Kind.STORE,
     Kind.WAIT_STORE_INPUT: Kind.STORE_INPUT,
     Kind.WAIT_LOAD_INPUT: Kind.LOAD_INPUT,
+    Kind.WAIT_STORE_WEIGHTS: Kind.STORE_WEIGHTS,
+    Kind.WAIT_LOAD_WEIGHTS: Kind.LOAD_WEIGHTS,
 }
 """The kind of action that each kind of wait waits for."""
 COLLECTIVES = frozenset({Kind.GATHER, Kind.REDUCE, Kind.REFRESH, Kind.COMBINE})
 WAITS = frozenset(AWAITED)
 OF_INPUTS = frozenset({Kind.STORE_INPUT, Kind.LOAD_INPUT, Kind.WAIT_STORE_INPUT, Kind.WAIT_LOAD_INPUT})
 """What storing the inputs of chunks on the host adds to a program."""
-TRANSFERS = frozenset({Kind.LOAD, Kind.STORE, Kind.STORE_INPUT, Kind.LOAD_INPUT})
+OF_WEIGHTS = frozenset({Kind.STORE_WEIGHTS, Kind.LOAD_WEIGHTS, Kind.WAIT_STORE_WEIGHTS, Kind.WAIT_LOAD_WEIGHTS})
+"""What storing gathered weights on the host adds to a program."""
+TRANSFERS = frozenset({Kind.LOAD, Kind.STORE, Kind.STORE_INPUT, Kind.LOAD_INPUT, Kind.STORE_WEIGHTS, Kind.LOAD_WEIGHTS})
 """Copies between host and device."""
 BETWEEN_NODES = frozenset({Kind.REFRESH, Kind.COMBINE})
 """Collectives of hierarchical shards that travel between nodes."""
@@ -82,7 +92,7 @@ PARTITION = (COLLECTIVES | TRANSFERS | WAITS | {Kind.RELEASE, Kind.UPDATE}) - OF
 
 _TEXT = re.compile(
     r"(?:(SEND_F|SEND_B|RECV_F|RECV_B|(?:WAIT_)?(?:STORE|LOAD)_A|F|B)(\d+)\.(\d+)"
-    r"|(RELEASE|(?:WAIT_)?(?:GATHER|REDUCE|REFRESH|COMBINE|LOAD|STORE)|UPDATE)(\d+)"
+    r"|(RELEASE|(?:WAIT_)?(?:GATHER|REDUCE|REFRESH|COMBINE|(?:LOAD|STORE)(?:_W)?)|UPDATE)(\d+)"
     r"|RETURN(\d+)|(STEP))"
 )
 

@@ -43,6 +43,8 @@ class Card:
             Kind.STORE: costs.store,
             Kind.STORE_INPUT: costs.input,
             Kind.LOAD_INPUT: costs.input,
+            Kind.STORE_WEIGHTS: costs.weights,
+            Kind.LOAD_WEIGHTS: costs.weights,
             Kind.UPDATE: costs.update,
         }
         self.spans: list[Span] = []
@@ -89,11 +91,18 @@ class Card:
         return self._ends.pop(collective, None)
 
 
+_WAY = {
+    **dict.fromkeys((Kind.LOAD_INPUT, Kind.LOAD_WEIGHTS), Kind.LOAD),
+    **dict.fromkeys((Kind.STORE_INPUT, Kind.STORE_WEIGHTS), Kind.STORE),
+}
+"""What shares a direction of the bus with loads of shards and stores of gradients."""
+
+
 def _lane(kind: Kind) -> str:
     """Returns the lane of actions of this kind. Those of one lane run one after another."""
     if kind in COLLECTIVES:
         return "between nodes" if kind in BETWEEN_NODES else "network"
-    return {Kind.LOAD_INPUT: Kind.LOAD, Kind.STORE_INPUT: Kind.STORE}.get(kind, kind).value
+    return (_WAY.get(kind) or kind).value
 
 
 @dataclass

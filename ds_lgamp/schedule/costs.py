@@ -45,6 +45,8 @@ class Durations(NamedTuple):
     """The copy of this rank's part of one chunk's gradient from device to host, with offloading."""
     input: float = 0.0
     """The copy of one chunk's input for one micro-batch, in either direction, if the host holds inputs."""
+    weights: float = 0.0
+    """The copy of all weights of one chunk, in either direction, if gathered weights wait on the host."""
 
 
 UNIT_DURATIONS = Durations()
@@ -86,6 +88,8 @@ class Costs:
     store: Sequence[float] = ()
     input: Sequence[float] = ()
     """By chunk: its input for one micro-batch, between device and host."""
+    weights: Sequence[float] = ()
+    """By chunk: all its weights, between device and host."""
 
     def without(self, *names: str) -> "Costs":
         """Returns the same costs, with 0 for everything among ``names``; itself if that is so already."""
@@ -129,6 +133,7 @@ def _by_chunk(spec: ProgramSpec) -> dict[str, int]:
         **dict.fromkeys(("refresh", "combine"), chunks if spec.hierarchy else 0),
         **dict.fromkeys(("load", "store"), chunks if spec.offload else 0),
         "input": chunks if spec.stores_inputs else 0,
+        "weights": chunks if spec.stores_weights else 0,
     }
 
 

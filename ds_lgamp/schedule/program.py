@@ -27,6 +27,7 @@ from ds_lgamp.schedule.transfers import (
     add_loads,
     add_postponed_updates,
     add_stored_inputs,
+    add_stored_weights,
     add_stores,
     receive_posts,
 )
@@ -333,6 +334,7 @@ PASSES = (
     add_reductions,
     add_step,
     add_waits,
+    add_stored_weights,
     add_final_updates,
     add_loads,
     add_stores,

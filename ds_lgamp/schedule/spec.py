@@ -138,6 +138,8 @@ class ProgramSpec:
 
     stores_inputs: bool = False
     """Whether the inputs of recomputed chunks wait for their backward on the host."""
+    stores_weights: bool = False
+    """Whether weights that a step has gathered and needs again later wait on the host in between (stage 3)."""
     recomputes: bool = True
     """Whether backwards compute their chunks again, from stored inputs. :meth:`is_recomputed` says which chunks."""
     first_trained: int = 0
@@ -155,6 +157,9 @@ class ProgramSpec:
         _require(
             self.hierarchy is None or self.zero_stage == 3, "zero_stage", self.zero_stage, "hierarchical shards need 3"
         )
+        if self.stores_weights:
+            _require(self.zero_stage == 3, "zero_stage", self.zero_stage, "only stage 3 gathers weights again")
+            _require(self.hierarchy is None, "hierarchy", self.hierarchy, "shards of nodes are gathered inside a node")
         _require(0 <= self.first_trained < self.chunks, "first_trained", self.first_trained, "name a chunk")
         _require(self.updates in UPDATES, "updates", self.updates, f"use one of {', '.join(UPDATES)}")
         if self.returns_outputs:

@@ -1,6 +1,6 @@
 """Passes that add what moves, beside collectives and sends: receives of messages; copies between device and host, of
-gradients and weights of offloaded chunks and of the inputs from which backward passes recompute; and the optimizer's
-updates of single chunks.
+gradients and weights of offloaded chunks, of gathered weights and of the inputs from which backward passes recompute;
+and the optimizer's updates of single chunks.
 
 :meth:`ds_lgamp.schedule.spec.ProgramSpec.chunk_updates` says when each chunk is updated, and by what. The weights of a
 chunk are loaded once after every update. If the host holds the parameters too, each gather of a chunk takes a load of
@@ -19,7 +19,7 @@ Two ways to post receives exist, because two kinds of transport exist.
 """
 
 from bisect import bisect_left
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from operator import itemgetter
@@ -30,8 +30,41 @@ from ds_lgamp.schedule.orders import first_turning_chunk
 from ds_lgamp.schedule.simulate import simulate
 from ds_lgamp.schedule.spec import NEAREST, RECEIVES_POSTED, Offload, ProgramSpec, Update
 
-_AFTER_LOADS = RECEIVES | {Kind.WAIT_GATHER, Kind.WAIT_REDUCE}
+_AFTER_LOADS = RECEIVES | {Kind.WAIT_GATHER, Kind.WAIT_LOAD_WEIGHTS, Kind.STORE_WEIGHTS, Kind.WAIT_REDUCE}
 """What runs between the loads for the next visit and the first compute of this one."""
+_FROM_HOST = {Kind.GATHER: Kind.LOAD_WEIGHTS, Kind.WAIT_GATHER: Kind.WAIT_LOAD_WEIGHTS}
+"""What takes the place of a gather, and of the wait for it, once the host has the weights."""
+
+
+def add_stored_weights(spec: ProgramSpec, rank: int, segments: Segments) -> Segments:
+    """Lets the host keep the weights of each chunk that a step gathers more than once. STORE_W follows the wait for the
+    first gather, its wait comes before RELEASE, and each later gather becomes LOAD_W.
+
+    If outputs return call by call, every chunk counts as gathered again, because a program does not depend on the
+    number of calls that follow.
+    """
+    if not spec.stores_weights or spec.forward_only:
+        return segments
+    gathers = Counter(action.chunk for segment in segments for action in segment if action.kind is Kind.GATHER)
+    again = {chunk for chunk, count in gathers.items() if count > 1 or spec.returns_outputs}
+    stored: set[int] = set()
+    leaving: set[int] = set()
+    lowered: Segments = []
+    for segment in segments:
+        lowered.append([])
+        for action in segment:
+            kind, chunk = action.kind, action.chunk
+            if kind is Kind.RELEASE and chunk in leaving:
+                leaving.remove(chunk)
+                lowered[-1].append(Action(Kind.WAIT_STORE_WEIGHTS, chunk))
+            if kind in _FROM_HOST and chunk in stored:
+                action = Action(_FROM_HOST[kind], chunk)
+            lowered[-1].append(action)
+            if kind is Kind.WAIT_GATHER and chunk in again - stored:
+                stored.add(chunk)
+                leaving.add(chunk)
+                lowered[-1].append(Action(Kind.STORE_WEIGHTS, chunk))
+    return lowered
 
 
 def add_loads(spec: ProgramSpec, rank: int, segments: Segments) -> Segments:

@@ -240,6 +240,7 @@ def costs_of(shown: Shown) -> Costs:
         load=by_chunk(Kind.LOAD) if spec.offload else (),
         store=by_chunk(Kind.STORE) if spec.offload else (),
         input=by_chunk(Kind.STORE_INPUT) if spec.stores_inputs else (),
+        weights=by_chunk(Kind.LOAD_WEIGHTS) if spec.stores_weights else (),
     )
 
 

@@ -30,8 +30,10 @@ LANE_OF = {
     Kind.SEND_BACKWARD: "send",
     Kind.LOAD: "load",
     Kind.LOAD_INPUT: "load",
+    Kind.LOAD_WEIGHTS: "load",
     Kind.STORE: "store",
     Kind.STORE_INPUT: "store",
+    Kind.STORE_WEIGHTS: "store",
     Kind.UPDATE: "host update",
 }
 """The lane of each kind of action that goes on beside compute. An UPDATE on the device is compute."""

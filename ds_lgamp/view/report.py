@@ -3,7 +3,7 @@
 import string
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-from ds_lgamp.schedule.actions import BETWEEN_NODES, COLLECTIVES, Kind
+from ds_lgamp.schedule.actions import BETWEEN_NODES, COLLECTIVES, OF_WEIGHTS, Kind
 from ds_lgamp.schedule.card import Wait
 from ds_lgamp.schedule.orders import chunks_of
 from ds_lgamp.schedule.simulate import Span, Timeline
@@ -15,10 +15,14 @@ from ds_lgamp.view.recording import Interval
 _DIGITS = string.digits
 _LETTERS = string.ascii_uppercase[:10]
 _SYMBOLS = {
-    **dict.fromkeys((Kind.FORWARD, Kind.GATHER, Kind.REFRESH, Kind.LOAD), _DIGITS),
-    **dict.fromkeys((Kind.BACKWARD, Kind.REDUCE, Kind.COMBINE, Kind.STORE, Kind.UPDATE), _LETTERS),
+    **dict.fromkeys((Kind.FORWARD, Kind.GATHER, Kind.REFRESH, Kind.LOAD, Kind.LOAD_WEIGHTS), _DIGITS),
+    **dict.fromkeys((Kind.BACKWARD, Kind.REDUCE, Kind.COMBINE, Kind.STORE, Kind.STORE_WEIGHTS, Kind.UPDATE), _LETTERS),
 }
-_OF_OFFLOADING = {"loads": Kind.LOAD, "stores": Kind.STORE, "updates": Kind.UPDATE}
+_ON_THE_BUS = {
+    "loads": {Kind.LOAD, Kind.LOAD_WEIGHTS},
+    "stores": {Kind.STORE, Kind.STORE_WEIGHTS},
+    "updates": {Kind.UPDATE},
+}
 _WIDTH = 120
 """Columns of a chart."""
 _LEGEND = "digit: forward of the rank's n-th chunk, letter: its backward (A for 0, B for 1, ...), dot: idle"
@@ -28,6 +32,7 @@ _LEGEND_OF_OFFLOADING = (
     "loads: weights of the chunk from the host, stores: its gradient to the host, updates: those of the host; ~: "
     "compute waits"
 )
+_LEGEND_OF_WEIGHTS = "loads and stores: weights of the chunk from the host and to it; ~: compute waits"
 
 
 def text_gantt(spec: ProgramSpec, timeline: Timeline) -> str:
@@ -36,7 +41,7 @@ def text_gantt(spec: ProgramSpec, timeline: Timeline) -> str:
     A digit is a forward and numbers its chunk on the rank, modulo 10. A letter is a backward: A for 0, B for 1, and so
     on. A u is the optimizer's update, a dot is idle time, and a tilde is compute that waits for something on the lines
     below. These show, as far as they take time: gathers as digits and reductions as letters, inside and between nodes
-    with hierarchical shards; with offloading, loads as digits, stores and the host's updates as letters.
+    with hierarchical shards; loads from the host as digits, stores and the host's updates as letters.
     """
     spans = [span for rank in (*timeline.spans, *timeline.collectives) for span in rank]
     shortest = min((span.end - span.start for span in spans if span.end > span.start), default=0.0)
@@ -57,7 +62,8 @@ def text_gantt(spec: ProgramSpec, timeline: Timeline) -> str:
             lines.append(f"{name:8} |{''.join(_row(beside, local, unit, columns))}|")
     legends = [_LEGEND, *([_LEGEND_OF_UPDATES] if any(timeline.updates) else [])]
     legends += [_LEGEND_OF_COLLECTIVES] if timed & COLLECTIVES else []
-    legends += [_LEGEND_OF_OFFLOADING] if timed - COLLECTIVES else []
+    legends += [_LEGEND_OF_WEIGHTS] if timed & OF_WEIGHTS else []
+    legends += [_LEGEND_OF_OFFLOADING] if timed - COLLECTIVES - OF_WEIGHTS else []
     return "\n".join([*lines, *legends])
 
 
@@ -72,9 +78,9 @@ def _beside(spans: Sequence[Span], timed: Collection[Kind]) -> dict[str, list[Sp
         between = [span for span in spans if span.action.kind in BETWEEN_NODES]
         inside = [span for span in spans if span.action.kind in COLLECTIVES - BETWEEN_NODES]
         lanes = {"network": inside} if not between else {"inside": inside, "between": between}
-    for name, kind in _OF_OFFLOADING.items():
-        if kind in timed:
-            lanes[name] = [span for span in spans if span.action.kind is kind]
+    for name, kinds in _ON_THE_BUS.items():
+        if not kinds.isdisjoint(timed):
+            lanes[name] = [span for span in spans if span.action.kind in kinds]
     return lanes
 
 

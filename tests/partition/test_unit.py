@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ds_lgamp.partition import flat_storage
-from ds_lgamp.partition.bus import Bus
+from ds_lgamp.partition.bus import Bus, Transfer
 from ds_lgamp.partition.flat_storage import UnitParameter
 from ds_lgamp.partition.guard import NotGatheredError
 from ds_lgamp.partition.host import Host, HostThread
@@ -28,9 +28,9 @@ def data_group():
     dist.destroy_process_group()
 
 
-def unit_of(data_group, zero_stage, dtype=torch.float32):
+def unit_of(data_group, zero_stage, dtype=torch.float32, bus=None):
     weight = torch.nn.Parameter(torch.zeros(ELEMENTS, dtype=dtype))
-    return Unit("chunk 0", [UnitParameter("0.weight", weight, 0)], ZeroPolicy(data_group, zero_stage)), weight
+    return Unit("chunk 0", [UnitParameter("0.weight", weight, 0)], ZeroPolicy(data_group, zero_stage, bus=bus)), weight
 
 
 def test_full_parameters_stay_until_the_last_who_holds_them_drops_them(data_group):
@@ -103,6 +103,32 @@ def test_a_new_shard_sets_master_weights_and_their_rounded_copy(data_group, zero
     # These weights are not the rounded master weights.
     unit.replace_shard(values, torch.full_like(unit.storage.shard, 3))
     assert torch.equal(unit.master.values, values) and (unit.storage.shard == 3).all()
+
+
+WRITERS = {
+    "an update": lambda unit: unit.follow_update(),
+    "a new shard": lambda unit: unit.replace_shard(torch.ones(ELEMENTS // RANKS)),
+    "a new slice": lambda unit: unit.replace_slice(slice(0, 2), torch.ones(2)),
+}
+
+
+@pytest.mark.parametrize("writer", [None, *WRITERS, "a block that modifies"])
+def test_a_copy_on_the_host_is_loaded_until_something_writes(data_group, writer):
+    unit, weight = unit_of(data_group, 3, bus=Bus(torch.device("cpu")))
+    with torch.no_grad():
+        weight.copy_(torch.arange(ELEMENTS))
+    unit.storage.start_copy()
+    unit.storage.finish_copy()
+    if writer == "a block that modifies":
+        unit.adopt()
+    unit.storage.release()
+    if writer in WRITERS:
+        WRITERS[writer](unit)
+    unit.storage.hold(0)
+    assert isinstance(unit.storage.gathering, Transfer) == (writer is None)
+    unit.storage.finish_gather()
+    if writer is None:
+        assert torch.equal(weight, torch.arange(ELEMENTS, dtype=torch.float32))
 
 
 def test_a_slice_is_set_and_nothing_beside_it(data_group):

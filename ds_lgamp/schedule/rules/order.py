@@ -145,6 +145,11 @@ def check_layout(spec: ProgramSpec, stops: Sequence[Stop]) -> None:
 
 def _sections(spec: ProgramSpec) -> list[set[Kind]]:
     refreshes, gathers = {Kind.REFRESH}, {Kind.WAIT_REFRESH, Kind.WAIT_LOAD, Kind.GATHER}
+    releases, arrivals = {Kind.RELEASE}, {Kind.WAIT_GATHER}
+    if spec.stores_weights:
+        releases.add(Kind.WAIT_STORE_WEIGHTS)
+        gathers.add(Kind.LOAD_WEIGHTS)
+        arrivals |= {Kind.WAIT_LOAD_WEIGHTS, Kind.STORE_WEIGHTS}
     reductions = {Kind.WAIT_REDUCE, Kind.COMBINE, Kind.WAIT_COMBINE, Kind.STORE, Kind.WAIT_STORE}
     if spec.offload is None and spec.updates == "next_step":
         (refreshes if brought_by(spec) is Kind.REFRESH else gathers).add(Kind.UPDATE)
@@ -152,7 +157,7 @@ def _sections(spec: ProgramSpec) -> list[set[Kind]]:
         reductions.add(Kind.UPDATE)
     of_first = [{Kind.SEND_FORWARD, Kind.SEND_BACKWARD}, {Kind.REDUCE}]
     receives = {Kind.RECV_FORWARD, Kind.RECV_BACKWARD}
-    return [*of_first, {Kind.RELEASE}, refreshes, gathers, {Kind.LOAD}, receives, {Kind.WAIT_GATHER}, reductions]
+    return [*of_first, releases, refreshes, gathers, {Kind.LOAD}, receives, arrivals, reductions]
 
 
 def brought_by(spec: ProgramSpec) -> Kind | None:

@@ -7,7 +7,7 @@ from heapq import nsmallest
 from itertools import pairwise, takewhile
 from typing import NamedTuple
 
-from ds_lgamp.schedule.actions import OF_INPUTS, SENDS, Action, Kind
+from ds_lgamp.schedule.actions import OF_INPUTS, OF_WEIGHTS, SENDS, Action, Kind
 from ds_lgamp.schedule.rules.order import Fault, Stop, brought_by, pieces, texts
 from ds_lgamp.schedule.spec import NEAREST, ProgramSpec
 
@@ -21,6 +21,7 @@ _OF_WEIGHTS = frozenset(
         Kind.WAIT_GATHER,
         Kind.RELEASE,
         Kind.UPDATE,
+        *OF_WEIGHTS,
     }
 )
 
@@ -32,6 +33,8 @@ def check_weights(spec: ProgramSpec, stops: Sequence[Stop]) -> None:
       before its compute or gather.
     - A compute follows the wait for its gather, and a gather the waits for its refresh and its load.
     - A load comes one visit before its gather: of each gather if the host holds the parameters, else of the first.
+    - If gathered weights wait on the host, the first gather of a chunk is stored after the wait for it, until the
+      chunk is released, and all others are loads. Nothing is stored that no such load, nor a later call, needs.
     - An update that the last step postponed comes directly before the first use of its chunk.
     """
     rule = _Weights(spec, stops)
@@ -86,6 +89,14 @@ class _Weights:
         self.refreshing = set(brought if self.brought_by is Kind.REFRESH else [])
         self.gathering = set(brought if self.brought_by is Kind.GATHER else [])
         self.resident: set[int] = set()
+        trains = spec.stores_weights and not spec.forward_only
+        loaded = {action.chunk for stop in stops for action in stop.of(Kind.LOAD_WEIGHTS)}
+        self.needed_again = (set(self.uses) if spec.returns_outputs else loaded) if trains else set()
+        """Chunks whose gathered weights the host stores."""
+        self.stored: set[int] = set()
+        """The chunks that were gathered before, if gathered weights wait on the host."""
+        self.leaving: set[int] = set()
+        """Chunks whose weights are on their way to the host."""
         self.updates = spec.offload is None and spec.updates == "next_step"
         postponed = self.updates and not spec.forward_only
         self.postponed = {chunk for chunk in self.uses if postponed and chunk >= spec.first_trained}
@@ -111,7 +122,7 @@ class _Weights:
             releases = sorted(self.resident.difference(needed))
             gathers = [chunk for chunk in needed if chunk not in self.resident]
             self.resident = set(needed)
-        stop.require([Action(Kind.RELEASE, chunk) for chunk in releases], "releases", Kind.RELEASE)
+        self._check_releases(stop, releases)
         stop.require([Action(Kind.REFRESH, chunk) for chunk in refreshes], "refreshes", Kind.REFRESH)
         self.refreshing.update(refreshes)
         loading = self._check_loads(stop, visit)
@@ -119,15 +130,37 @@ class _Weights:
         for chunk in gathers:
             launches += [Action(Kind.WAIT_REFRESH, chunk)] if chunk in self.refreshing else []
             launches += [Action(Kind.WAIT_LOAD, chunk)] if chunk in loading else []
-            launches.append(Action(Kind.GATHER, chunk))
-        stop.require(launches, "gathers and their waits", Kind.WAIT_REFRESH, Kind.WAIT_LOAD, Kind.GATHER)
+            launches.append(Action(Kind.LOAD_WEIGHTS if chunk in self.stored else Kind.GATHER, chunk))
+        kinds = Kind.WAIT_REFRESH, Kind.WAIT_LOAD, Kind.GATHER, Kind.LOAD_WEIGHTS
+        stop.require(launches, "gathers and their waits", *kinds)
         self.refreshing.difference_update(gathers)
         self.gathering.update(gathers)
         if self.updates:
             self._check_postponed(stop)
         needed = [stop.action.chunk] if stop.action is not None and stop.action.chunk in self.gathering else []
-        stop.require([Action(Kind.WAIT_GATHER, chunk) for chunk in needed], "waits for gathers", Kind.WAIT_GATHER)
+        self._check_arrivals(stop, needed)
         self.gathering.difference_update(needed)
+
+    def _check_releases(self, stop: Stop, releases: Sequence[int]) -> None:
+        expected: list[Action] = []
+        for chunk in releases:
+            expected += [Action(Kind.WAIT_STORE_WEIGHTS, chunk)] if chunk in self.leaving else []
+            expected.append(Action(Kind.RELEASE, chunk))
+        self.leaving.difference_update(releases)
+        stop.require(expected, "releases and their waits", Kind.WAIT_STORE_WEIGHTS, Kind.RELEASE)
+
+    def _check_arrivals(self, stop: Stop, needed: Sequence[int]) -> None:
+        expected: list[Action] = []
+        for chunk in needed:
+            again = chunk in self.stored
+            expected.append(Action(Kind.WAIT_LOAD_WEIGHTS if again else Kind.WAIT_GATHER, chunk))
+            if chunk in self.needed_again and not again:
+                expected.append(Action(Kind.STORE_WEIGHTS, chunk))
+                self.leaving.add(chunk)
+            if self.spec.stores_weights:
+                self.stored.add(chunk)
+        kinds = Kind.WAIT_GATHER, Kind.WAIT_LOAD_WEIGHTS, Kind.STORE_WEIGHTS
+        stop.require(expected, "waits for gathers", *kinds)
 
     def _updated(self, stop: Stop, visit: _Visit | None) -> tuple[list[int], list[int]]:
         """Returns the chunks to refresh and to gather before a stop because a step has updated them."""

@@ -1,7 +1,7 @@
 """Hierarchical shards, offloading and the home of frozen weights, as ds_config.json asks for them."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,8 +24,10 @@ from ds_lgamp.integrations.deepspeed.model.module import Layout, announced_tenso
 from ds_lgamp.integrations.program_spec import HPZ, MICS, shard_groups
 from ds_lgamp.partition.agreement import everyone, raise_everywhere
 from ds_lgamp.runtime.node import memory_of, node_name
+from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.placement import Placement
-from ds_lgamp.schedule.spec import Hierarchy, Offload, lowest_chunks
+from ds_lgamp.schedule.program import build_program
+from ds_lgamp.schedule.spec import Hierarchy, Offload, ProgramSpec, lowest_chunks
 from ds_lgamp.watch.this_rank import this_rank
 
 Home = Literal["device", "host", "none"]
@@ -142,7 +144,9 @@ def home_of_frozen(settings: LgampConfig, config: Any, layout: Layout, module: P
             f"{given}, but {_words_of(config, _PARAMETERS)}, which says where weights lie that do not train, too; "
             "remove one of them"
         )
-    weights = _frozen_elements(layout, module) * parameter_dtype(config).itemsize
+    weights = (
+        _most_elements(layout, module, range(len(layout.placement)), frozen=True) * parameter_dtype(config).itemsize
+    )
     if not weights:
         return "none"
     memory = _memory_of_a_rank()
@@ -157,15 +161,55 @@ def home_of_frozen(settings: LgampConfig, config: Any, layout: Layout, module: P
     return asked
 
 
-def _frozen_elements(layout: Layout, module: PipelineModule) -> int:
-    """Returns how many frozen elements the pipeline rank with most of them uses. Collective over the pipeline ranks."""
+def regathers_from_host(settings: LgampConfig, zero_stage: int, hierarchy: Hierarchy | None, data_ranks: int) -> bool:
+    """Whether gathered weights wait on the host. Raises ConfigError if ``regather`` means nothing here."""
+    if settings.regather != "host":
+        return False
+    given = f"{BLOCK}.regather is 'host', but"
+    if zero_stage < 3:
+        raise ConfigError(
+            f"{given} zero_optimization.stage is {zero_stage}, which gathers no chunk twice in a step; use stage 3, or "
+            "remove regather"
+        )
+    if hierarchy is not None:
+        key = MICS if hierarchy.replicated else HPZ
+        raise ConfigError(
+            f"{given} zero_optimization.{key} is {hierarchy.node_ranks}, with which gathers stay inside a node; remove "
+            "one of them"
+        )
+    return data_ranks > 1
+
+
+def refuse_large_copies(config: Any, layout: Layout, module: PipelineModule, spec: ProgramSpec, frozen: Home) -> None:
+    """Raises ConfigError on all ranks if the host has no memory for the weights that ``regather`` keeps there.
+    Collective over all ranks.
+
+    Args:
+        spec: the program of a step.
+        frozen: where frozen weights lie.
+    """
+    again = {action.chunk for actions in build_program(spec) for action in actions if action.kind is Kind.STORE_WEIGHTS}
+    kinds = (False,) if frozen != "none" else (False, True)
+    elements = sum(_most_elements(layout, module, again, kind) for kind in kinds)
+    weights, memory = elements * parameter_dtype(config).itemsize, _memory_of_a_rank()["host"]
+    if weights > memory:
+        raise ConfigError(
+            f"{BLOCK}.regather is 'host', but the weights of a rank that a step gathers again take {weights / 1e9:.3g} "
+            f"GB, and the host has {memory / 1e9:.3g} GB for each rank; use 'network', or more pipeline ranks"
+        )
+
+
+def _most_elements(layout: Layout, module: PipelineModule, chunks: Container[int], frozen: bool) -> int:
+    """Returns how many elements of parameters, frozen ones or those that train, ``chunks`` have of the pipeline rank
+    with most of them. Collective over the pipeline ranks."""
     owners: dict[str, set[int]] = {}
     for layer, spec in enumerate(module._layer_specs):
-        owners.setdefault(prefix_of(layer, spec), set()).add(layout.owner(layer))
+        if layout.chunk_of(layer) in chunks:
+            owners.setdefault(prefix_of(layer, spec), set()).add(layout.owner(layer))
     elements = Counter[int]()
     for name, info in announced_tensors(module).items():
-        if info.is_parameter and not info.requires_grad:
-            elements.update(dict.fromkeys(owners[layer_prefix(name)], info.shape.numel()))
+        if info.is_parameter and info.requires_grad != frozen:
+            elements.update(dict.fromkeys(owners.get(layer_prefix(name), ()), info.shape.numel()))
     return max(elements.values(), default=0)
 
 

@@ -44,6 +44,13 @@ def policy_of(
         disk: where a part of the host's part lies; None if nothing does.
     """
     tensors = tensor_group(module)
+    host = None
+    if spec.offload is not None:
+        threads, on_disk = HostThread(device, threads=update_threads()), on_disk_of(config, settings)
+        host = Host(Bus(device, disk=disk), threads, spec.offload.parameters, on_disk, spec.offload.on_device)
+    bus = None
+    if spec.stores_weights:
+        bus = Bus(device, disk=disk) if host is None else host.bus
     return ZeroPolicy(
         data_group,
         spec.zero_stage,
@@ -52,23 +59,17 @@ def policy_of(
         settings.reproducible,
         tensors,
         None if spec.hierarchy is None else node_groups(spec.hierarchy, module._grid.dp_groups),
-        None
-        if spec.offload is None
-        else Host(
-            Bus(device, disk=disk),
-            HostThread(device, threads=update_threads()),
-            spec.offload.parameters,
-            on_disk_of(config, settings),
-            spec.offload.on_device,
-        ),
+        host,
         expert_tensor_group=tensors,
+        bus=bus,
     )
 
 
 def keeping_frozen(policy: ZeroPolicy, home: Home, device: torch.device, disk: Disk | None) -> ZeroPolicy:
     """Returns the policy with frozen units at ``home``, whole on every rank."""
     if home == "host":
-        bus = Bus(device, disk=disk) if policy.host is None else policy.host.bus
+        buses = (policy.bus, None if policy.host is None else policy.host.bus)
+        bus = next(filter(None, buses), None) or Bus(device, disk=disk)
         return policy._replace(frozen_home=Host(bus, HostThread(device), parameters=True))
     return policy if home == "none" else policy._replace(frozen_home=home)
 

@@ -20,7 +20,9 @@ from ds_lgamp.integrations.deepspeed.config.zero import (
     home_of_frozen,
     live_folder,
     offload_of,
+    refuse_large_copies,
     refuse_offloaded_optimizer,
+    regathers_from_host,
     share_of_host,
 )
 from ds_lgamp.integrations.deepspeed.model.module import Layout, announced_tensors, layer_prefix, layout_of, prefix_of
@@ -80,10 +82,14 @@ def plan_training(
     data_ranks = module.topology().get_dim("data")
     trained = first_trained(layout, module)
     others: dict[str, Any] = {"updates": updates, "hierarchy": hierarchy, "offload": offload, "first_trained": trained}
+    others["stores_weights"] = regathers_from_host(settings, zero_stage, hierarchy, data_ranks)
     replicas = lru_cache(maxsize=8)(
         partial(replica_specs, settings, layout.placement, data_ranks, zero_stage, **others)
     )
-    return Plan(layout, replicas, replicas(micro_batches), home_of_frozen(settings, config, layout, module))
+    specs, home = replicas(micro_batches), home_of_frozen(settings, config, layout, module)
+    if others["stores_weights"]:
+        refuse_large_copies(config, layout, module, specs[0], home)
+    return Plan(layout, replicas, specs, home)
 
 
 def _updates(settings: LgampConfig, config: Any, scales_in_step: bool, offload: Offload | None) -> str:

@@ -220,7 +220,7 @@ class Step(NamedTuple):
         step = self.update.memory(held.partition, stage, sharing) if self.tensor_ranks == 1 else None
         memory, disk = self._memory_and_disk(actions, units, size, step)
         update = self.update.traffic(held.partition, stage, sharing, self.settings.reproducible)
-        loads = offload is not None or self.home_of_frozen == "host"
+        loads = offload is not None or self.home_of_frozen == "host" or spec.stores_weights
         bus = bus_bytes(actions, units, offload, sharding, size) if loads else None
         leaves_live_states = self.settings.live_checkpoint is not None
         return RankFacts(

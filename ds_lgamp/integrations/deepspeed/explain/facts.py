@@ -104,9 +104,9 @@ class RankFacts:
     unknown."""
     memory: Memory
     bus_bytes_loaded: int | None = None
-    """Bytes of weights that come from the host; None without offloading, like ``bus_bytes_stored``."""
+    """Bytes of weights that come from the host; None if nothing waits there, like ``bus_bytes_stored``."""
     bus_bytes_stored: int | None = None
-    """Bytes of gradients that go to the host."""
+    """Bytes of gradients, and of gathered weights, that go to the host."""
     disk: DiskUse | None = None
     """What lies on a disk and moves there; None if nothing does."""
     live: LiveUse | None = None
@@ -198,7 +198,7 @@ class Explanation:
 
 _OF_PROGRAM = (
     *("pipeline_ranks", "schedule", "zero_stage", "chunks", "first_trained", "micro_batches", "micro_batch_group"),
-    *("returns_outputs", "resident_chunks", "defers_gathers", "updates"),
+    *("returns_outputs", "resident_chunks", "defers_gathers", "updates", "stores_weights"),
 )
 _PARTS_OF_PROGRAM = ("hierarchy", "offload")
 _OF_SETTINGS = ("pipeline_rank_speeds", "data_rank_speeds", "recompute")

@@ -45,7 +45,7 @@ def _header(facts: Explanation) -> str:
         f"{spec.micro_batches} micro-batches {group}, {spec.resident_chunks} resident chunks, "
         f"recompute {facts.settings.recompute}, optimizer {facts.optimizer}{_UPDATES[spec.updates]}{_on_host(spec)}\n"
         f"{facts.layers} layers in {spec.chunks} chunks{_frozen(spec)}, {facts.parameters:,} parameters{each}"
-        f"{_KEPT[facts.home_of_frozen]}"
+        f"{_KEPT[facts.home_of_frozen]}{', gathered again from the host' if spec.stores_weights else ''}"
         f"{_by_speed(facts)}"
     )
 
@@ -176,6 +176,8 @@ def _shared_table(facts: Explanation) -> str:
 
 def _host_table(facts: Explanation) -> str:
     titles = {kind.name: kind.name.replace("_", " ") for kind in fields(HostMemory)}
+    if not facts.spec.stores_weights:
+        del titles["gathered"]
     return _sizes_table("Memory on the host, each rank", titles, [rank.memory.host for rank in facts.ranks])
 
 

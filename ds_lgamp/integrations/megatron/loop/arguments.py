@@ -41,6 +41,7 @@ REFUSED_KEYS = {
         "but Megatron-LM has a check of its own, unless --no-check-for-nan-in-loss-and-grad is given; remove it",
     ),
     "keep_frozen": ("auto", f"but in Megatron-LM's training loop frozen weights lie as others do; {_WITH_DEEPSPEED}"),
+    "regather": ("network", _ON_THE_DEVICE),
     "offload_activations": ("none", _ON_THE_DEVICE),
     "live_checkpoint": (
         None,

@@ -234,6 +234,10 @@ CONFIGS = {
         {"ds_lgamp": {"keep_frozen": "host"}, "zero_optimization": {"stage": 2}},
         "ds_lgamp.keep_frozen is 'host', but zero_optimization.stage is 2, where every rank has all weights",
     ),
+    "gathered weights on the host below stage 3": (
+        {"ds_lgamp": {"regather": "host"}, "zero_optimization": {"stage": 2}},
+        "ds_lgamp.regather is 'host', but zero_optimization.stage is 2, which gathers no chunk twice in a step; use",
+    ),
     "frozen weights in two places": (
         {
             "ds_lgamp": {"keep_frozen": "device"},

@@ -97,8 +97,8 @@ def intervene_on_one_process(data_ranks):
     return record
 
 
-def intervene(pipeline_ranks, stage, zero=None):
-    engine = engine_of(pipeline_ranks, stage, zero=zero)
+def intervene(pipeline_ranks, stage, zero=None, block=None):
+    engine = engine_of(pipeline_ranks, stage, block=block, zero=zero)
     parameters = list(engine.module.parameters())
     record = {"losses": []}
 

@@ -70,8 +70,8 @@ FACTORS = {
 }
 
 
-def engine_of(case, offload):
-    """Builds an engine. ``offload`` adds keys to zero_optimization."""
+def engine_of(case, offload, **block):
+    """Builds an engine. ``offload`` adds keys to zero_optimization, ``block`` to that of the case."""
     stage, _ = case["kept"]
     training = Training(blocks=5, tied=case["tied"], tuples=False)
     ds_lgamp.install()
@@ -89,15 +89,15 @@ def engine_of(case, offload):
             "gradient_clipping": case["clipping"],
             "zero_optimization": {"stage": stage, **offload},
             **PRECISIONS[case["precision"]],
-            "ds_lgamp": BLOCKS[case["block"]],
+            "ds_lgamp": BLOCKS[case["block"]] | block,
         }
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         return deepspeed.initialize(model=module, optimizer=optimizer, lr_scheduler=scheduler, config=config)[0]
 
 
-def train(case, offload):
+def train(case, offload, **block):
     """Trains, and evaluates in between and at the end."""
-    engine = engine_of(case, offload)
+    engine = engine_of(case, offload, **block)
     numbers = []
     for step in range(STEPS):
         numbers.append(numbers_of_step(engine, step))

@@ -94,13 +94,36 @@ def test_formulas_know_experts_that_ranks_divide(case, updates, imagined_group):
             compare(CASES[case], updates, stage, Offload(*offload), data_group, tie_group, *dtypes, sharing)
 
 
+@pytest.mark.parametrize("case", slow_except(["groups"], [*CASES]))
+@pytest.mark.parametrize("updates", slow_except(["next_step"], ["reduction", "next_step"]))
+def test_formulas_know_gathered_weights_that_wait_on_the_host(case, updates, imagined_group):
+    tie_group = imagined_group(2)
+    for data_ranks, divided in ((3, False), (4, True), (2, True)):
+        data_group = imagined_group(data_ranks)
+        sharing = imagined_group(data_ranks // 2) if divided else None
+        for (stage, *offload), dtypes in product([kept for kept in KEPT if kept[0] == 3], DTYPES):
+            compare(CASES[case], updates, stage, Offload(*offload), data_group, tie_group, *dtypes, sharing, True)
+
+
 def compare(
-    case, updates, stage, offload, data_group, tie_group, dtype, gradient_dtype, communication_dtype, sharing=None
+    case,
+    updates,
+    stage,
+    offload,
+    data_group,
+    tie_group,
+    dtype,
+    gradient_dtype,
+    communication_dtype,
+    sharing=None,
+    stores_weights=False,
 ):
-    spec = spec_of(case, stage, defers_gathers=stage < 3, updates=updates, offload=offload)
+    others = {"updates": updates, "offload": offload, "stores_weights": stores_weights}
+    spec = spec_of(case, stage, defers_gathers=stage < 3, **others)
     actions, bus = build_program(spec)[0], CountedBus()
     host = Host(bus, HostThread(torch.device("cpu")), offload.parameters, on_device=offload.on_device)
-    policy = ZeroPolicy(data_group, stage, gradient_dtype, communication_dtype, host=host)
+    waits = bus if stores_weights else None
+    policy = ZeroPolicy(data_group, stage, gradient_dtype, communication_dtype, host=host, bus=waits)
     partition = partition_of(policy, dtype, tie_group, sharing)
     sizes = SIZES + ([] if sharing is None else sizes_of_experts(data_group.size() // sharing.size()))
     follow(partition, actions, updates)
@@ -138,6 +161,10 @@ def follow(partition, actions, updates, look=lambda: None):
         Kind.WAIT_REDUCE: partition.wait_reduce,
         Kind.STORE: partition.store,
         Kind.WAIT_STORE: partition.wait_store,
+        Kind.STORE_WEIGHTS: partition.store_weights,
+        Kind.WAIT_STORE_WEIGHTS: partition.wait_store_weights,
+        Kind.LOAD_WEIGHTS: partition.load_weights,
+        Kind.WAIT_LOAD_WEIGHTS: partition.wait_load_weights,
     }
     for action in actions:
         if action.kind in run:
