@@ -28,6 +28,7 @@ BLOCK: dict[str, tuple[Any, ...]] = {
     "overlap_update": (True, False),
     "recompute": ("full", "none"),
     "offload_activations": ("none", "cpu"),
+    "regather": ("network", "host"),
     "reproducible": (True, False),
     "nonfinite": ("skip", "abort", "report"),
     "data_rank_speeds": ([1.0], [2]),

@@ -52,6 +52,7 @@ def random_spec(random: Random) -> ProgramSpec:
         recomputes=random.random() < 0.8,
         first_trained=random.randrange(chunks) if random.random() < 0.2 else 0,
         returns_outputs=returns_outputs,
+        stores_weights=zero_stage == 3 and not hierarchical and random.random() < 0.5,
     )
 
 

@@ -96,6 +96,8 @@ def of_case(case: int) -> Training:
         "ds_lgamp": block,
     }
     optimizer = random.choice(("SGD(trained, 0.1)", "SGD(trained, 0.1, momentum=0.5)", "AdamW(trained, 0.01, eps=0.1)"))
+    if config["zero_optimization"] == {"stage": 3} and random.random() < 0.5:
+        block |= {"regather": "host", "resident_chunks": random.choice((1, 2))}
     source = script([WAYS[way] for way in ways], micro_batches, random.randint(3, 5))
     return Training(tuple(ways), source, pipeline_ranks, data_ranks, micro_batches, optimizer, config)
 

@@ -89,9 +89,10 @@ class _Weights:
         self.refreshing = set(brought if self.brought_by is Kind.REFRESH else [])
         self.gathering = set(brought if self.brought_by is Kind.GATHER else [])
         self.resident: set[int] = set()
-        trains = spec.stores_weights and not spec.forward_only
+        self.stores = spec.stores_weights and not spec.forward_only
+        """Whether gathered weights wait on the host."""
         loaded = {action.chunk for stop in stops for action in stop.of(Kind.LOAD_WEIGHTS)}
-        self.needed_again = (set(self.uses) if spec.returns_outputs else loaded) if trains else set()
+        self.needed_again = (set(self.uses) if spec.returns_outputs else loaded) if self.stores else set()
         """Chunks whose gathered weights the host stores."""
         self.stored: set[int] = set()
         """The chunks that were gathered before, if gathered weights wait on the host."""
@@ -157,7 +158,7 @@ class _Weights:
             if chunk in self.needed_again and not again:
                 expected.append(Action(Kind.STORE_WEIGHTS, chunk))
                 self.leaving.add(chunk)
-            if self.spec.stores_weights:
+            if self.stores:
                 self.stored.add(chunk)
         kinds = Kind.WAIT_GATHER, Kind.WAIT_LOAD_WEIGHTS, Kind.STORE_WEIGHTS
         stop.require(expected, "waits for gathers", *kinds)
