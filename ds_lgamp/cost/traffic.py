@@ -3,13 +3,18 @@
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ds_lgamp.cost.activations import ActivationBytes
 from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize, stays
 from ds_lgamp.schedule.actions import PARTITION, RECEIVES, SENDS, Action, Kind
 from ds_lgamp.schedule.placement import Placement
 from ds_lgamp.schedule.spec import Offload
+
+ActivationType = Literal["bf16", "fp8"]
+"""In which type hidden states and their gradients travel between pipeline ranks, if not as they are."""
+FP8_BLOCK = 128
+"""How many elements share a scale in fp8."""
 
 
 @dataclass
@@ -197,6 +202,12 @@ def bus_bytes(
         loaded += size.weights * part * (gathers if offload.parameters else updates)
         stored += size.master * part * updates
     return BusBytes(loaded, stored)
+
+
+def narrow_bytes(elements: int, activation_dtype: ActivationType) -> int:
+    """Returns the bytes that a tensor of so many elements takes in a message, in the type in which hidden states
+    travel: 2 each in bf16; in fp8 1 each, and 4 for every block."""
+    return 2 * elements if activation_dtype == "bf16" else elements + 4 * -(-elements // FP8_BLOCK)
 
 
 def hop_bytes(rank: int, placement: Placement, micro_batches: int, activations: ActivationBytes) -> int:

@@ -1,0 +1,211 @@
+"""With ``activation_dtype``, a pipeline trains as one process that rounds by hand where its ranks meet."""
+
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule
+from torch import nn
+
+import ds_lgamp
+from ds_lgamp.runtime.measure import CollectiveCounter
+from testing.deepspeed_rank import prepare_rank, quiet
+from testing.ranks import run_on_ranks
+from tests.integrations.deepspeed.models import BASE_SEED, build_layers, scaled_weights, seed
+from tests.runtime.assembly import gathered
+from tests.runtime.test_equivalence import relative
+
+SAMPLES, LENGTH, WIDTH, WORDS = 4, 10, 33, 11
+HIDDEN = SAMPLES * LENGTH * WIDTH
+"""Elements of a hidden state: more than 1,024, and no whole number of blocks."""
+MICRO_BATCHES, STEPS, BLOCKS = 4, 3, 6
+
+
+class Begin(nn.Module):
+    """Starts what travels: a hidden state, a mask as long, a bias that trains with a mask in it, and a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.bias = nn.Parameter(torch.randn(16, LENGTH, LENGTH) * 0.3)
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        lowest = torch.finfo(torch.float32).min
+        later = torch.full((LENGTH, LENGTH), lowest).triu(1)
+        # No key is left in the last row: all scores are the lowest number, and none may become infinite.
+        mask = torch.where(torch.arange(LENGTH)[:, None] == LENGTH - 1, lowest, later).expand(16, -1, -1)
+        return self.words(tokens), mask.contiguous(), self.bias.clamp(max=1.0) + later, self.bias.sum(), tokens
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        hidden, mask, bias, total, tokens = inputs
+        queries = self.norm(hidden)
+        scores = queries @ queries.transpose(1, 2)
+        seen = torch.softmax(scores + bias[:SAMPLES], -1) + torch.softmax(mask[:SAMPLES], -1)
+        hidden = hidden + torch.tanh(self.inner(seen @ queries))
+        return hidden, mask, bias, total + hidden.square().mean() * 1e-3, tokens
+
+
+class End(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.head(inputs[0]), inputs[3]
+
+
+def loss_function(outputs: tuple[torch.Tensor, torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(outputs[0].flatten(0, 1), labels.flatten()) + 1e-3 * outputs[1]
+
+
+SPECS = [LayerSpec(Begin), *(LayerSpec(Block) for _ in range(BLOCKS)), LayerSpec(End)]
+
+
+def micro_batch(step: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + index)
+    tokens, labels = torch.randint(0, WORDS, (2, SAMPLES, LENGTH), generator=generator)
+    return tokens, labels
+
+
+def rounded(tensor: torch.Tensor, narrow: str) -> torch.Tensor:
+    """Rounds by hand, one block after another."""
+    if narrow == "bf16":
+        return tensor.bfloat16().float()
+    blocks = []
+    for block in tensor.flatten().split(128):
+        scale = block.abs().max() / 448
+        blocks.append((block / scale if scale > 0 else block).to(torch.float8_e4m3fn).float() * scale)
+    return torch.cat(blocks).view_as(tensor)
+
+
+class Cut(torch.autograd.Function):
+    """Two pipeline ranks meet here."""
+
+    @staticmethod
+    def forward(context: Any, hidden: torch.Tensor, narrow: str) -> torch.Tensor:
+        context.narrow = narrow
+        return rounded(hidden, narrow)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return rounded(gradient, context.narrow), None
+
+
+def reference(narrow: str | None, cuts: list[int], data_ranks: int) -> tuple[list[float], list[dict], float]:
+    """Trains in one process that rounds hidden states before the layers ``cuts``. Returns losses, gradients by step,
+    and the loss of an evaluation, which rounds nothing."""
+    layers, parameters = build_layers(None, SPECS)
+    optimizer = torch.optim.SGD(parameters.values(), lr=0.05)
+
+    def loss_of(step: int, index: int, rounds: bool) -> torch.Tensor:
+        inputs, labels = micro_batch(step, index)
+        for number, layer in enumerate(layers):
+            if rounds and narrow is not None and number in cuts:
+                inputs = Cut.apply(inputs[0], narrow), *inputs[1:]
+            inputs = layer(inputs)
+        return loss_function(inputs, labels)
+
+    losses, gradients, count = [], [], MICRO_BATCHES * data_ranks
+    for step in range(STEPS):
+        shares, total = [], 0.0
+        for rank in range(data_ranks):
+            optimizer.zero_grad()
+            for index in range(rank * MICRO_BATCHES, (rank + 1) * MICRO_BATCHES):
+                loss = loss_of(step, index, True) / count
+                loss.backward()
+                total += loss.item()
+            shares.append({name: parameter.grad.clone() for name, parameter in parameters.items()})
+        # In the order in which ranks add, since the last bit decides how the next step rounds.
+        for name, parameter in parameters.items():
+            parameter.grad = sum((share[name] for share in shares[1:]), shares[0][name].clone())
+        gradients.append({name: parameter.grad.clone() for name, parameter in parameters.items()})
+        losses.append(total)
+        optimizer.step()
+    with torch.no_grad():
+        return losses, gradients, sum(loss_of(99, index, False).item() for index in range(count)) / count
+
+
+def initialize(block: dict, stage: int):
+    prepare_rank()
+    ds_lgamp.install()
+    with quiet():
+        module = PipelineModule(
+            SPECS, num_stages=2, loss_fn=loss_function, seed_layers=True, seed_fn=seed, base_seed=BASE_SEED
+        )
+        scaled_weights(module.named_parameters())
+        config = {
+            "train_micro_batch_size_per_gpu": SAMPLES,
+            "gradient_accumulation_steps": MICRO_BATCHES,
+            "gradient_clipping": 0.0,
+            "zero_optimization": {"stage": stage},
+            "zero_allow_untested_optimizer": True,
+            "ds_lgamp": block,
+        }
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+        return deepspeed.initialize(model=module, config=config, optimizer=optimizer)[0]
+
+
+def batches(step: int, engine: Any) -> Any:
+    first = engine.grid.data_parallel_id * MICRO_BATCHES
+    return iter([micro_batch(step, first + index) for index in range(MICRO_BATCHES)])
+
+
+def cuts_of(engine: Any) -> list[int]:
+    """Returns the first layer of every chunk that follows one of another rank."""
+    layout = engine.module.layout
+    placement = layout.placement
+    return [layout.bounds[chunk] for chunk in range(1, len(placement)) if placement[chunk - 1] != placement[chunk]]
+
+
+def train(block: dict, stage: int) -> tuple[list[float], list[dict], float, list[int], list[tuple[str, int]]]:
+    engine = initialize(block, stage)
+    step_optimizer, gradients, losses = engine.optimizer.step, [], []
+
+    def recording_step() -> None:
+        gradients.append(gathered(engine.optimizer.partition, lambda unit: unit.reduction.shard_gradient))
+        step_optimizer()
+
+    engine.optimizer.step = recording_step
+    for step in range(STEPS):
+        with CollectiveCounter() as counter:
+            losses.append(engine.train_batch(batches(step, engine)).item())
+    evaluation = engine.eval_batch(batches(99, engine)).item()
+    sent = [entry for entry in counter.log if entry[0] == "send"]
+    return losses, gradients, evaluation, cuts_of(engine), sent
+
+
+def check_each(cases: list[tuple[dict, int]], data_ranks: int) -> int:
+    for block, stage in cases:
+        losses, gradients, evaluation, cuts, _ = train(block, stage)
+        expected = reference(block.get("activation_dtype"), cuts, data_ranks)
+        assert losses == pytest.approx(expected[0], rel=1e-6), (block, stage)
+        assert evaluation == pytest.approx(expected[2], rel=1e-6), (block, stage)
+        for step, own in enumerate(gradients):
+            for name, gradient in own.items():
+                wanted = expected[1][step][name]
+                assert relative(gradient - wanted, wanted) < 1e-6, (block, stage, step, name)
+    return len(cases)
+
+
+def cases_of(narrow: str) -> list[tuple[dict, int]]:
+    return [
+        ({"activation_dtype": narrow}, 1),
+        ({"activation_dtype": narrow, "micro_batch_group": 2, "recompute": "none"}, 2),
+        ({"activation_dtype": narrow, "schedule": "1f1b"}, 1),
+        ({"activation_dtype": narrow, "layers_per_chunk": 2, "placement": "contiguous"}, 3),
+        ({"activation_dtype": narrow, "offload_activations": "cpu"}, 3),
+    ]
+
+
+@pytest.mark.parametrize(("narrow", "data_ranks"), [("bf16", 1)])
+def test_a_pipeline_trains_as_one_process_that_rounds_where_ranks_meet(narrow, data_ranks):
+    cases = cases_of(narrow)
+    ranks = 2 * data_ranks
+    assert run_on_ranks(ranks, check_each, cases, data_ranks) == [len(cases)] * ranks
