@@ -214,7 +214,7 @@ def hop_bytes(rank: int, placement: Placement, micro_batches: int, activations: 
     """Returns the bytes of results that a pipeline rank sends to others in a step. Gradients of as many bytes come
     back."""
     return micro_batches * sum(
-        activations.chunks[chunk].result
+        activations.chunks[chunk].message
         for chunk, (own, following) in enumerate(zip(placement, placement[1:]))
         if own == rank != following
     )

@@ -195,7 +195,6 @@ class Ways:
 
     def __init__(self, narrow: ActivationType) -> None:
         self._narrow = narrow
-        self._width = (torch.bfloat16 if narrow == "bf16" else torch.float8_e4m3fn).itemsize
         self._is_mask: dict[tuple[int, int], bool] = {}
         """By chunk and member."""
 
@@ -208,11 +207,27 @@ class Ways:
             return Way.EXACT
         if not member.requires_grad:
             return Way.CONSTANT
-        if member.element_size() <= self._width or member.numel() < LEAST_ELEMENTS:
+        if not could_travel_rounded(member, self._narrow):
             return Way.EXACT
         if (chunk, index) not in self._is_mask:
             self._is_mask[chunk, index] = bool(member.detach().abs().amax() > OF_HIDDEN_STATES)
         return Way.EXACT if self._is_mask[chunk, index] else Way.NARROW
+
+
+def could_travel_rounded(tensor: torch.Tensor, narrow: ActivationType) -> bool:
+    """Whether a ``tensor`` travels rounded unless it is a mask."""
+    width = (torch.bfloat16 if narrow == "bf16" else torch.float8_e4m3fn).itemsize
+    is_hidden = tensor.is_floating_point() and tensor.requires_grad and tensor.numel() >= LEAST_ELEMENTS
+    return is_hidden and tensor.element_size() > width
+
+
+def message_bytes(value: Any, narrow: ActivationType) -> int:
+    """Returns the bytes of the tensors in ``value``, of which some require gradients, in a message. Masks count as if
+    they travelled rounded."""
+    return sum(
+        narrow_bytes(tensor.numel(), narrow) if could_travel_rounded(tensor, narrow) else tensor.nbytes
+        for tensor in as_tuple(value)
+    )
 
 
 def ways_back(value: Tensors, ways: Sequence[Way]) -> tuple[Way, ...]:

@@ -41,6 +41,10 @@ REFUSED_KEYS = {
         "but Megatron-LM has a check of its own, unless --no-check-for-nan-in-loss-and-grad is given; remove it",
     ),
     "keep_frozen": ("auto", f"but in Megatron-LM's training loop frozen weights lie as others do; {_WITH_DEEPSPEED}"),
+    "activation_dtype": (
+        None,
+        f"but in Megatron-LM's training loop hidden states travel in the model's pipeline_dtype; {_WITH_DEEPSPEED}",
+    ),
     "offload_activations": ("none", _ON_THE_DEVICE),
     "live_checkpoint": (
         None,

@@ -9,12 +9,15 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
 import ds_lgamp
+from ds_lgamp.config import ConfigError
+from ds_lgamp.cost.traffic import narrow_bytes
 from ds_lgamp.runtime.measure import CollectiveCounter
 from testing.deepspeed_rank import prepare_rank, quiet
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.models import BASE_SEED, build_layers, scaled_weights, seed
 from tests.runtime.assembly import gathered
 from tests.runtime.test_equivalence import relative
+from tests.slow import slow_except
 
 SAMPLES, LENGTH, WIDTH, WORDS = 4, 10, 33, 11
 HIDDEN = SAMPLES * LENGTH * WIDTH
@@ -204,8 +207,46 @@ def cases_of(narrow: str) -> list[tuple[dict, int]]:
     ]
 
 
-@pytest.mark.parametrize(("narrow", "data_ranks"), [("bf16", 1)])
+@pytest.mark.parametrize(
+    ("narrow", "data_ranks"),
+    slow_except([("bf16", 1)], [(n, w) for n in ("bf16", "fp8") for w in (1, 2)], several=True),
+)
 def test_a_pipeline_trains_as_one_process_that_rounds_where_ranks_meet(narrow, data_ranks):
-    cases = cases_of(narrow)
-    ranks = 2 * data_ranks
+    cases, ranks = cases_of(narrow), 2 * data_ranks
     assert run_on_ranks(ranks, check_each, cases, data_ranks) == [len(cases)] * ranks
+
+
+def bytes_of_messages(narrow: str) -> list[int]:
+    return [size for _, size in train({"activation_dtype": narrow}, 1)[4]]
+
+
+@pytest.mark.parametrize("narrow", ["bf16", "fp8"])
+def test_the_wire_carries_rounded_hidden_states_and_no_gradients_of_constants(narrow):
+    """A result has a mask and a bias with one in fp32, a sum, and token ids of 8 bytes, too, each at a multiple of 16
+    bytes. A gradient has neither mask nor ids."""
+    hidden = -(-narrow_bytes(HIDDEN, narrow) // 16) * 16
+    result, gradient = hidden + 2 * 4 * 16 * LENGTH**2 + 16 + 8 * SAMPLES * LENGTH, hidden + 4 * 16 * LENGTH**2 + 16
+    first, second = run_on_ranks(2, bytes_of_messages, narrow)
+    # Chunk k of six is on rank k mod 2, so that rank 0 sends the results of three and the gradients of two.
+    assert first == [result] * 3 * MICRO_BATCHES + [gradient] * 2 * MICRO_BATCHES
+    assert second == [result] * 2 * MICRO_BATCHES + [gradient] * 3 * MICRO_BATCHES
+
+
+def refusal_of_one_rank() -> str:
+    prepare_rank()
+    with pytest.raises(ConfigError) as error, quiet():
+        deepspeed.initialize(
+            model=nn.Linear(4, 4),
+            model_parameters=nn.Linear(4, 4).parameters(),
+            config={
+                "train_micro_batch_size_per_gpu": 1,
+                "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+                "ds_lgamp": {"activation_dtype": "fp8"},
+            },
+        )
+    return str(error.value)
+
+
+def test_one_pipeline_rank_has_nothing_to_round():
+    expected = "ds_lgamp.activation_dtype is 'fp8', but one pipeline rank sends no hidden states; remove it"
+    assert run_on_ranks(1, refusal_of_one_rank) == [expected]
