@@ -21,7 +21,7 @@ from ds_lgamp.partition.gradient_reduction import ACCUMULATES_IN_OTHER_DTYPES
 from ds_lgamp.schedule.spec import ProgramSpec
 
 SIZE = ModelSize(4, 64, 32, 2)
-HIDDEN = SIZE.micro_batch * SIZE.sequence * SIZE.width
+HIDDEN = SIZE.samples * SIZE.sequence * SIZE.width
 SPEC = ProgramSpec((0, 1, 0, 1), "layered", 4, 4, zero_stage=1)
 """The last chunk turns at once, as in the benchmark."""
 IN_FP32 = SimpleNamespace(
