@@ -3,18 +3,13 @@
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from ds_lgamp.cost.activations import ActivationBytes
 from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize, stays
 from ds_lgamp.schedule.actions import PARTITION, RECEIVES, SENDS, Action, Kind
 from ds_lgamp.schedule.placement import Placement
-from ds_lgamp.schedule.spec import Offload
-
-ActivationType = Literal["bf16", "fp8"]
-"""In which type hidden states and their gradients travel between pipeline ranks, if not as they are."""
-FP8_BLOCK = 128
-"""How many elements share a scale in fp8."""
+from ds_lgamp.schedule.spec import FP8_BLOCK, ActivationType, Offload
 
 
 @dataclass

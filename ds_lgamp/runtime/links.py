@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ds_lgamp.cost.traffic import ActivationType
 from ds_lgamp.partition.collectives import Flight, launched
 from ds_lgamp.runtime.chunk import Tensors, as_tuple, differentiable
 from ds_lgamp.runtime.messages import (
@@ -38,7 +37,7 @@ from ds_lgamp.runtime.messages import (
     ways_back,
 )
 from ds_lgamp.schedule.actions import COMPUTE, Action, Kind
-from ds_lgamp.schedule.spec import SENDS_IN_FLIGHT
+from ds_lgamp.schedule.spec import SENDS_IN_FLIGHT, ActivationType
 
 RESET = "reset the links between batches of other shapes"
 

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ds_lgamp.cost.traffic import FP8_BLOCK, ActivationType, narrow_bytes
+from ds_lgamp.cost.traffic import narrow_bytes
 from ds_lgamp.runtime.chunk import Tensors, as_tuple
+from ds_lgamp.schedule.spec import FP8_BLOCK, ActivationType
 
 HEADER_ELEMENTS = 128
 """Of every header, all int64."""

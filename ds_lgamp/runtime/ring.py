@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_lgamp.cost.traffic import ActivationType
 from ds_lgamp.partition.agreement import own_of_disjoint
 from ds_lgamp.runtime.links import RESET, Endpoint, Ends, Links
+from ds_lgamp.schedule.spec import ActivationType
 
 _KINDS = ("activations", "gradients")
 _HEADER_TAG = len(_KINDS)

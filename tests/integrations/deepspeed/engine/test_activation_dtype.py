@@ -5,6 +5,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
@@ -12,6 +13,7 @@ import ds_lgamp
 from ds_lgamp.config import ConfigError
 from ds_lgamp.cost.traffic import narrow_bytes
 from ds_lgamp.runtime.measure import CollectiveCounter
+from testing import simnccl
 from testing.deepspeed_rank import prepare_rank, quiet
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.models import BASE_SEED, build_layers, scaled_weights, seed
@@ -185,7 +187,9 @@ def train(block: dict, stage: int) -> tuple[list[float], list[dict], float, list
 
 
 def check_each(cases: list[tuple[dict, int]], data_ranks: int) -> int:
-    for block, stage in cases:
+    for seed, (block, stage) in enumerate(cases):
+        if dist.get_backend() == simnccl.NAME:
+            simnccl.deliver("random", seed)
         losses, gradients, evaluation, cuts, _ = train(block, stage)
         expected = reference(block.get("activation_dtype"), cuts, data_ranks)
         assert losses == pytest.approx(expected[0], rel=1e-6), (block, stage)
@@ -208,12 +212,12 @@ def cases_of(narrow: str) -> list[tuple[dict, int]]:
 
 
 @pytest.mark.parametrize(
-    ("narrow", "data_ranks"),
-    slow_except([("bf16", 1)], [(n, w) for n in ("bf16", "fp8") for w in (1, 2)], several=True),
+    ("narrow", "data_ranks", "backend"),
+    slow_except([("bf16", 1, "gloo")], [*product(("bf16", "fp8"), (1, 2), ("gloo", simnccl.NAME))], several=True),
 )
-def test_a_pipeline_trains_as_one_process_that_rounds_where_ranks_meet(narrow, data_ranks):
+def test_a_pipeline_trains_as_one_process_that_rounds_where_ranks_meet(narrow, data_ranks, backend):
     cases, ranks = cases_of(narrow), 2 * data_ranks
-    assert run_on_ranks(ranks, check_each, cases, data_ranks) == [len(cases)] * ranks
+    assert run_on_ranks(ranks, check_each, cases, data_ranks, backend=backend) == [len(cases)] * ranks
 
 
 def bytes_of_messages(narrow: str) -> list[int]:
