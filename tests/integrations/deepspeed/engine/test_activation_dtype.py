@@ -1,5 +1,6 @@
 """With ``activation_dtype``, a pipeline trains as one process that rounds by hand where its ranks meet."""
 
+from itertools import product
 from typing import Any
 
 import deepspeed
@@ -187,9 +188,9 @@ def train(block: dict, stage: int) -> tuple[list[float], list[dict], float, list
 
 
 def check_each(cases: list[tuple[dict, int]], data_ranks: int) -> int:
-    for seed, (block, stage) in enumerate(cases):
+    for number, (block, stage) in enumerate(cases):
         if dist.get_backend() == simnccl.NAME:
-            simnccl.deliver("random", seed)
+            simnccl.deliver("random", number)
         losses, gradients, evaluation, cuts, _ = train(block, stage)
         expected = reference(block.get("activation_dtype"), cuts, data_ranks)
         assert losses == pytest.approx(expected[0], rel=1e-6), (block, stage)
