@@ -107,7 +107,7 @@ class Outgoing:
         spec = MessageSpec.of(value)
         known = None if self.dynamic else self._announced.get((chunk, answered))
         if known is None:
-            if self._ways is not None and answered:
+            if self._ways is not None:
                 spec = MessageSpec.of(value, self._ways.of(chunk, value))
             self._announced[chunk, answered] = spec
             self._headers_in_flight.append(_send(spec.to_header(), self.headers))
@@ -366,7 +366,6 @@ class Links:
             dynamic: whether shapes may differ between micro-batches from now on; None changes nothing.
         """
         self._dynamic = self._dynamic if dynamic is None else dynamic
-        self._ways_back.clear()
         for end in (self._activations_in, self._gradients_in, self._activations_out, self._gradients_out):
             end.reset(self._dynamic)
 
