@@ -242,8 +242,8 @@ def bytes_of_messages(narrow: str) -> list[int]:
 
 @pytest.mark.parametrize("narrow", ["bf16", "fp8"])
 def test_the_wire_carries_rounded_hidden_states_and_no_gradients_of_constants(narrow):
-    """A result has a table, a mask and a bias with one in fp32, a sum, and token ids of 8 bytes, too, each at a multiple
-    of 16 bytes. A gradient has neither table nor mask nor ids."""
+    """A result has a table, a mask and a bias with one in fp32, a sum, and token ids of 8 bytes, too. Each begins at a
+    multiple of 16 bytes. A gradient has neither table nor mask nor ids."""
     hidden, bias = -(-narrow_bytes(HIDDEN, narrow) // 16) * 16, 4 * 16 * LENGTH**2
     result, gradient = hidden + 4 * HIDDEN + 2 * bias + 16 + 8 * SAMPLES * LENGTH, hidden + bias + 16
     first, second = run_on_ranks(2, bytes_of_messages, narrow)
