@@ -46,10 +46,11 @@ def _table(name: str, keys: Sequence[Label], cells: dict[str, _Cell], headings: 
 
 def rounded() -> str:
     """Losses, MB of messages and seconds of a step whose hidden states travel exactly or rounded."""
-    first, last = "loss of the first step", f"mean loss of the last {LAST} of {STEPS} steps"
+    rows, first, last = read("rounded").rows, "loss of the first step", f"mean loss of the last {LAST} of {STEPS} steps"
+    links = {row.config["link"] for row in rows if "link" in row.config}
     cells = {"bytes of messages": median(".2f", MB), "step": with_spread(".2f")}
     return pivot(
-        read("rounded").rows,
+        rows,
         [CONTENDER],
         lambda row: f"{row.config.get('link', row.metric)}",
         lambda rows: cells.get(rows[0].metric, median(".4f"))(rows),
@@ -57,7 +58,7 @@ def rounded() -> str:
             first: "loss, first step",
             last: f"loss, last {LAST} of {STEPS}",
             "bytes of messages": "MB of messages",
-            **{link: f"step, {link}, s" for link in (LOOPBACK, *RATES)},
+            **{link: f"step, {link}, s" for link in (LOOPBACK, *RATES) if link in links},
         },
         numbers_from=1,
     )

@@ -216,10 +216,13 @@ def check_each(cases: list[tuple], data_ranks: int) -> int:
 
 
 def cases_of(narrow: str) -> list[tuple]:
-    """Returns blocks and stages, of which the last freezes the first chunk, whose results then travel exactly."""
+    """Returns blocks and stages, of which the last freezes the first chunk, whose results then travel exactly.
+
+    Data-parallel ranks add in one order in all of them: above stage 1 groups would not, and the last bit of a sum
+    decides how the next step rounds."""
     return [
         ({"activation_dtype": narrow}, 1),
-        ({"activation_dtype": narrow, "micro_batch_group": 2, "recompute": "none"}, 2),
+        ({"activation_dtype": narrow, "micro_batch_group": 2, "recompute": "none"}, 1),
         ({"activation_dtype": narrow, "schedule": "1f1b"}, 1),
         ({"activation_dtype": narrow, "layers_per_chunk": 2, "placement": "contiguous"}, 3),
         ({"activation_dtype": narrow, "offload_activations": "cpu"}, 3),
