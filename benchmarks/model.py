@@ -111,6 +111,18 @@ def micro_batch(size: ModelSize, step: int, index: int) -> tuple[torch.Tensor, t
     return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
 
 
+def predictable(size: ModelSize, step: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Makes a micro-batch as :func:`micro_batch` does, of text that can be learned: three of four tokens follow from
+    the one before."""
+    follows = torch.randperm(size.vocabulary, generator=torch.Generator().manual_seed(0))
+    text, _ = micro_batch(size._replace(sequence=size.sequence + 1), step, index)
+    generator = torch.Generator().manual_seed(100_000 * step + index)
+    text, random = text.clone(), torch.rand(text.shape, generator=generator) < 0.25
+    for place in range(1, text.shape[1]):
+        text[:, place] = torch.where(random[:, place], text[:, place], follows[text[:, place - 1]])
+    return text[:, :-1], text[:, 1:]
+
+
 Reference = Callable[[ModelSize, int, tuple[int, ...]], list[float]]
 """Returns the mean loss of each step in one process without parallelism. Gets the model, the number of data-parallel
 ranks whose micro-batches the process trains, and the micro-batches per data-parallel rank, for every step."""

@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 
 from benchmarks import unlike as unlike_networks
 from benchmarks.record import PART, Row, read
+from benchmarks.rounded import LAST, RATES, STEPS
+from benchmarks.training import LOOPBACK
 from docs.pivot import CONTENDER, Label, by_metric, median, metric, pivot, setting, with_spread
 from docs.tables import MB
 
@@ -40,3 +42,23 @@ def _table(name: str, keys: Sequence[Label], cells: dict[str, _Cell], headings: 
     names = {metric: metric for metric in cells} | headings
     by = [*keys, CONTENDER]
     return pivot(read(name).rows, by, metric, by_metric(cells), names, numbers_from=len(by))
+
+
+def rounded() -> str:
+    """Losses, MB of messages and seconds of a step whose hidden states travel exactly or rounded."""
+    rows, first, last = read("rounded").rows, "loss of the first step", f"mean loss of the last {LAST} of {STEPS} steps"
+    links = {row.config["link"] for row in rows if "link" in row.config}
+    cells = {"bytes of messages": median(".2f", MB), "step": with_spread(".2f")}
+    return pivot(
+        rows,
+        [CONTENDER],
+        lambda row: f"{row.config.get('link', row.metric)}",
+        lambda rows: cells.get(rows[0].metric, median(".4f"))(rows),
+        {
+            first: "loss, first step",
+            last: f"loss, last {LAST} of {STEPS}",
+            "bytes of messages": "MB of messages",
+            **{link: f"step, {link}, s" for link in (LOOPBACK, *RATES) if link in links},
+        },
+        numbers_from=1,
+    )

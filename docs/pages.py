@@ -64,6 +64,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "divided-experts": expert_tables.counts,
         "divided-experts-seconds": expert_tables.seconds,
         "adapters": tables.adapters,
+        "rounded": network_tables.rounded,
         "gathers": tables.gathers,
         "overhead": tables.overhead,
         **{f"growth-{part}": partial(tables.growth, metrics) for part, metrics in tables.GROWTH.items()},

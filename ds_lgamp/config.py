@@ -104,6 +104,11 @@ class LgampConfig(BaseModel):
     """What engine(...) returns in training, if the model is no PipelineModule. loss: only the model's loss, once all
     micro-batches of a step are there. all: all outputs, at once, from which the script computes its loss. Stage 3 then
     gathers for the forward of every call."""
+    activation_dtype: Literal["bf16", "fp8"] | None = None
+    """In which type hidden states and their gradients travel between pipeline ranks, if it is narrower than theirs.
+    bf16: rounded to 16 bits. fp8: rounded to 8 bits (e4m3), with a scale in fp32 for each block of 128 elements. Only
+    tensors that need a gradient and have at least 1,024 elements are rounded, and no masks; evaluation rounds nothing.
+    By default everything travels as it is."""
     offload_activations: Literal["none", "cpu", "nvme"] = "none"
     """cpu: the inputs from which backward passes recompute wait in the host's memory. They leave the device after a
     forward, and come back during the compute before the backward. nvme: they wait on a disk, in the folder nvme_path.
@@ -191,6 +196,11 @@ class LgampConfig(BaseModel):
                 f"recompute is '{self.recompute}', but offload_activations stores what recomputation starts from; use "
                 "'full', or remove offload_activations"
             )
+        if self.activation_dtype is not None and self.reproducible:
+            raise ValueError(
+                f"activation_dtype is '{self.activation_dtype}', which rounds where pipeline ranks meet, but "
+                "reproducible promises the same bits for any number of them; remove one of them"
+            )
         if self.nvme_path is not None and self.offload_activations != "nvme":
             raise ValueError(
                 f"nvme_path is {self.nvme_path!r}, but offload_activations is '{self.offload_activations}'; use "
@@ -217,6 +227,18 @@ class LgampConfig(BaseModel):
         for key in ("model", "blocks", "dummy_inputs"):
             if getattr(self, key) is not None:
                 raise ConfigError(f"{BLOCK}.{key} is set, but {whose} says what its layers are; remove it")
+
+    def refuse_needless_rounding(self, pipeline_ranks: int, half: str | None) -> None:
+        """Raises ConfigError if ``activation_dtype`` would change nothing.
+
+        Args:
+            half: the precision of hidden states if they have 16 bits, such as "fp16"; else None.
+        """
+        given = f"{BLOCK}.activation_dtype is '{self.activation_dtype}'"
+        if self.activation_dtype is not None and pipeline_ranks == 1:
+            raise ConfigError(f"{given}, but one pipeline rank sends no hidden states; remove it")
+        if self.activation_dtype == "bf16" and half is not None:
+            raise ConfigError(f"{given}, but under {half} hidden states have 16 bits already; use 'fp8', or remove it")
 
 
 def read_block(config: dict[str, Any]) -> LgampConfig | None:

@@ -29,6 +29,7 @@ class Layered:
             them.
         zero: further keys of DeepSpeed's ``zero_optimization``.
         offload_activations: value of the configuration key.
+        activation_dtype: value of the configuration key.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Layered:
         defer_gathers: bool = False,
         zero: Mapping[str, Any] = MappingProxyType({}),
         offload_activations: str = "none",
+        activation_dtype: str | None = None,
     ) -> None:
         self.layout = layout
         ds_lgamp.install()
@@ -63,6 +65,7 @@ class Layered:
                 "micro_batch_group": micro_batch_group,
                 "defer_gathers": defer_gathers,
                 "offload_activations": offload_activations,
+                "activation_dtype": activation_dtype,
             },
         }
         with quiet():

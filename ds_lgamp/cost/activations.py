@@ -34,6 +34,14 @@ class ChunkBytes:
     autograd needs it."""
     keeps_result: bool = False
     """Without recomputation: whether autograd keeps the result."""
+    sent: int | None = None
+    """The result as it travels to another rank, if hidden states travel rounded. It is then a copy. Its gradient takes
+    as much."""
+
+    @property
+    def message(self) -> int:
+        """The result in a message to another rank."""
+        return self.result if self.sent is None else self.sent
 
 
 @dataclass(frozen=True)
@@ -130,13 +138,23 @@ class ActivationWalk:
         }
 
     def hold(self, tensor: Tensor, kind: str) -> None:
-        """Adds a holder of ``tensor``. A tensor with several holders counts once, under the kind of the first."""
+        """Adds a holder of ``tensor``. A tensor with several holders counts once, under the kind of the first; what
+        travels rounded is a tensor of its own."""
+        if self.is_rounded(tensor, kind):
+            self.ledger.take(kind, self.size.chunks[tensor[1]].message)
+            return
         holders = self.holders[tensor]
         if not holders:
             self.ledger.take(kind, self.size.chunks[tensor[1]].result)
         holders.append(kind)
 
+    def is_rounded(self, tensor: Tensor, kind: str) -> bool:
+        return kind in ("receives", "sends") and self.size.chunks[tensor[1]].sent is not None
+
     def drop(self, tensor: Tensor, kind: str) -> None:
+        if self.is_rounded(tensor, kind):
+            self.ledger.free(kind, self.size.chunks[tensor[1]].message)
+            return
         holders, amount = self.holders[tensor], self.size.chunks[tensor[1]].result
         counted = holders[0]
         holders.remove(kind)

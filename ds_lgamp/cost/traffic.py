@@ -9,7 +9,7 @@ from ds_lgamp.cost.activations import ActivationBytes
 from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize, stays
 from ds_lgamp.schedule.actions import PARTITION, RECEIVES, SENDS, Action, Kind
 from ds_lgamp.schedule.placement import Placement
-from ds_lgamp.schedule.spec import Offload
+from ds_lgamp.schedule.spec import FP8_BLOCK, ActivationType, Offload
 
 
 @dataclass
@@ -233,11 +233,17 @@ def weights_on_host(
     )
 
 
+def narrow_bytes(elements: int, activation_dtype: ActivationType) -> int:
+    """Returns the bytes that a tensor of so many elements takes in a message, in the type in which hidden states
+    travel: 2 each in bf16; in fp8 1 each, and 4 for every block."""
+    return 2 * elements if activation_dtype == "bf16" else elements + 4 * -(-elements // FP8_BLOCK)
+
+
 def hop_bytes(rank: int, placement: Placement, micro_batches: int, activations: ActivationBytes) -> int:
     """Returns the bytes of results that a pipeline rank sends to others in a step. Gradients of as many bytes come
     back."""
     return micro_batches * sum(
-        activations.chunks[chunk].result
+        activations.chunks[chunk].message
         for chunk, (own, following) in enumerate(zip(placement, placement[1:]))
         if own == rank != following
     )

@@ -104,25 +104,47 @@ def detached(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 
-def partly_cloned(value: Tensors, copies: Callable[[torch.Tensor], bool]) -> Tensors:
-    """Copies the tensors in ``value`` for which ``copies`` holds."""
-    members = tuple(member.clone() if copies(member) else member for member in as_tuple(value))
-    return members if isinstance(value, tuple) else members[0]
-
-
 def detached_outputs(outputs: Any, copies: Callable[[torch.Tensor], bool]) -> Any:
     """Returns ``outputs`` of any structure with their tensors without a graph, and a copy of each tensor for which
     ``copies`` holds."""
     return tree_map_only(torch.Tensor, lambda each: each.detach().clone() if copies(each) else each.detach(), outputs)
 
 
-def as_leaves(inputs: Tensors) -> Tensors:
-    """Returns fresh leaves with the same data, whose gradients can be read after the backward pass."""
-    return tuple(map(_as_leaf, inputs)) if isinstance(inputs, tuple) else _as_leaf(inputs)
+def as_leaves(inputs: Tensors, marked: bool = False) -> Tensors:
+    """Returns fresh leaves with the same data, whose gradients can be read after the backward pass.
+
+    Args:
+        marked: whether only members that require a gradient get one, instead of all floating-point ones.
+    """
+    if isinstance(inputs, tuple):
+        return tuple(_as_leaf(member, marked) for member in inputs)
+    return _as_leaf(inputs, marked)
 
 
-def _as_leaf(member: torch.Tensor) -> torch.Tensor:
-    return member.detach().requires_grad_(member.is_floating_point())
+def _as_leaf(member: torch.Tensor, marked: bool) -> torch.Tensor:
+    return member.detach().requires_grad_(member.requires_grad if marked else member.is_floating_point())
+
+
+def needs_gradient(member: torch.Tensor, marked: bool) -> bool:
+    """Whether a member of a chunk's input gets a gradient: if it is ``marked`` by requiring one, or else if it is a
+    floating-point tensor."""
+    return member.requires_grad if marked else member.is_floating_point()
+
+
+def passed_on(result: Tensors, copies: Callable[[torch.Tensor], bool] | None, marks: bool) -> Tensors:
+    """Returns the tensors in ``result`` without their graph.
+
+    Args:
+        copies: tells which ones to copy.
+        marks: whether those that require a gradient in ``result`` do so again.
+    """
+    value: Tensors = detached(result)
+    if copies is not None:
+        members = tuple(member.clone() if copies(member) else member for member in as_tuple(value))
+        value = members if isinstance(value, tuple) else members[0]
+    for member, source in zip(as_tuple(value), as_tuple(result)) if marks else ():
+        member.requires_grad_(source.requires_grad)
+    return value
 
 
 def _refusal(value: object) -> str:

@@ -18,8 +18,7 @@ from ds_lgamp.runtime.chunk import (
     cloned,
     detached,
     detached_outputs,
-    differentiable,
-    partly_cloned,
+    passed_on,
 )
 from ds_lgamp.runtime.clocks import Stopwatch, Timing
 from ds_lgamp.runtime.graph import (
@@ -30,6 +29,7 @@ from ds_lgamp.runtime.graph import (
     drop_unfinished,
     end_graph,
     end_outputs,
+    gradients_of,
     own_loss,
 )
 from ds_lgamp.runtime.layer_state import Moment
@@ -63,6 +63,8 @@ class Executor:
     ) -> None:
         self.placement, self.rank, alike = position
         self.chunks, self.links = chunks, links
+        self._marked = links.narrow is not None
+        """Whether inputs say which of their tensors need gradients."""
         self.partition, self._owns, self._stored_inputs = storage
         self._calls = calls
         self.draws = Draws(random_sources)
@@ -96,6 +98,7 @@ class Executor:
         self.refuse_after_failure()
         self.links.broken = True
         self._batch = batch
+        self.links.begin(batch.first_trained if batch.training else None)
         self.current, self.program, self.row = None, batch.program, batch.row
         this_rank.whereabouts.place = Place.BATCH
         # TorchScript saves other tensors once it has optimized a function, in its second call.
@@ -181,7 +184,7 @@ class Executor:
         if saved is not None:
             self.draws.forward(chunk, micro_batch)
             state = self.chunks[chunk].state.read()
-            beginning = inputs = as_leaves(inputs) if chunk > 0 else inputs
+            beginning = inputs = as_leaves(inputs, self._marked) if chunk > 0 else inputs
         else:
             self.draws.leave()
             if trains and chunk > 0:
@@ -189,7 +192,7 @@ class Executor:
                 # is copied if its chunk is not recomputed, because that chunk's graph may have saved it.
                 is_own = chunk > batch.first_trained and self.placement[chunk - 1] == self.rank
                 saved_here = is_own and batch.graphs[chunk - 1, micro_batch].saved is None
-                beginning, inputs = begin_graph(cloned(inputs) if saved_here else inputs)
+                beginning, inputs = begin_graph(cloned(inputs) if saved_here else inputs, self._marked)
         hooks = nullcontext() if saved is None else saved.dropped()
         self.doing = "forward"
         with self.timing.time("forward"), torch.set_grad_enabled(trains), hooks:
@@ -218,11 +221,9 @@ class Executor:
             if not batch.training:
                 batch.labels.pop(micro_batch, None)
         else:
-            result = detached(result)
-            if self._owns is not None:
-                # A release frees the chunk's parameters.
-                result = partly_cloned(result, partial(self._owns, chunk))
-            batch.results[Kind.FORWARD, chunk, micro_batch] = result
+            # A release frees the chunk's parameters.
+            owns = None if self._owns is None else partial(self._owns, chunk)
+            batch.results[Kind.FORWARD, chunk, micro_batch] = passed_on(result, owns, self._marked and trains)
 
     def backward(self, action: Action) -> None:
         _, chunk, micro_batch, _ = action
@@ -244,9 +245,7 @@ class Executor:
             # Buffers change back only now, because autograd may have saved them for the backward pass.
             state.write()
         if chunk > batch.first_trained:
-            batch.results[Kind.BACKWARD, chunk, micro_batch] = [
-                torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in differentiable(graph.beginning)
-            ]
+            batch.results[Kind.BACKWARD, chunk, micro_batch] = gradients_of(graph.beginning)
 
     def send_forward(self, action: Action) -> None:
         _, chunk, micro_batch, _ = action
@@ -263,7 +262,8 @@ class Executor:
     def send_backward(self, action: Action) -> None:
         with self._doing("send"):
             self.links.prepare(self.program, self.row)
-            self.links.send_gradients(self._batch.results.pop((Kind.BACKWARD, action.chunk, action.micro_batch)))
+            _, chunk, micro_batch, _ = action
+            self.links.send_gradients(chunk, micro_batch, self._batch.results.pop((Kind.BACKWARD, chunk, micro_batch)))
 
     def receive_backward(self, action: Action) -> None:
         self.links.post_gradients(action.chunk, action.micro_batch)
@@ -336,7 +336,7 @@ class Executor:
         Returns the state of the modules before this call; None if nothing changes it.
         """
         _, chunk, micro_batch, _ = backward
-        inputs = as_leaves(graph.beginning) if chunk > 0 else graph.beginning
+        inputs = as_leaves(graph.beginning, self._marked) if chunk > 0 else graph.beginning
         assert graph.state is not None, "a forward that is recomputed has read the state"
         current = self.chunks[chunk].state.rewind(graph.state)
         with torch.enable_grad(), self.draws.again(chunk, micro_batch) as completely:

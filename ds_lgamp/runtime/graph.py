@@ -14,20 +14,23 @@ from torch.utils._pytree import tree_leaves
 
 from ds_lgamp.partition.bus import Bus, Transfer
 from ds_lgamp.partition.memory import shared_size
-from ds_lgamp.runtime.chunk import Tensors, as_tuple, differentiable
+from ds_lgamp.runtime.chunk import Tensors, as_tuple, differentiable, needs_gradient
 
 
 @torch.enable_grad()
-def begin_graph(inputs: Tensors) -> tuple[Tensors, Tensors]:
+def begin_graph(inputs: Tensors, marked: bool = False) -> tuple[Tensors, Tensors]:
     """Begins a graph at ``inputs``. Returns (leaves, followers), each shaped like ``inputs``.
 
     The gradients of the leaves can be read after the backward pass. Layers compute on the followers, which hold the
     data of ``inputs`` and may be changed in place. No other code may read ``inputs`` from now on.
+
+    Args:
+        marked: whether only members that require a gradient get one, instead of all floating-point ones.
     """
     if isinstance(inputs, tuple):
-        leaves, followers = zip(*map(_begin, inputs)) if inputs else ((), ())
+        leaves, followers = zip(*(_begin(member, marked) for member in inputs)) if inputs else ((), ())
         return tuple(leaves), tuple(followers)
-    return _begin(inputs)
+    return _begin(inputs, marked)
 
 
 def end_graph(result: Tensors) -> list[GradientEdge | None]:
@@ -61,6 +64,14 @@ def backpropagate(ends: Sequence[Any], gradients: Sequence[torch.Tensor | None])
             run_backward(*zip(*starts), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
+def gradients_of(leaves: Tensors) -> list[torch.Tensor | None]:
+    """Returns the gradients of floating-point ``leaves`` after the backward pass; None for one that gets none."""
+    return [
+        torch.zeros_like(leaf) if leaf.grad is None and leaf.requires_grad else leaf.grad
+        for leaf in differentiable(leaves)
+    ]
+
+
 def drop_unfinished() -> None:
     """Frees what a backward pass that failed on this thread has left to do, with the tensors that it holds.
 
@@ -86,8 +97,8 @@ def checked_loss(result: Any) -> torch.Tensor:
     return result
 
 
-def _begin(member: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    if not member.is_floating_point():
+def _begin(member: torch.Tensor, marked: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    if not needs_gradient(member, marked):
         return placeholder(member), member
     leaf = member.detach().requires_grad_()
     # To autograd this is not a view, so layers may change it in place. Its gradient passes through unchanged.

@@ -6,22 +6,38 @@ activation, and the receive is posted once the header has been read.
 
 Headers travel between hosts, so that reading one does not wait for the device.
 
+With a narrow type, hidden states and gradients travel rounded (:mod:`ds_lgamp.runtime.messages`). The header says which
+tensors do. Batches without gradients, as in evaluation, round nothing; the first message of each kind of batch then has
+a header.
+
 Streams that share hardware queues need receives on arrival (:mod:`ds_lgamp.schedule.transfers`). A rank then reads a
 header as soon as it is due, because a message that nobody receives would block the sender's queue.
 """
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from math import inf
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ds_lgamp.partition.collectives import Flight, launched
 from ds_lgamp.runtime.chunk import Tensors, as_tuple, differentiable
-from ds_lgamp.runtime.messages import HEADER_ELEMENTS, MessageSpec, allocate, pack
-from ds_lgamp.schedule.actions import COMPUTE, RECEIVES, Action, Kind
-from ds_lgamp.schedule.spec import SENDS_IN_FLIGHT
+from ds_lgamp.runtime.messages import (
+    HEADER_ELEMENTS,
+    MessageSpec,
+    Place,
+    Way,
+    Ways,
+    allocate,
+    narrowed,
+    pack,
+    refuse_late_gradients,
+    ways_back,
+)
+from ds_lgamp.schedule.actions import COMPUTE, Action, Kind
+from ds_lgamp.schedule.spec import SENDS_IN_FLIGHT, ActivationType
 
 RESET = "reset the links between batches of other shapes"
 
@@ -59,6 +75,7 @@ class Outgoing:
     Args:
         headers: how headers travel.
         on_arrival: whether the peer posts receives when messages arrive, headers or not.
+        narrow: the type in which hidden states travel; None if as they are.
     """
 
     def __init__(
@@ -69,30 +86,46 @@ class Outgoing:
         dynamic: bool,
         on_arrival: bool,
         advice: str,
+        narrow: ActivationType | None = None,
     ) -> None:
-        self.endpoint, self.headers, self.device = endpoint, headers, device
+        self.endpoint, self.headers, self.device, self.narrow = endpoint, headers, device, narrow
         self.dynamic, self.on_arrival, self.advice = dynamic, on_arrival, advice
-        self._announced: dict[int, MessageSpec] = {}
+        self._announced: dict[tuple[int, bool], MessageSpec] = {}
+        self._ways = None if narrow is None else Ways(narrow)
         self._in_flight: deque[tuple[dist.Work, torch.Tensor, Flight | None]] = deque()
         self._headers_in_flight: list[tuple[dist.Work, torch.Tensor]] = []
         self._peer_posts = on_arrival
         """Whether the peer posts receives without being asked. If it posts early, it waits for headers first; sends
         must not wait for it then."""
 
-    def announce(self, chunk: int, value: Tensors) -> None:
+    def announce(self, chunk: int, value: Tensors, answered: bool = True) -> tuple[Way, ...]:
         """Tells the peer the shapes of ``value`` before the first message of ``chunk``; if shapes are dynamic, before
-        every message. Otherwise raises ValueError if a later message has other shapes."""
-        spec = MessageSpec.of(value)
-        known = None if self.dynamic else self._announced.get(chunk)
-        if known is None:
-            self._announced[chunk] = spec
-            self._headers_in_flight.append(_send(spec.to_header(), self.headers))
-        elif known != spec:
-            raise ValueError(f"chunk {chunk} returned {spec.shapes} after {known.shapes}; {self.advice}")
+        every message. Returns how its tensors travel; empty if all do as they are.
 
-    def send(self, tensors: Sequence[torch.Tensor]) -> None:
+        Otherwise raises ValueError if a later message has other shapes, or needs a gradient where the first did not.
+        """
+        spec = MessageSpec.of(value)
+        known = None if self.dynamic else self._announced.get((chunk, answered))
+        if known is None:
+            if self._ways is not None:
+                spec = MessageSpec.of(value, self._ways.of(chunk, value))
+            self._announced[chunk, answered] = spec
+            self._headers_in_flight.append(_send(spec.to_header(), self.headers))
+        elif known[:2] != spec[:2]:
+            raise ValueError(f"chunk {chunk} returned {spec.shapes} after {known.shapes}; {self.advice}")
+        else:
+            refuse_late_gradients(chunk, value, known.ways)
+            spec = known
+        return spec.ways
+
+    def send(self, tensors: Sequence[torch.Tensor | None], ways: Sequence[Way] = ()) -> None:
         """Launches the send of one message. Waits for the oldest messages if too many are under way."""
-        message = pack([tensor.detach() for tensor in tensors], self.device)
+        carried = [
+            narrowed(tensor.detach(), self.narrow) if way is Way.NARROW else tensor.detach()
+            for tensor, way in zip(tensors, ways or [Way.EXACT] * len(tensors))
+            if tensor is not None
+        ]
+        message = pack(carried, self.device)
         flight = launched("send", message.nbytes)
         self._in_flight.append((*_send(message, self.endpoint), flight))
         if self._peer_posts:
@@ -130,50 +163,60 @@ class Incoming:
     Args:
         headers: how headers travel; None if messages of this kind have none.
         on_arrival: whether to read a header as soon as it is due, so that no message waits in line.
+        narrow: the type in which hidden states travel; None if as they are.
     """
 
     def __init__(
-        self, endpoint: Endpoint, device: torch.device, headers: Endpoint | None, dynamic: bool, on_arrival: bool
+        self,
+        endpoint: Endpoint,
+        device: torch.device,
+        headers: Endpoint | None,
+        dynamic: bool,
+        on_arrival: bool,
+        narrow: ActivationType | None = None,
     ) -> None:
-        self.endpoint, self.device, self.headers = endpoint, device, headers
+        self.endpoint, self.device, self.headers, self.narrow = endpoint, device, headers, narrow
         self.dynamic, self.on_arrival = dynamic, on_arrival
-        self._specs: dict[tuple[int, int], MessageSpec] = {}
-        self._line: deque[tuple[int, int]] = deque()
-        self._prepared: dict[tuple[int, int], tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        self._specs: dict[Place, MessageSpec] = {}
+        self._line: deque[Place] = deque()
+        self._prepared: dict[Place, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         """Memory of messages whose receives are posted next."""
-        self._posted: dict[tuple[int, int], tuple[dist.Work, list[torch.Tensor]]] = {}
+        self._posted: dict[Place, tuple[dist.Work, list[torch.Tensor]]] = {}
         self._header: tuple[dist.Work, torch.Tensor] | None = None
 
-    def prepare(self, chunk: int, micro_batch: int) -> None:
+    def prepare(self, place: Place) -> None:
         """Takes the memory of a message that is posted next, if its shapes are known and an earlier send has not."""
-        spec = self._specs.get(self._key(chunk, micro_batch))
-        if spec is not None and (chunk, micro_batch) not in self._prepared:
-            self._prepared[chunk, micro_batch] = allocate(spec, self.device)
+        spec = self._specs.get(self._key(place))
+        if spec is not None and place not in self._prepared:
+            self._prepared[place] = allocate(spec.carried(self.narrow), self.device)
 
-    def post(self, chunk: int, micro_batch: int) -> None:
-        self._line.append((chunk, micro_batch))
+    def post(self, place: Place) -> None:
+        self._line.append(place)
         self._advance()
         while self.on_arrival and self._line:
             self._read_header()
             self._advance()
 
-    def expect(self, chunk: int, micro_batch: int, like: Sequence[torch.Tensor]) -> None:
-        """Makes known that the tensors of a message have the shapes and dtypes of ``like``."""
-        key = self._key(chunk, micro_batch)
+    def expect(self, place: Place, like: Sequence[torch.Tensor], ways: tuple[Way, ...] = ()) -> None:
+        """Makes known that the tensors of a message have the shapes and dtypes of ``like``, and travel in these
+        ways."""
+        key = self._key(place)
         if key not in self._specs:
-            self._specs[key] = MessageSpec.of(tuple(like))
+            self._specs[key] = MessageSpec.of(tuple(like), ways)
             self._advance()
 
-    def take(self, chunk: int, micro_batch: int) -> Tensors:
-        """Waits for a posted message and returns it."""
-        while (chunk, micro_batch) not in self._posted:
+    def take(self, place: Place) -> tuple[Any, tuple[Way, ...]]:
+        """Waits for a posted message. Returns it, with None for absent tensors, and how its tensors travelled; empty if
+        all as they are."""
+        while place not in self._posted:
             self._read_header()
             self._advance()
-        work, tensors = self._posted.pop((chunk, micro_batch))
+        work, tensors = self._posted.pop(place)
         _wait(work, self.endpoint.peer)
-        key = self._key(chunk, micro_batch)
+        key = self._key(place)
         spec = self._specs.pop(key) if self.dynamic else self._specs[key]
-        return tuple(tensors) if spec.is_tuple else tensors[0]
+        members = tuple(spec.restored(tensors, self.narrow))
+        return members if spec.is_tuple else members[0], spec.ways
 
     def reset(self, dynamic: bool) -> None:
         """Forgets the shapes of messages."""
@@ -181,20 +224,21 @@ class Incoming:
         self._specs.clear()
         self._prepared.clear()
 
-    def _key(self, chunk: int, micro_batch: int) -> tuple[int, int]:
-        return chunk, micro_batch if self.dynamic else 0
+    def _key(self, place: Place) -> Place:
+        return place if self.dynamic else place._replace(micro_batch=0)
 
     def _advance(self) -> None:
         """Posts the receives in line, up to the first of unknown shapes."""
         while self._line:
-            spec = self._specs.get(self._key(*self._line[0]))
+            spec = self._specs.get(self._key(self._line[0]))
             if spec is None:
                 if self.headers is not None and self._header is None:
                     header = torch.empty(HEADER_ELEMENTS, dtype=torch.int64, device="cpu")
                     self._header = _receive(header, self.headers), header
                 return
             place = self._line.popleft()
-            message, tensors = self._prepared.pop(place) if place in self._prepared else allocate(spec, self.device)
+            carried = spec.carried(self.narrow)
+            message, tensors = self._prepared.pop(place) if place in self._prepared else allocate(carried, self.device)
             self._posted[place] = _receive(message, self.endpoint), tensors
 
     def _read_header(self) -> None:
@@ -202,7 +246,7 @@ class Incoming:
         work, header = self._header
         _wait(work, self.headers.peer)
         self._header = None
-        self._specs[self._key(*self._line[0])] = MessageSpec.from_header(header)
+        self._specs[self._key(self._line[0])] = MessageSpec.from_header(header)
 
 
 class Links:
@@ -212,6 +256,7 @@ class Links:
         dynamic: whether the shapes of a chunk's results may differ between micro-batches.
         on_arrival: whether programs post receives on arrival.
         advice: the fix that the error names if shapes differ unexpectedly.
+        narrow: the type in which hidden states and their gradients travel; None if as they are.
     """
 
     def __init__(
@@ -221,15 +266,29 @@ class Links:
         dynamic: bool = False,
         on_arrival: bool = False,
         advice: str = RESET,
+        narrow: ActivationType | None = None,
     ) -> None:
+        self.narrow = narrow
+        self._first_answered: float = 0
+        self._ways_back: dict[tuple[int, int], tuple[Way, ...]] = {}
+        """How the gradients of inputs travel, by chunk and micro-batch, from their receipt until they leave."""
         self._dynamic = dynamic
         self._on_arrival = on_arrival
         self.broken = False
         """Whether a batch runs or failed. Messages of a failed one may be under way that nobody will take."""
-        self._activations_in = Incoming(ends.activations_in, device, ends.headers_in, dynamic, on_arrival)
-        self._activations_out = Outgoing(ends.activations_out, ends.headers_out, device, dynamic, on_arrival, advice)
-        self._gradients_in = Incoming(ends.gradients_in, device, None, dynamic, on_arrival)
-        self._gradients_out = Outgoing(ends.gradients_out, ends.headers_out, device, dynamic, on_arrival, advice)
+        self._activations_in = Incoming(ends.activations_in, device, ends.headers_in, dynamic, on_arrival, narrow)
+        self._activations_out = Outgoing(
+            ends.activations_out, ends.headers_out, device, dynamic, on_arrival, advice, narrow
+        )
+        self._gradients_in = Incoming(ends.gradients_in, device, None, dynamic, on_arrival, narrow)
+        self._gradients_out = Outgoing(
+            ends.gradients_out, ends.headers_out, device, dynamic, on_arrival, advice, narrow
+        )
+
+    def begin(self, first_answered: int | None) -> None:
+        """Begins a batch, or a part of one. Results of ``first_answered`` and later chunks get gradients; with None,
+        none does."""
+        self._first_answered = inf if first_answered is None else first_answered
 
     @property
     def neighbours(self) -> tuple[int, int]:
@@ -248,38 +307,50 @@ class Links:
             return
         for later in range(row + 1, len(program)):
             following = program[later]
-            if following.kind in RECEIVES:
-                activations = following.kind is Kind.RECV_FORWARD
-                (self._activations_in if activations else self._gradients_in).prepare(
-                    following.chunk, following.micro_batch
-                )
+            if following.kind is Kind.RECV_FORWARD:
+                self._activations_in.prepare(self._input_of(following.chunk, following.micro_batch))
+            elif following.kind is Kind.RECV_BACKWARD:
+                self._gradients_in.prepare(Place(following.chunk, following.micro_batch))
             elif following.kind in COMPUTE or following.kind is Kind.RETURN:
                 return
 
     def post_activations(self, chunk: int, micro_batch: int) -> None:
-        self._activations_in.post(chunk, micro_batch)
+        self._activations_in.post(self._input_of(chunk, micro_batch))
 
     def take_activations(self, chunk: int, micro_batch: int) -> Tensors:
-        """Waits for the input of ``chunk`` and returns it, as the previous chunk returned it."""
-        return self._activations_in.take(chunk, micro_batch)
+        """Waits for the input of ``chunk`` and returns it, as the previous chunk returned it. With a narrow type, its
+        tensors require gradients where those of the previous chunk do."""
+        place = self._input_of(chunk, micro_batch)
+        value, ways = self._activations_in.take(place)
+        if self.narrow is not None and place.answered:
+            back = self._ways_back[chunk, micro_batch] = ways_back(value, ways)
+            for row, member in enumerate(differentiable(value)):
+                member.requires_grad_(not back or back[row] is not Way.ABSENT)
+        return value
+
+    def _input_of(self, chunk: int, micro_batch: int) -> Place:
+        return Place(chunk, micro_batch, self.narrow is None or chunk > self._first_answered)
 
     def send_activations(self, chunk: int, micro_batch: int, value: Tensors, answered: bool) -> None:
         """Sends the result of ``chunk``. ``answered`` says whether its gradients come back; in evaluation they do
         not."""
-        self._activations_out.announce(chunk, value)
-        self._activations_out.send(as_tuple(value))
+        ways = self._activations_out.announce(chunk, value, self.narrow is None or answered)
+        self._activations_out.send(as_tuple(value), ways)
         if answered:
-            self._gradients_in.expect(chunk, micro_batch, differentiable(value))
+            self._gradients_in.expect(Place(chunk, micro_batch), differentiable(value), ways_back(value, ways))
 
     def post_gradients(self, chunk: int, micro_batch: int) -> None:
-        self._gradients_in.post(chunk, micro_batch)
+        self._gradients_in.post(Place(chunk, micro_batch))
 
-    def take_gradients(self, chunk: int, micro_batch: int) -> tuple[torch.Tensor, ...]:
-        """Waits for the gradients of the result of ``chunk``, one for every floating-point tensor."""
-        return as_tuple(self._gradients_in.take(chunk, micro_batch))
+    def take_gradients(self, chunk: int, micro_batch: int) -> tuple[torch.Tensor | None, ...]:
+        """Waits for the gradients of the result of ``chunk``, one for every floating-point tensor. It is None if the
+        tensor needed none."""
+        gradients, _ = self._gradients_in.take(Place(chunk, micro_batch))
+        return gradients
 
-    def send_gradients(self, gradients: Sequence[torch.Tensor]) -> None:
-        self._gradients_out.send(gradients)
+    def send_gradients(self, chunk: int, micro_batch: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Sends the gradients of the input of ``chunk``, as :meth:`take_gradients` returns them."""
+        self._gradients_out.send(gradients, self._ways_back.pop((chunk, micro_batch), ()))
 
     def drain(self) -> None:
         """Waits for all sends under way."""

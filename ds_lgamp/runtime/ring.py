@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ds_lgamp.partition.agreement import own_of_disjoint
 from ds_lgamp.runtime.links import RESET, Endpoint, Ends, Links
+from ds_lgamp.schedule.spec import ActivationType
 
 _KINDS = ("activations", "gradients")
 _HEADER_TAG = len(_KINDS)
@@ -33,6 +34,7 @@ def ring_links(
     hosts: dist.ProcessGroup | None = None,
     dynamic: bool = False,
     advice: str = RESET,
+    narrow: ActivationType | None = None,
 ) -> Links:
     """Creates the links of this rank in its pipeline. Collective over all ranks.
 
@@ -41,6 +43,7 @@ def ring_links(
         hosts: a group of all ranks on gloo, which carries headers; default the default group.
         dynamic: whether the shapes of a chunk's results may differ between micro-batches.
         advice: the fix that the error names if shapes differ unexpectedly.
+        narrow: the type in which hidden states and their gradients travel; None leaves them as they are.
     """
     own = dist.get_rank()
     pipeline = next(list(ranks) for ranks in pipelines if own in ranks)
@@ -57,7 +60,8 @@ def ring_links(
         ends[f"{kind}_in"] = Endpoint(previous, before, tag) if forward else Endpoint(following, after, tag)
         ends[f"{kind}_out"] = Endpoint(following, after, tag) if forward else Endpoint(previous, before, tag)
     headers_in, headers_out = (Endpoint(peer, hosts, _HEADER_TAG) for peer in (previous, following))
-    return Links(device, Ends(**ends, headers_in=headers_in, headers_out=headers_out), dynamic, on_arrival, advice)
+    all_ends = Ends(**ends, headers_in=headers_in, headers_out=headers_out)
+    return Links(device, all_ends, dynamic, on_arrival, advice, narrow)
 
 
 def edge_colours(pipelines: Sequence[Sequence[int]]) -> list[list[Edge]]:

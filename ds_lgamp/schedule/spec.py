@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ds_lgamp.schedule.actions import Action, Kind, Segments, joined
 from ds_lgamp.schedule.orders import (
@@ -17,6 +17,10 @@ from ds_lgamp.schedule.orders import (
 )
 from ds_lgamp.schedule.placement import Placement, place_chunks
 
+ActivationType = Literal["bf16", "fp8"]
+"""In which type hidden states and their gradients travel between pipeline ranks, if not as they are."""
+FP8_BLOCK = 128
+"""How many elements share a scale in fp8."""
 SENDS_IN_FLIGHT = 2
 """How many messages of one kind on one link may be under way before the sender waits for the oldest. A rank that posts
 receives early has more of them posted, so the wait is short."""

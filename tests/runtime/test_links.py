@@ -59,3 +59,12 @@ def test_a_send_that_fails_names_the_rank_at_the_other_end(monkeypatch):
     monkeypatch.setattr(links.dist, "isend", fail)
     with pytest.raises(LinkError, match=r"^the link to rank 1 failed: Connection closed by peer$"):
         outgoing(on_arrival=False).send([torch.zeros(2)])
+
+
+def test_a_tensor_that_needs_a_gradient_too_late_is_refused(awaited):
+    """The peer was told that none comes back."""
+    endpoint = Endpoint(1, None, 0)
+    link = Outgoing(endpoint, endpoint, CPU, False, False, "set dynamic_shape", "fp8")
+    link.announce(3, torch.zeros(2, 700))
+    with pytest.raises(ValueError, match=r"chunk 3 returned a tensor of \[2, 700\] that needs a gradient, after one"):
+        link.announce(3, torch.zeros(2, 700, requires_grad=True))

@@ -67,10 +67,11 @@ def test_memory_is_taken_once_and_goes_with_the_shapes(monkeypatch):
     taken = []
     monkeypatch.setattr(links, "allocate", lambda *given: taken.append(given))
     incoming = links.Incoming(links.Endpoint(0, None, 0), torch.device("cpu"), None, False, True)
-    incoming.expect(0, 0, [torch.zeros(2)])
+    place = links.Place(0, 0)
+    incoming.expect(place, [torch.zeros(2)])
     # Ahead of two sends that follow each other.
-    incoming.prepare(0, 0)
-    incoming.prepare(0, 0)
+    incoming.prepare(place)
+    incoming.prepare(place)
     assert len(taken) == len(incoming._prepared) == 1
     incoming.reset(False)
     assert not incoming._prepared

@@ -4,10 +4,11 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
+import torch
 from deepspeed.runtime.pipe.module import PipelineModule
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
-from ds_lgamp.integrations.deepspeed.config.precision import checks_overflow
+from ds_lgamp.integrations.deepspeed.config.precision import checks_overflow, parameter_dtype
 from ds_lgamp.integrations.deepspeed.config.run_checks import (
     refuse_irreproducible,
     refuse_overlapped_update,
@@ -71,6 +72,8 @@ def plan_training(
     refuse_unsupported(config, module, optimizer)
     if offload is not None:
         refuse_offloaded_optimizer(config, optimizer)
+    half = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(parameter_dtype(config))
+    settings.refuse_needless_rounding(module.num_stages, half)
     refuse_irreproducible(settings, config, module)
     refuse_overlapped_update(settings, config, optimizer)
     layout = layout_of(settings, module, partition_method)

@@ -212,7 +212,7 @@ class Training:
         before_layer = before_layers(module, settings.reproducible, sources, lambda: door.global_steps)
         between_layers = laid_out if settings.reproducible else None
         after_layer = None if self.check is None else self.check.seen.after_layer
-        stored_inputs = None
+        stored_inputs, shapes = None, (module.dynamic_shape, door.shapes_advice)
         if settings.offload_activations != "none":
             bus = self.partition.bus or Bus(self.device, disk=self._disk)
             stored_inputs = StoredInputs(bus, on_disk=settings.offload_activations == "nvme")
@@ -223,7 +223,7 @@ class Training:
                 for chunk, functions in module.chunk_functions.items()
             },
             Storage(self.partition, self.partition.owns if self.partition.frees_weights else None, stored_inputs),
-            ring_links(self.grid.pipe_groups, self.device, host_group(), module.dynamic_shape, door.shapes_advice),
+            ring_links(self.grid.pipe_groups, self.device, host_group(), *shapes, settings.activation_dtype),
             Calls(door.loss_of, self._step, door.optimizer.update, self._loss_gradient),
             # Seeded before every layer, generators need not be restored.
             [] if settings.reproducible else sources,

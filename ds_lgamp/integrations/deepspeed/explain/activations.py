@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,9 +24,9 @@ from ds_lgamp.integrations.deepspeed.model.construction import places_of_tensors
 from ds_lgamp.integrations.deepspeed.model.module import function_of
 from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources, switch_on
 from ds_lgamp.partition.gradient_reduction import ACCUMULATES_IN_OTHER_DTYPES
-from ds_lgamp.runtime.chunk import Chunk, differentiable
+from ds_lgamp.runtime.chunk import Chunk, cloned, differentiable, passed_on
 from ds_lgamp.runtime.measure import CollectiveCounter, chunk_bytes
-from ds_lgamp.runtime.messages import laid_out
+from ds_lgamp.runtime.messages import laid_out, message_bytes
 from ds_lgamp.runtime.recompute import read_states, undisturbed
 from ds_lgamp.schedule.spec import ProgramSpec
 
@@ -79,7 +80,7 @@ def measure_activations(
         with undisturbed(sources), FakeTensorMode(allow_non_fake_inputs=True), faked(layers, config, device):
             fake = _fake_data(inputs, device, input_dtype(config)), _fake_data(labels, device)
             with _Draws() as draws:
-                measured = _chunks(module, layers, bounds, fake, spec, settings.reproducible)
+                measured = _chunks(module, layers, bounds, fake, spec, settings)
                 chunks, flops, all_to_all = map(list, zip(*measured))
     except Exception as error:
         raise UnknownActivations(f"a layer does not work on tensors without values ({_first_line(error)})") from None
@@ -101,13 +102,13 @@ def _chunks(
     bounds: Sequence[int],
     data: tuple[Any, Any],
     spec: ProgramSpec,
-    reproducible: bool,
+    settings: LgampConfig,
 ) -> Iterator[tuple[ChunkBytes, int, int]]:
     """Yields the bytes of every chunk, the floating-point operations of its forward, and the bytes that its all-to-alls
     send."""
     functions = [function_of(spec, layer) for spec, layer in zip(module._layer_specs, layers)]
     last, (inputs, labels) = len(bounds) - 2, data
-    between_layers = laid_out if reproducible else None
+    between_layers = laid_out if settings.reproducible else None
     for chunk in range(last + 1):
         own = slice(bounds[chunk], bounds[chunk + 1])
         whole = Chunk(functions[own], bounds[chunk], between_layers=between_layers)
@@ -125,6 +126,10 @@ def _chunks(
                 is_first=chunk == 0,
                 recompute=spec.is_recomputed(chunk),
             )
+        if settings.activation_dtype is not None and spec.first_trained <= chunk < last:
+            with torch.enable_grad():
+                result = passed_on(compute(cloned(inputs)), None, marks=True)
+            taken = replace(taken, sent=message_bytes(result, settings.activation_dtype))
         yield taken, counter.get_total_flops(), sent.bytes_sent["all_to_all"]
         inputs = result
 

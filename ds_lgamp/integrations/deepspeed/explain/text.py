@@ -127,8 +127,13 @@ def _traffic_table(facts: Explanation) -> str:
         if rank.bus_bytes_loaded is not None and rank.bus_bytes_stored is not None:
             sent += [with_bytes(rank.bus_bytes_loaded), with_bytes(rank.bus_bytes_stored)]
         rows.append([rank.pipeline_rank, *counts, *sent])
+    rounds = facts.settings.activation_dtype is not None and facts.ranks[0].hop_bytes is not None
+    if rounds:
+        for row, rank in zip(rows, facts.ranks):
+            row.append(with_bytes(rank.hop_bytes or 0))
     titles += [*between, "collectives send", *(["between nodes"] if between else [])]
     titles += ["from the host", "to the host"] if facts.ranks[0].bus_bytes_loaded is not None else []
+    titles += [f"results in {facts.settings.activation_dtype}"] if rounds else []
     return "Each step, each rank\n" + table(titles, rows)
 
 

@@ -42,6 +42,10 @@ REFUSED_KEYS = {
     ),
     "keep_frozen": ("auto", f"but in Megatron-LM's training loop frozen weights lie as others do; {_WITH_DEEPSPEED}"),
     "regather": ("network", _ON_THE_DEVICE),
+    "activation_dtype": (
+        None,
+        f"but in Megatron-LM's training loop hidden states travel in the model's pipeline_dtype; {_WITH_DEEPSPEED}",
+    ),
     "offload_activations": ("none", _ON_THE_DEVICE),
     "live_checkpoint": (
         None,

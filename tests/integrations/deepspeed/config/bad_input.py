@@ -27,6 +27,14 @@ BLOCKS = {
         {"recompute": "selective"},
         "ds_lgamp.recompute is 'selective', but no layer of the model offers it: give layers an attribute",
     ),
+    "rounding that depends on the pipeline ranks": (
+        {"activation_dtype": "fp8", "reproducible": True},
+        "activation_dtype is 'fp8', which rounds where pipeline ranks meet, but reproducible promises the same bits",
+    ),
+    "an unknown type of activations": (
+        {"activation_dtype": "int8"},
+        "ds_lgamp.activation_dtype is 'int8': input should be 'bf16' or 'fp8'",
+    ),
     "a group of no micro-batch": ({"micro_batch_group": 0}, "ds_lgamp.micro_batch_group is 0"),
     "enabled as text": ({"enabled": "yes"}, "ds_lgamp.enabled is 'yes': input should be a valid boolean"),
     "no object": ("layered", "ds_lgamp is 'layered'; it must be an object"),
@@ -229,6 +237,10 @@ CONFIGS = {
     "inputs on a disk without a path": (
         {"ds_lgamp": {"offload_activations": "nvme"}},
         "ds_lgamp.offload_activations is 'nvme', but ds_lgamp.nvme_path is missing; write a folder on the disk",
+    ),
+    "hidden states of 16 bits in 16 bits": (
+        {"ds_lgamp": {"activation_dtype": "bf16"}, "bf16": {"enabled": True}},
+        "ds_lgamp.activation_dtype is 'bf16', but under bf16 hidden states have 16 bits already; use 'fp8', or remove",
     ),
     "frozen weights that stay below stage 3": (
         {"ds_lgamp": {"keep_frozen": "host"}, "zero_optimization": {"stage": 2}},

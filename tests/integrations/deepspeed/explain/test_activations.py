@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 from benchmarks.memory import activation_bytes
 from benchmarks.model import Block, ModelSize, loss_function, micro_batch
 from ds_lgamp.config import LgampConfig
+from ds_lgamp.cost.traffic import hop_bytes
 from ds_lgamp.integrations.deepspeed.explain.activations import (
     UnknownActivations,
     first_micro_batch,
@@ -20,6 +21,7 @@ from ds_lgamp.partition.gradient_reduction import ACCUMULATES_IN_OTHER_DTYPES
 from ds_lgamp.schedule.spec import ProgramSpec
 
 SIZE = ModelSize(4, 64, 32, 2)
+HIDDEN = SIZE.samples * SIZE.sequence * SIZE.width
 SPEC = ProgramSpec((0, 1, 0, 1), "layered", 4, 4, zero_stage=1)
 """The last chunk turns at once, as in the benchmark."""
 IN_FP32 = SimpleNamespace(
@@ -49,6 +51,26 @@ def test_fake_tensors_tell_what_the_benchmark_measures_with_real_ones(recompute)
         "the layers have other parameters"
     )
     assert not any(isinstance(weight, torch._subclasses.FakeTensor) for weight in weights)
+
+
+@pytest.mark.parametrize(("narrow", "sent"), [("bf16", 2 * HIDDEN), ("fp8", HIDDEN + 4 * HIDDEN // 128)])
+def test_hidden_states_that_travel_rounded_are_messages_of_fewer_bytes(narrow, sent):
+    blocks = [Block(index, SIZE) for index in range(SIZE.blocks)]
+    plain, rounded = (
+        measured(blocks, micro_batch(SIZE, 0, 0), settings=settings)
+        for settings in (LgampConfig(), LgampConfig(activation_dtype=narrow))
+    )
+    assert [chunk.sent for chunk in rounded.chunks] == [sent, sent, sent, None]
+    assert [replace(chunk, sent=None) for chunk in rounded.chunks] == plain.chunks
+    assert [hop_bytes(rank, SPEC.placement, 4, plain) for rank in (0, 1)] == [2 * 4 * 4 * HIDDEN, 4 * 4 * HIDDEN]
+    assert [hop_bytes(rank, SPEC.placement, 4, rounded) for rank in (0, 1)] == [2 * 4 * sent, 4 * sent]
+    frozen = measured(
+        blocks,
+        micro_batch(SIZE, 0, 0),
+        settings=LgampConfig(activation_dtype=narrow),
+        spec=replace(SPEC, first_trained=2),
+    )
+    assert [chunk.sent for chunk in frozen.chunks] == [None, None, sent, None]
 
 
 def test_layers_that_draw_are_noticed_and_draw_nothing():

@@ -35,6 +35,7 @@ UNUSUAL_CONFIG = {
     "optimizer": {"type": "Adam", "params": {"lr": 0.1, "torch_adam": True}},
     "ds_lgamp": {"layers_per_chunk": 1, "micro_batch_group": 2},
 }
+ROUNDED_CONFIG = {**UNUSUAL_CONFIG, "ds_lgamp": {**UNUSUAL_CONFIG["ds_lgamp"], "activation_dtype": "fp8"}}
 WITHOUT_OPTIMIZER = {key: value for key, value in UNUSUAL_CONFIG.items() if key != "optimizer"}
 MODEL_CONFIG = {**BATCH, "zero_optimization": {"stage": 3}, "ds_lgamp": {"pipeline_ranks": 2}}
 INSIDE_CONFIG = {**MODEL_CONFIG, "ds_lgamp": {"pipeline_ranks": 2, "model": "inside"}}
@@ -54,7 +55,7 @@ def explained(tmp_path_factory):
         "json": ["--ranks", "4", "--json", *on_example(folder, "json", LAYERED)],
         "unusual": ["--json", str(folder / "unusual.py"), json.dumps(UNUSUAL_CONFIG)],
         "data": ["--json", str(folder / "data.py"), json.dumps(UNUSUAL_CONFIG), "patient"],
-        "data in words": [str(folder / "data.py"), json.dumps(UNUSUAL_CONFIG), "patient"],
+        "data in words": [str(folder / "data.py"), json.dumps(ROUNDED_CONFIG), "patient"],
         "model": ["--ranks", "4", "--json", str(folder / "model.py"), json.dumps(MODEL_CONFIG), "as it is"],
         "by hand": ["--ranks", "4", "--json", str(folder / "model.py"), json.dumps(BY_HAND_CONFIG), "by hand"],
         "experts": ["--ranks", "4", str(folder / "model.py"), json.dumps(MODEL_CONFIG), "experts"],
@@ -321,6 +322,10 @@ def test_with_training_data_the_peak_has_activations(explained):
     assert min(first[kind] for kind in ("receives", "sends", "working")) >= result
     words = explained["data in words"].output
     assert "Memory of activations, each rank" in words and "The peak includes their bytes." in words
+    # Messages of 64 elements are too small to be rounded. Rank 0 sends 8 of them to the next rank, rank 1 sends 4.
+    title, *rows = words.partition("Each step, each rank\n")[2].splitlines()[:3]
+    assert title.endswith("results in fp8")
+    assert [row.endswith(sent) for row, sent in zip(rows, ("  1.02 kB", "  512 B"), strict=True)] == [True, True]
 
 
 def test_a_model_of_transformers_is_explained_as_a_pipeline_of_its_layers(explained):

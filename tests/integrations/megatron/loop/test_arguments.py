@@ -146,6 +146,10 @@ OF_BLOCKS = [
     ({"overlap_update": True}, "overlap_update is True, but Megatron-LM's own optimizer"),
     ({"nonfinite": "skip"}, "nonfinite is 'skip', but Megatron-LM has a check of its own, unless --no-check-for-nan"),
     ({"live_checkpoint": "live"}, "live_checkpoint is 'live', but Megatron-LM has .*set --save and --save-interval"),
+    (
+        {"activation_dtype": "fp8"},
+        "activation_dtype is 'fp8', but in Megatron-LM's training loop hidden states",
+    ),
     ({"offload_activations": "cpu"}, "offload_activations is 'cpu', but in Megatron-LM's training loop"),
     ({"placement": "contiguous"}, "placement is 'contiguous', but Megatron-core's chunks are modular"),
     ({"chunks_per_rank": 5}, "chunks_per_rank is 5: 2 pipeline ranks would need 10 layers, the model has 8"),
