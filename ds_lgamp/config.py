@@ -68,6 +68,8 @@ class LgampConfig(BaseModel):
     none: ranks shard and gather them as weights that train. auto: on the device if they take a quarter of its memory at
     most, else on the host if they take a quarter of a rank's part of its memory at most, else none; none, too, with
     offload_param."""
+    quantised_gradient_bits: Literal[4, 8] = 8
+    """In how many bits gradients travel with zero_optimization.zero_quantized_gradients. DeepSpeed's are 4."""
     defer_gathers: bool = False
     """When stages 1 and 2 gather the parameters that a step updated. false: right after the step; code that reads a
     parameter waits until it is gathered. true: in the next step, each chunk during the forward of the chunk before;

@@ -15,6 +15,7 @@ from ds_lgamp.partition.guard import Guards, NotGatheredError
 from ds_lgamp.partition.host import LoadedPart, ShardUpdate
 from ds_lgamp.partition.memory import in_pool
 from ds_lgamp.partition.policy import ZeroPolicy
+from ds_lgamp.partition.quantised import RoundedGather
 
 
 class UnitParameter(NamedTuple):
@@ -65,6 +66,9 @@ class FlatStorage:
     host holds the parameters, the device frees the loaded part when the gather of it is over. A whole unit is a loaded
     part on every rank: its gather is the load, which moves nothing between ranks.
 
+    Weights that travel rounded are rounded for the compute of chunks alone. The shard is exact, and so are the full
+    parameters that others gather.
+
     Code that reads parameters that are not complete and current waits for the gather in flight (``guard.py``).
 
     Args:
@@ -83,16 +87,18 @@ class FlatStorage:
         """Whether the full parameters exist only between gather and release."""
         self.stale = False
         """Whether shards have changed since this rank gathered the full parameters that it holds."""
-        self.gathering: dist.Work | Transfer | None = None
+        self.rounded = False
+        """Whether the full parameters are rounded, or those that the gather in flight brings."""
+        self.gathering: dist.Work | Transfer | RoundedGather | None = None
         """The gather in flight; for a whole unit, the load of it."""
-        self._read_ahead: dist.Work | Transfer | None = None
+        self._read_ahead: dist.Work | Transfer | RoundedGather | None = None
         """A gather that a reader has awaited, perhaps on another stream. The program waits for it, too."""
         self.refreshing: dist.Work | None = None
         """The gather between peers in flight."""
         self.pending: ShardUpdate | None = None
         """An update of this rank's shard for which nobody has waited."""
         self._whole = policy.whole
-        self._gather_group = policy.gather_group
+        self._gather_group, self._bits = policy.gather_group, policy.bits_of_weights
         self._peers = policy.nodes.peers if policy.nodes is not None and not policy.nodes.replicated else None
         self._outdated = False
         """Whether peers have changed their slices of the kept part since this rank gathered them."""
@@ -177,12 +183,13 @@ class FlatStorage:
         if self._loaded is not None:
             self._loaded.finish()
 
-    def hold(self, who: Hashable) -> None:
-        """Keeps the full parameters until ``who`` drops them, and launches their gather if this rank lacks any."""
+    def hold(self, who: Hashable, exact: bool = False) -> None:
+        """Keeps the full parameters until ``who`` drops them, and launches their gather if this rank lacks any. An
+        ``exact`` gather rounds nothing. Inside a compute that holds rounded parameters, everybody gets those."""
         self.catch_up()
         self._holders.add(who)
         if self.gathering is None and self.gathers and (self.stale or not self.resident):
-            self._start_gather()
+            self._start_gather(exact)
 
     def drop(self, who: Hashable) -> None:
         """Releases the full parameters when nobody else holds them."""
@@ -194,7 +201,7 @@ class FlatStorage:
         """Launches the gather of stale parameters. All data-parallel ranks call it together."""
         self.catch_up()
         if self.stale and self.gathering is None:
-            self._start_gather()
+            self._start_gather(exact=not self.rounded)
 
     def start_refresh(self) -> None:
         """Launches the gather of the slices that peers changed. All data-parallel ranks call it together."""
@@ -241,7 +248,7 @@ class FlatStorage:
         if self._loaded is not None:
             self._loaded.free()
         self.flat.untyped_storage().resize_(0)
-        self.stale = False
+        self.stale = self.rounded = False
         self._guards.put()
 
     def replace_shard(self, values: torch.Tensor) -> None:
@@ -268,10 +275,16 @@ class FlatStorage:
             self._loaded.outdate()
 
     def adopt(self, within: slice = slice(None)) -> None:
-        """Takes the shard, or a slice of it, from the full parameters if those are resident."""
+        """Takes the shard, or a slice of it, from the full parameters if those are resident. Raises ValueError if they
+        are rounded."""
         self.finish_gather()
         if not self.resident:
             return
+        if self.rounded:
+            raise ValueError(
+                f"parameter {self.parameters[0].shown} is rounded while its chunk computes "
+                "(zero_optimization.zero_quantized_weights); change it between batches"
+            )
         if not self.stale:
             self.attach_parameters()
         if self.frees_weights or (self._loaded is not None and not self.stale):
@@ -293,7 +306,7 @@ class FlatStorage:
         """Returns the copy of a slice that :meth:`remember` made, or that was adopted since."""
         return self._remembered.pop((within.start, within.stop), None)
 
-    def _start_gather(self) -> None:
+    def _start_gather(self, exact: bool) -> None:
         self.start_load()
         if self._whole and self._loaded is not None and self._loaded.loading is not None:
             self.gathering = self._loaded.loading
@@ -308,7 +321,11 @@ class FlatStorage:
         # A program has awaited the refresh; a block or a loaded state has not.
         self.start_refresh()
         self.finish_refresh()
-        self.gathering = start_all_gather(self.flat, self.kept, self._gather_group)
+        self.rounded = self._bits is not None and not exact
+        if self._bits is not None and self.rounded:
+            self.gathering = RoundedGather(self.flat, self.kept, self._gather_group, self._bits)
+        else:
+            self.gathering = start_all_gather(self.flat, self.kept, self._gather_group)
 
     def _outdate(self) -> None:
         """Takes the full parameters for old: shards have changed, or will have when their updates are over."""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from deepspeed.runtime.pipe.module import PipelineModule
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
+from ds_lgamp.cost.units import Travel
 from ds_lgamp.integrations.deepspeed.config.precision import checks_overflow
 from ds_lgamp.integrations.deepspeed.config.run_checks import (
     refuse_irreproducible,
@@ -22,6 +23,7 @@ from ds_lgamp.integrations.deepspeed.config.zero import (
     offload_of,
     refuse_offloaded_optimizer,
     share_of_host,
+    travel_of,
 )
 from ds_lgamp.integrations.deepspeed.model.module import Layout, announced_tensors, layer_prefix, layout_of, prefix_of
 from ds_lgamp.integrations.program_spec import micro_batch_shares, program_spec
@@ -42,6 +44,8 @@ class Plan(NamedTuple):
     """Those for the batch size of ds_config.json."""
     home_of_frozen: Home
     """Where frozen weights lie between uses."""
+    travel: Travel
+    """What travels rounded."""
 
 
 def plan_training(
@@ -64,6 +68,7 @@ def plan_training(
     module, given, config = arguments["model"], arguments["config"], arguments["config_class"]
     optimizer = arguments.get("optimizer")
     offload = offload_of(given, config)
+    travel = travel_of(settings, given, config)
     disk_path(config, settings)
     live_folder(config, settings)
     refuse_unsupported(config, module, optimizer)
@@ -83,7 +88,7 @@ def plan_training(
     replicas = lru_cache(maxsize=8)(
         partial(replica_specs, settings, layout.placement, data_ranks, zero_stage, **others)
     )
-    return Plan(layout, replicas, replicas(micro_batches), home_of_frozen(settings, config, layout, module))
+    return Plan(layout, replicas, replicas(micro_batches), home_of_frozen(settings, config, layout, module), travel)
 
 
 def _updates(settings: LgampConfig, config: Any, scales_in_step: bool, offload: Offload | None) -> str:
