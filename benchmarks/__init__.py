@@ -19,6 +19,7 @@ NAMES = (
     "door",
     "divided_experts",
     "adapters",
+    "quantised",
     "bert",
     "bert_learning",
     "bert_plan",
@@ -55,5 +56,6 @@ IN_PARTS = {
     "unlike": _PLACES,
     "islands": _PLACES,
     "divided_experts": ("counts", "seconds of two ranks", "seconds of four ranks"),
+    "quantised": ("curves", "seconds"),
 }
 """Benchmarks that take long, and what ``--part`` of ``python -m benchmarks run`` may name of them."""

@@ -127,7 +127,11 @@ def compete(
         arguments = contenders, layout, micro_batches, repetitions, meter
         on_ranks = run_on_ranks(ranks, _train_on_rank, *arguments, before_init=enter_network, seconds=SECONDS)
         steps = {contender.name: list(zip(*(rank[contender.name] for rank in on_ranks))) for contender in contenders}
-        together = {contender.name: steps[contender.name] for contender in contenders if contender.talks}
+        together = {
+            contender.name: steps[contender.name]
+            for contender in contenders
+            if contender.talks and not contender.rounds
+        }
         _check(layout, micro_batches, together, reference)
         found[held] = {name: [_duration(ranks) for ranks in each[WARM_UP:]] for name, each in steps.items()}
     return found

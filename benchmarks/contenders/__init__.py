@@ -45,3 +45,5 @@ class Contender(NamedTuple):
     build: Callable[[Layout], Training]
     talks: bool = True
     """Whether the ranks train one model together, not one each."""
+    rounds: bool = False
+    """Whether what travels is rounded, so that losses differ from those of one process."""

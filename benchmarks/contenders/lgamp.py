@@ -29,6 +29,7 @@ class Layered:
             them.
         zero: further keys of DeepSpeed's ``zero_optimization``.
         offload_activations: value of the configuration key.
+        quantised_gradient_bits: value of the configuration key.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Layered:
         defer_gathers: bool = False,
         zero: Mapping[str, Any] = MappingProxyType({}),
         offload_activations: str = "none",
+        quantised_gradient_bits: int = 8,
     ) -> None:
         self.layout = layout
         ds_lgamp.install()
@@ -63,6 +65,7 @@ class Layered:
                 "micro_batch_group": micro_batch_group,
                 "defer_gathers": defer_gathers,
                 "offload_activations": offload_activations,
+                "quantised_gradient_bits": quantised_gradient_bits,
             },
         }
         with quiet():

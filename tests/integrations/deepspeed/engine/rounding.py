@@ -1,4 +1,4 @@
-"""Rounding by hand, parameter by parameter, and the training of one process into which it is put."""
+"""The training of one process into which rounding is put by hand."""
 
 import torch
 from torch import nn
@@ -11,22 +11,10 @@ from tests.integrations.deepspeed.models import (
     loss_of,
     warmup_factors,
 )
-
-BLOCK, LARGEST = 32, {8: 127, 4: 7}
-
-
-def rounded(tensor, bits):
-    """Rounds a parameter, or its gradient, block by block."""
-    if bits is None:
-        return tensor
-    blocks = []
-    for block in tensor.reshape(-1).float().split(BLOCK):
-        scale = (block.abs().max() / LARGEST[bits]).bfloat16().float()
-        blocks.append(torch.round(block * (1 / scale)) * scale if scale > 0 else torch.zeros_like(block))
-    return torch.cat(blocks).to(tensor.dtype).view(tensor.shape)
+from tests.partition.rounding import rounded
 
 
-def train_rounded(training: Training, data_ranks: int, weights: int | None, gradients: int | None, optimizer_of=None):
+def train_rounded(training: Training, data_ranks: int, weights: int | None, gradients: int | None):
     """Trains on one process. Every data-parallel rank's gradient of a batch is rounded once, and so is every weight
     before the compute. Returns losses, norms and parameters by global name.
 
