@@ -64,6 +64,8 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "divided-experts": expert_tables.counts,
         "divided-experts-seconds": expert_tables.seconds,
         "adapters": tables.adapters,
+        "quantised-curves": tables.quantised_curves,
+        "quantised-seconds": tables.quantised_seconds,
         "gathers": tables.gathers,
         "overhead": tables.overhead,
         **{f"growth-{part}": partial(tables.growth, metrics) for part, metrics in tables.GROWTH.items()},

@@ -176,6 +176,11 @@ def travel_of(settings: LgampConfig, given: Mapping[str, Any], config: Any) -> T
     """
     section, stage = given.get("zero_optimization") or {}, int(config.zero_config.stage)
     asked = [name for name in QUANTISED if section.get(name)]
+    if settings.quantised_gradient_bits != 8 and GRADIENTS not in asked:
+        raise ConfigError(
+            f"{BLOCK}.quantised_gradient_bits is {settings.quantised_gradient_bits}, but "
+            f"zero_optimization.{GRADIENTS} is not true; set it, or remove quantised_gradient_bits"
+        )
     for name in asked:
         least = 1 if name == GRADIENTS else 3
         refused = {
