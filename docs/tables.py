@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks import NAMES, ON_ACCELERATOR
 from benchmarks.gpu_day.findings import NAME as GPU_DAY
 from benchmarks.quickstart import quickstart_rows
-from benchmarks.record import OURS, PART, PARTS, RESULTS, TYPICAL, Config, Row, is_recorded, read
+from benchmarks.record import OURS, PARTS, RESULTS, TYPICAL, Config, Row, is_recorded, read
 from benchmarks.training import LOOPBACK
 from benchmarks.training_slow import SLOW
 from docs.pivot import (
@@ -235,29 +235,6 @@ def adapters() -> str:
         lambda row: f"{row.config.get('link', row.metric)}",
         lambda rows: cells.get(rows[0].metric, with_spread(".2f"))(rows),
         {"gathers": "gathers", "bytes sent": "MB sent", **{link: f"{link}, s" for link in (LOOPBACK, SLOW)}},
-        numbers_from=2,
-    )
-
-
-def quantised_curves() -> str:
-    """Losses and MB of a training with exact and with rounded travel."""
-    cells = {"bytes sent": median(".2f", MB)}
-    return pivot(
-        [row for row in read("quantised").rows if row.config[PART] == "curves"],
-        [CONTENDER],
-        metric,
-        lambda rows: cells.get(rows[0].metric, median(".4f"))(rows),
-        numbers_from=1,
-    ).replace("bytes sent", "MB sent")
-
-
-def quantised_seconds() -> str:
-    """Seconds of a step with exact and with rounded travel, for every number of micro-batches on every link."""
-    return pivot(
-        [row for row in read("quantised").rows if row.config[PART] == "seconds"],
-        [("micro-batches", setting("micro_batches")), CONTENDER],
-        lambda row: f"{row.config['link']}, s",
-        with_spread(".3f"),
         numbers_from=2,
     )
 

@@ -35,7 +35,7 @@ of one tied module; experts that ranks divide are a unit of their own. Symbols:
 - temporary memory of the optimizer: for one unit's part after another, or for all parts together. An UPDATE takes it
   for one unit. Muon steps on all units together and takes what ``muon.py`` says.
 
-Where weights (stage 3) or gradients (stages 1 to 3) travel rounded, with q bytes per element as ``units.py`` counts them:
+Where weights (stage 3) or gradients (stages 1 to 3) travel rounded, with q bytes per element as ``units.py`` counts:
 
 - resident weights: q S m more from the gather until it is awaited.
 - gradient buffers: from the reduction until it is awaited 2 q S m, in place of what else travels and is received; then

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.deepspeed.config.keys import KEYS, VALUES, Key, Treatment
-from ds_lgamp.integrations.deepspeed.config.zero import QUANTISED
 from ds_lgamp.integrations.program_spec import MICS, shard_groups
 
 _ROWS = {key.name: key for key in KEYS}
@@ -34,6 +33,12 @@ _SIMILAR = 0.6
 """The same inside a section, where users have no keys of their own."""
 _EIGHT_AND_FOUR_BITS = re.compile("fp(8|4)|float(8|4)", re.IGNORECASE)
 """Names that ask for a precision which no key of DeepSpeed switches on."""
+WEIGHTS, FROZEN, GRADIENTS = QUANTISED = (
+    "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
+    "zero_quantized_gradients",
+)
+"""The keys of zero_optimization that let weights and gradients travel rounded."""
 _REMOVED = (MICS, "mics_hierarchical_params_gather")
 _OURS_ALONE = (*_REMOVED, *QUANTISED)
 """Keys of zero_optimization that DeepSpeed does not get. For some of the others, it would make groups of its own."""

@@ -310,22 +310,11 @@ _ZERO = (
         takes=GROUP,
     ),
     Key("zero_optimization.mics_hierarchical_params_gather", MEANINGLESS, "groups stay inside a node", takes=SWITCH),
-    Key(
-        "zero_optimization.zero_quantized_weights",
+    *_keys(
+        "zero_optimization",
+        "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients",
         HONOURED,
-        "at stage 3: weights travel in 8 bits, in blocks of 32 with a scale each",
-        takes=SWITCH,
-    ),
-    Key(
-        "zero_optimization.zero_quantized_nontrainable_weights",
-        HONOURED,
-        "at stage 3: the same for frozen weights alone; they are stored as they are",
-        takes=SWITCH,
-    ),
-    Key(
-        "zero_optimization.zero_quantized_gradients",
-        HONOURED,
-        "from stage 1 on: gradients travel in ds_lgamp.quantised_gradient_bits bits, and are summed in fp32",
+        "weights travel in 8 bits at stage 3, gradients in 8 or 4 from stage 1 on; stored weights stay as they are",
         takes=SWITCH,
     ),
     Key("zero_optimization.zeropp_loco_param", REFUSED, _REMOVED),

@@ -14,6 +14,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.cost.offload import OnDisk
 from ds_lgamp.cost.units import Travel
+from ds_lgamp.integrations.deepspeed.config.check_keys import FROZEN, GRADIENTS, QUANTISED, WEIGHTS
 from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
     ON_ACCELERATOR,
     ON_CPU,
@@ -158,12 +159,6 @@ def home_of_frozen(settings: LgampConfig, config: Any, layout: Layout, module: P
     return asked
 
 
-WEIGHTS, FROZEN, GRADIENTS = QUANTISED = (
-    "zero_quantized_weights",
-    "zero_quantized_nontrainable_weights",
-    "zero_quantized_gradients",
-)
-"""The keys of zero_optimization that let weights and gradients travel rounded."""
 _WEIGHT_BITS = 8
 
 

@@ -76,7 +76,7 @@ def move_as_by_hand(cases):
                 engine.train_batch(batches(step, engine))
                 engine.optimizer.partition.catch_up()
                 gathers, reduced = seen.check(weights, gradients)
-                assert gathers > 0 and reduced > 0
+                assert gathers > 0 and reduced > 0, (layout, config, step, gathers, reduced)
 
 
 BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
