@@ -45,7 +45,7 @@ def quantised_curves() -> str:
 def quantised_seconds() -> str:
     """Seconds of a step with exact and with rounded travel, for every number of micro-batches on every link."""
     return pivot(
-        [row for row in read("quantised").rows if row.config[PART] == "seconds"],
+        [row for row in read("quantised").rows if row.config[PART] == "seconds" and row.metric == "step"],
         [("micro-batches", setting("micro_batches")), CONTENDER],
         lambda row: f"{row.config['link']}, s",
         with_spread(".3f"),
