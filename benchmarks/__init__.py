@@ -20,6 +20,7 @@ NAMES = (
     "divided_experts",
     "adapters",
     "rounded",
+    "quantised",
     "bert",
     "bert_learning",
     "bert_plan",
@@ -57,5 +58,6 @@ IN_PARTS = {
     "islands": _PLACES,
     "divided_experts": ("counts", "seconds of two ranks", "seconds of four ranks"),
     "rounded": ("curves", "seconds"),
+    "quantised": ("curves", "seconds"),
 }
 """Benchmarks that take long, and what ``--part`` of ``python -m benchmarks run`` may name of them."""

@@ -1,4 +1,4 @@
-"""Tables of unlike networks, as Markdown, from recorded runs."""
+"""Tables of unlike networks, and of what travels rounded over slow ones, as Markdown, from recorded runs."""
 
 from collections.abc import Callable, Sequence
 
@@ -30,6 +30,29 @@ def speeds() -> str:
     """Milliseconds of a step with equal work and with work by speed, and on the clock."""
     keys: list[Label] = [("key", setting("key")), ("speeds", setting("speeds"))]
     return _table("speeds", keys, _on_clock("step / all busy"), _MILLISECONDS)
+
+
+def quantised_curves() -> str:
+    """Losses and MB of a training with exact and with rounded travel."""
+    cells = {"bytes sent": median(".2f", MB)}
+    return pivot(
+        [row for row in read("quantised").rows if row.config[PART] == "curves"],
+        [CONTENDER],
+        metric,
+        lambda rows: cells.get(rows[0].metric, median(".4f"))(rows),
+        numbers_from=1,
+    ).replace("bytes sent", "MB sent")
+
+
+def quantised_seconds() -> str:
+    """Seconds of a step with exact and with rounded travel, for every number of micro-batches on every link."""
+    return pivot(
+        [row for row in read("quantised").rows if row.config[PART] == "seconds" and row.metric == "step"],
+        [("micro-batches", setting("micro_batches")), CONTENDER],
+        lambda row: f"{row.config['link']}, s",
+        with_spread(".3f"),
+        numbers_from=2,
+    )
 
 
 def _on_clock(ratio: str) -> dict[str, _Cell]:

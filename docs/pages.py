@@ -65,6 +65,8 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "divided-experts-seconds": expert_tables.seconds,
         "adapters": tables.adapters,
         "rounded": network_tables.rounded,
+        "quantised-curves": network_tables.quantised_curves,
+        "quantised-seconds": network_tables.quantised_seconds,
         "gathers": tables.gathers,
         "overhead": tables.overhead,
         **{f"growth-{part}": partial(tables.growth, metrics) for part, metrics in tables.GROWTH.items()},

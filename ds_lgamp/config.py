@@ -72,6 +72,8 @@ class LgampConfig(BaseModel):
     """Where the weights of a chunk come from when a step needs them again at stage 3, as its backward does. network:
     from the other ranks, by a second gather. host: from a copy in this rank's host memory, which the first gather left
     there. A rank then gathers each chunk once per step, and its bus carries the rest."""
+    quantised_gradient_bits: Literal[4, 8] = 8
+    """In how many bits gradients travel with zero_optimization.zero_quantized_gradients. DeepSpeed's are 4."""
     defer_gathers: bool = False
     """When stages 1 and 2 gather the parameters that a step updated. false: right after the step; code that reads a
     parameter waits until it is gathered. true: in the next step, each chunk during the forward of the chunk before;

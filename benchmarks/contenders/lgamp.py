@@ -30,6 +30,7 @@ class Layered:
         zero: further keys of DeepSpeed's ``zero_optimization``.
         offload_activations: value of the configuration key.
         activation_dtype: value of the configuration key.
+        quantised_gradient_bits: value of the configuration key.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Layered:
         zero: Mapping[str, Any] = MappingProxyType({}),
         offload_activations: str = "none",
         activation_dtype: str | None = None,
+        quantised_gradient_bits: int = 8,
     ) -> None:
         self.layout = layout
         ds_lgamp.install()
@@ -66,6 +68,7 @@ class Layered:
                 "defer_gathers": defer_gathers,
                 "offload_activations": offload_activations,
                 "activation_dtype": activation_dtype,
+                "quantised_gradient_bits": quantised_gradient_bits,
             },
         }
         with quiet():

@@ -35,6 +35,12 @@ of one tied module; experts that ranks divide are a unit of their own. Symbols:
 - temporary memory of the optimizer: for one unit's part after another, or for all parts together. An UPDATE takes it
   for one unit. Muon steps on all units together and takes what ``muon.py`` says.
 
+Where weights (stage 3) or gradients (stages 1 to 3) travel rounded, with q bytes per element as ``units.py`` counts:
+
+- resident weights: q S m more from the gather until it is awaited.
+- gradient buffers: from the reduction until it is awaited 2 q S m, in place of what else travels and is received; then
+  2 u m for a moment.
+
 With hierarchical shards over nodes of h ranks, S is W; it is h if nodes are replicas, and for frozen units. A
 rank keeps the weights of n = S m / h elements. The rest is as above, but
 
@@ -98,7 +104,8 @@ step on, because the first one learns shapes, and while shapes do not change. It
 - scalars and buffers of layers, and tensors that they keep in attributes, such as the loss that balances experts, whose
   graph holds the input of its chunk.
 - the copy of labels from which a recomputation computes the loss.
-- memory inside a kernel.
+- memory inside a kernel, and of the fp32 numbers between weights or gradients and what travels of them rounded: at most
+  10 bytes for each element of an eighth of a unit, or of one part if that is more.
 - data that the script itself holds.
 - the place of micro-batches: beside a GPU, they wait in the host's memory.
 - members of a result that have no gradient.

@@ -5,7 +5,7 @@ has the formula.
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize
+from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize, packed_bytes
 from ds_lgamp.schedule.actions import PARTITION, Action, Kind
 
 Step = Callable[[Action], None]
@@ -106,6 +106,8 @@ class StateWalk:
         using = self.using.get(action.chunk, [])
         if action.kind in (Kind.GATHER, Kind.LOAD_WEIGHTS):
             self.gather(using, action.chunk)
+        elif action.kind is Kind.WAIT_GATHER:
+            self.unpack(using)
         elif action.kind is Kind.RELEASE:
             self.release(using, action.chunk)
         elif action.kind is Kind.STORE_WEIGHTS:
@@ -135,8 +137,17 @@ class StateWalk:
     def gather(self, units: Sequence["HeldUnit"], chunk: int) -> None:
         for unit in units:
             if not unit.holders and unit.comes:
-                self.ledger.take("resident", self.size.weights * unit.full)
+                unit.is_packed = not unit.copied
+                packed = unit.packed_weights if unit.is_packed else 0
+                self.ledger.take("resident", self.size.weights * unit.full + packed)
             unit.holders.add(chunk)
+
+    def unpack(self, units: Sequence["HeldUnit"]) -> None:
+        """Frees what a gather of rounded weights has received."""
+        for unit in units:
+            if unit.is_packed:
+                unit.is_packed = False
+                self.ledger.free("resident", unit.packed_weights)
 
     def release(self, units: Sequence["HeldUnit"], chunk: int) -> None:
         for unit in units:
@@ -175,6 +186,11 @@ class StateWalk:
 
     def start_reduction(self, unit: "HeldUnit") -> None:
         unit.accumulating, unit.reducing = False, True
+        if unit.packed_gradients:
+            # What is sent and what is received.
+            self.ledger.take("buffers", 2 * unit.packed_gradients)
+            self.ledger.free("buffers", self.size.gradients * unit.full)
+            return
         if unit.communication is not None and unit.partitioned:
             self.ledger.free("buffers", self.size.gradients * unit.full)
         self.ledger.take("buffers", self.received(unit))
@@ -187,6 +203,11 @@ class StateWalk:
         if not unit.reducing:
             return
         unit.reducing = False
+        if unit.packed_gradients:
+            self.ledger.pass_by("buffers", 2 * self.size.master * unit.part)
+            self.ledger.free("buffers", 2 * unit.packed_gradients)
+            self.add(unit)
+            return
         done_with = self.received(unit)
         if not unit.partitioned:
             self.ledger.pass_by("buffers", unit.travelling * unit.full // unit.data_ranks)
@@ -292,6 +313,15 @@ class HeldUnit:
             shared.partitioned and sharding.zero_stage == 3 if size.whole_on is None else size.whole_on == "host"
         )
         """Whether a gather takes the full weights, and a release frees them."""
+        travel = element.travel
+        bits = travel.frozen if size.frozen else travel.weights
+        self.packed_weights = packed_bytes(self.full, bits) if bits and shared.partitioned and self.comes else 0
+        """Bytes of a gather of rounded weights, beside the weights; 0 for exact ones."""
+        self.is_packed = False
+        """Whether its gather is under way."""
+        bits = travel.gradients
+        self.packed_gradients = packed_bytes(self.full, bits) if bits and shared.partitioned else 0
+        """Bytes of a rounded gradient; 0 for an exact one."""
         # A rank that has the unit alone sends no gradients.
         self.communication = element.communication if self.data_ranks > 1 else None
         """Bytes per element of a gradient that travels in another type than it accumulates in, else None."""

@@ -141,6 +141,8 @@ def collective_bytes(
       much.
     - The sum of T copies of a tied unit sends T-1 parts.
 
+    What travels rounded has the bytes of ``size.gathered`` and ``size.reduced``.
+
     With hierarchical shards over nodes of h ranks, h takes the place of W, and :func:`bytes_between_nodes` come on top.
     """
     shared = unit.shared(sharding)
@@ -150,11 +152,11 @@ def collective_bytes(
     if zero_stage == 0:
         reduce = 2 * size.travelling * part * (ranks - 1) // ranks
     else:
-        reduce = size.travelling * others
+        reduce = size.reduced(others)
     # Frozen parameters never change.
     gathers = 0 if unit.whole_on is not None or (unit.frozen and zero_stage < 3) else moves.gathers
     return (
-        gathers * size.weights * others
+        gathers * size.gathered(others, unit.frozen, zero_stage)
         + (0 if unit.frozen else moves.reduces) * reduce
         + (unit.copies - 1) * size.master * part
         + bytes_between_nodes(actions, unit, sharding, size)

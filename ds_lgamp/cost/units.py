@@ -38,7 +38,24 @@ def part_size(end: int, ranks: int) -> int:
     return aligned(-(-end // ranks))
 
 
-_MASTER_BYTES = 4
+_MASTER_BYTES, _SCALE_BYTES = 4, 2
+
+
+def packed_bytes(elements: int, bits: int) -> int:
+    """Returns the bytes of ``elements``, whole blocks of :data:`ALIGNMENT`, that travel as whole numbers of ``bits``
+    with a scale for each block."""
+    return elements * bits // 8 + elements // ALIGNMENT * _SCALE_BYTES
+
+
+class Travel(NamedTuple):
+    """In how many bits elements travel, as whole numbers with scales; None as they are."""
+
+    weights: int | None = None
+    """Weights that train, at stage 3."""
+    frozen: int | None = None
+    """Weights that do not train, at stage 3, where ranks share them."""
+    gradients: int | None = None
+    """Gradients, from stage 1 on."""
 
 
 class Sharding(NamedTuple):
@@ -133,6 +150,18 @@ class ElementBytes:
     """Whether the optimizer updates all elements at once (torch's ``foreach``) or one unit after another."""
     communication: int | None = None
     """Gradients while they travel, if they travel in another type; None if they travel as they accumulate."""
+    travel: Travel = Travel()
+    """What travels rounded, in place of the other types."""
+
+    def gathered(self, elements: int, frozen: bool, zero_stage: int) -> int:
+        """Returns the bytes of ``elements`` of weights in a gather."""
+        bits = self.travel.frozen if frozen else self.travel.weights
+        return self.weights * elements if bits is None or zero_stage < 3 else packed_bytes(elements, bits)
+
+    def reduced(self, elements: int) -> int:
+        """Returns the bytes of ``elements`` of a gradient in a reduction, from stage 1 on."""
+        bits = self.travel.gradients
+        return self.travelling * elements if bits is None else packed_bytes(elements, bits)
 
     @property
     def master(self) -> int:

@@ -67,15 +67,15 @@ def start_reduce_scatter(
     in rank order take its place. With ``in_rank_order`` they do so on every backend.
     """
     ranks = group.size()
-    flight = launched("reduce", full.nbytes // ranks * (ranks - 1))
     if in_rank_order or dist.get_backend(group) == "gloo":
         received = in_pool(full.device, partial(torch.empty_like, full))
-        work = dist.all_to_all_single(received, full, group=group, async_op=True)
+        work = start_all_to_all(received, full, group)
     else:
         # Not from the pool: it stays until the step, and would take the place of a whole chunk there.
         received = full.new_empty(full.numel() // ranks)
+        flight = launched("reduce", full.nbytes // ranks * (ranks - 1))
         work = _reduce_scatter(received, full, group=group, async_op=True)
-    ends_with(work, flight)
+        ends_with(work, flight)
 
     def finish() -> torch.Tensor:
         work.wait()
@@ -87,6 +87,15 @@ def start_reduce_scatter(
         return total
 
     return finish
+
+
+def start_all_to_all(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Launches the part of a reduction that travels: every rank gets its part of W equal ones from each of them."""
+    ranks = group.size()
+    flight = launched("reduce", sent.nbytes // ranks * (ranks - 1))
+    work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+    ends_with(work, flight)
+    return work
 
 
 def sum_in_rank_order(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:

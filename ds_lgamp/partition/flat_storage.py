@@ -15,6 +15,7 @@ from ds_lgamp.partition.guard import Guards, NotGatheredError
 from ds_lgamp.partition.host import LoadedPart, ShardUpdate, WholeCopy
 from ds_lgamp.partition.memory import in_pool
 from ds_lgamp.partition.policy import ZeroPolicy
+from ds_lgamp.partition.quantised import RoundedGather
 
 
 class UnitParameter(NamedTuple):
@@ -68,6 +69,9 @@ class FlatStorage:
     The host may have a copy of the full parameters, from :meth:`start_copy` until the shard changes. While it has, a
     gather loads that.
 
+    Weights that travel rounded are rounded for the compute of chunks alone. The shard is exact, and so are the full
+    parameters that others gather.
+
     Code that reads parameters that are not complete and current waits for the gather in flight (``guard.py``).
 
     Args:
@@ -86,9 +90,11 @@ class FlatStorage:
         """Whether the full parameters exist only between gather and release."""
         self.stale = False
         """Whether shards have changed since this rank gathered the full parameters that it holds."""
-        self.gathering: dist.Work | Transfer | None = None
+        self.rounded = False
+        """Whether the full parameters are rounded, or those that the gather in flight brings."""
+        self.gathering: dist.Work | Transfer | RoundedGather | None = None
         """The gather in flight; for a whole unit, or one with a copy on the host, the load of it."""
-        self._read_ahead: dist.Work | Transfer | None = None
+        self._read_ahead: dist.Work | Transfer | RoundedGather | None = None
         """A gather that a reader has awaited, perhaps on another stream. The program waits for it, too."""
         self.refreshing: dist.Work | None = None
         """The gather between peers in flight."""
@@ -99,7 +105,7 @@ class FlatStorage:
         """The copy of the full parameters on the host; None if there never is one."""
         if policy.bus is not None and self.partitioned:
             self._copy = WholeCopy(policy.bus)
-        self._gather_group = policy.gather_group
+        self._gather_group, self._bits = policy.gather_group, policy.bits_of_weights
         self._peers = policy.nodes.peers if policy.nodes is not None and not policy.nodes.replicated else None
         self._outdated = False
         """Whether peers have changed their slices of the kept part since this rank gathered them."""
@@ -172,7 +178,11 @@ class FlatStorage:
     def start_load(self) -> None:
         """Starts to load this rank's part from the host, once its update is over, if a gather needs it. All
         data-parallel ranks call it together."""
-        if self._loaded is not None and (self.stale or not self.resident) and not self._is_copied:
+        if not self._is_copied:
+            self._load_part()
+
+    def _load_part(self) -> None:
+        if self._loaded is not None and (self.stale or not self.resident):
             if self.pending is not None:
                 self.pending.start()
             if not self.partitioned:
@@ -184,17 +194,18 @@ class FlatStorage:
         if self._loaded is not None:
             self._loaded.finish()
 
-    def hold(self, who: Hashable) -> None:
-        """Keeps the full parameters until ``who`` drops them, and launches their gather if this rank lacks any."""
+    def hold(self, who: Hashable, exact: bool = False) -> None:
+        """Keeps the full parameters until ``who`` drops them, and launches their gather if this rank lacks any. An
+        ``exact`` gather rounds nothing. Inside a compute that holds rounded parameters, everybody gets those."""
         self.catch_up()
         self._holders.add(who)
         if self.gathering is None and self.gathers and (self.stale or not self.resident):
-            self._start_gather()
+            self._start_gather(exact)
 
     def start_copy(self) -> None:
         """Starts to copy the gathered parameters to the host, unless it has them."""
         if self._copy is not None:
-            self._copy.store(self.flat)
+            self._copy.store(self.flat, self.rounded)
 
     def finish_copy(self) -> None:
         """Waits for that, so that the parameters may be released."""
@@ -211,7 +222,7 @@ class FlatStorage:
         """Launches the gather of stale parameters. All data-parallel ranks call it together."""
         self.catch_up()
         if self.stale and self.gathering is None:
-            self._start_gather()
+            self._start_gather(exact=not self.rounded)
 
     def start_refresh(self) -> None:
         """Launches the gather of the slices that peers changed. All data-parallel ranks call it together."""
@@ -258,7 +269,7 @@ class FlatStorage:
         if self._loaded is not None:
             self._loaded.free()
         self.flat.untyped_storage().resize_(0)
-        self.stale = False
+        self.stale = self.rounded = False
         self._guards.put()
 
     def replace_shard(self, values: torch.Tensor) -> None:
@@ -284,10 +295,16 @@ class FlatStorage:
         self._outdate_copies()
 
     def adopt(self, within: slice = slice(None)) -> None:
-        """Takes the shard, or a slice of it, from the full parameters if those are resident."""
+        """Takes the shard, or a slice of it, from the full parameters if those are resident. Raises ValueError if they
+        are rounded."""
         self.finish_gather()
         if not self.resident:
             return
+        if self.rounded:
+            raise ValueError(
+                f"parameter {self.parameters[0].shown} is rounded while its chunk computes "
+                "(zero_optimization.zero_quantized_weights); change it between batches"
+            )
         if not self.stale:
             self.attach_parameters()
         if self.frees_weights or (self._loaded is not None and not self.stale):
@@ -313,12 +330,13 @@ class FlatStorage:
         """Whether the host has the full parameters of now. Then all data-parallel ranks have them there."""
         return self._copy is not None and self._copy.is_current
 
-    def _start_gather(self) -> None:
-        if self._copy is not None and self._is_copied:
+    def _start_gather(self, exact: bool) -> None:
+        copy = self._copy
+        if copy is not None and copy.is_current and not (exact and copy.rounded):
             self._make_resident()
-            self.gathering = self._copy.load(self.flat)
+            self.gathering, self.rounded = copy.load(self.flat), copy.rounded
             return
-        self.start_load()
+        self._load_part()
         if self._whole and self._loaded is not None and self._loaded.loading is not None:
             self.gathering = self._loaded.loading
             return
@@ -331,7 +349,11 @@ class FlatStorage:
         # A program has awaited the refresh; a block or a loaded state has not.
         self.start_refresh()
         self.finish_refresh()
-        self.gathering = start_all_gather(self.flat, self.kept, self._gather_group)
+        self.rounded = self._bits is not None and not exact
+        if self._bits is not None and self.rounded:
+            self.gathering = RoundedGather(self.flat, self.kept, self._gather_group, self._bits)
+        else:
+            self.gathering = start_all_gather(self.flat, self.kept, self._gather_group)
 
     def _make_resident(self) -> None:
         if not self.resident:

@@ -10,6 +10,7 @@ from ds_lgamp.partition.collectives import Finish, start_all_reduce, start_reduc
 from ds_lgamp.partition.flat_storage import FlatStorage, UnitParameter
 from ds_lgamp.partition.memory import in_pool
 from ds_lgamp.partition.policy import ZeroPolicy
+from ds_lgamp.partition.quantised import start_rounded_sum
 
 ACCUMULATES_IN_OTHER_DTYPES = hasattr(torch.Tensor, "grad_dtype")
 """Whether a parameter's gradient may have another dtype than the parameter (torch 2.13)."""
@@ -49,8 +50,10 @@ class GradientReduction:
         self._in_rank_order = policy.in_rank_order
         self._dtype = policy.gradient_dtype or storage.flat.dtype
         self._communication_dtype = policy.communication_dtype or self._dtype
-        # Sums of fp16 numbers leave its range soon.
-        self._averages_first = self._communication_dtype == torch.float16 and self._mean_ranks > 1
+        self._bits = policy.travel.gradients if policy.partitioned else None
+        # Sums of fp16 numbers leave its range soon. Rounded gradients are summed in the type of the master weights.
+        in_half = self._bits is None and self._communication_dtype == torch.float16
+        self._averages_first = in_half and self._mean_ranks > 1
         self.users = 1
         """How many chunks of this rank use the unit."""
         self._users_done = 0
@@ -119,7 +122,10 @@ class GradientReduction:
         assert gradient is not None, "a unit is reduced after its gradient accumulated"
         if self._averages_first:
             gradient.div_(self._mean_ranks)
-        if self._partitioned:
+        if self._bits is not None:
+            self._reducing = start_rounded_sum(gradient, self._group, self._master_dtype, self._bits)
+            self._gradient = None
+        elif self._partitioned:
             # In another dtype a copy travels, and the accumulated gradient is freed.
             gradient = self._gradient = in_pool(gradient.device, partial(gradient.to, self._communication_dtype))
             self._reducing = start_reduce_scatter(gradient, self._group, self._master_dtype, self._in_rank_order)

@@ -233,17 +233,19 @@ class WholeCopy:
     def __init__(self, bus: Bus) -> None:
         self.is_current = False
         """Whether the host has the full parameters, or will have them when the store is over."""
+        self.rounded = False
+        """Whether a gather has rounded them."""
         self._bus = bus
         self._home: torch.Tensor | None = None
         self._storing: Transfer | None = None
 
-    def store(self, full: torch.Tensor) -> None:
+    def store(self, full: torch.Tensor, rounded: bool) -> None:
         """Starts to copy ``full`` to the host, unless the host has its values."""
         if self.is_current:
             return
         if self._home is None:
             self._home = self._bus.room.empty(full.numel(), full.dtype)
-        self._storing, self.is_current = self._bus.store(self._home, full), True
+        self._storing, self.is_current, self.rounded = self._bus.store(self._home, full), True, rounded
 
     def finish(self) -> None:
         """Waits for the copy to the host, if one is under way."""

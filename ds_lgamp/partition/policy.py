@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
+from ds_lgamp.cost.units import Travel
 from ds_lgamp.partition.agreement import own_of_disjoint
 from ds_lgamp.partition.bus import Bus
 from ds_lgamp.partition.host import Host
@@ -54,6 +55,8 @@ class ZeroPolicy(NamedTuple):
     gathered again."""
     whole: bool = False
     """Whether every data-parallel rank has all of a unit, whatever the stage."""
+    travel: Travel = Travel()
+    """What travels rounded; nothing together with ``nodes``."""
 
     def of_chunk(self, chunk: int) -> "ZeroPolicy":
         """Returns the policy of the units that ``chunk`` alone uses."""
@@ -68,9 +71,10 @@ class ZeroPolicy(NamedTuple):
         """Returns the policy of the frozen units, which never change."""
         # One copy in each node suffices.
         nodes = None if self.nodes is None else self.nodes._replace(replicated=True)
+        travel = Travel(weights=self.travel.frozen)
         if self.frozen_home is None:
             host = None if self.host is None or not self.host.parameters else self.host
-            return self._replace(nodes=nodes, host=host)
+            return self._replace(nodes=nodes, host=host, travel=travel)
         home = self.frozen_home
         return self._replace(nodes=nodes, host=None if home == "device" else home, whole=True)
 
@@ -122,6 +126,11 @@ class ZeroPolicy(NamedTuple):
     def partitioned(self) -> bool:
         """Whether each data-parallel rank updates a part of a unit, not all of it."""
         return self.zero_stage > 0 and self.data_group.size() > 1 and not self.whole
+
+    @property
+    def bits_of_weights(self) -> int | None:
+        """In how many bits a gather moves an element for the compute; None as it is."""
+        return self.travel.weights if self.partitioned and self.zero_stage == 3 else None
 
     @property
     def is_first_tensor_rank(self) -> bool:

@@ -275,7 +275,7 @@ class ZeroPartition:
         units = self.units if chunk is None else self.chunk_units[chunk]
         with outside_of_pools() if chunk is None else nullcontext():
             for unit in units:
-                unit.storage.hold(block)
+                unit.storage.hold(block, exact=True)
         for unit in units:
             unit.storage.finish_gather()
         try:

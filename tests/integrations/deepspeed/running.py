@@ -58,8 +58,8 @@ def json_config(training: Training, layout: Layout) -> dict:
     return config
 
 
-def initialize(training: Training, layout: Layout):
-    """Makes the engine as an ordinary script does."""
+def initialize(training: Training, layout: Layout, **config):
+    """Makes the engine as an ordinary script does, with more keys of ``config``."""
     ds_lgamp.install()
     with quiet():
         module = pipeline_module(training, layout.pipeline_ranks)
@@ -77,7 +77,7 @@ def initialize(training: Training, layout: Layout):
             )
             if layout.optimizer == "callable":
                 arguments["optimizer"] = lambda parameters: torch.optim.SGD(parameters, **options)
-        engine, *_ = deepspeed.initialize(model=module, config=json_config(training, layout), **arguments)
+        engine, *_ = deepspeed.initialize(model=module, config=json_config(training, layout) | config, **arguments)
     assert engine.module is module
     return engine
 

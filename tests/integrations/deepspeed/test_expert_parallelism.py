@@ -139,6 +139,10 @@ REFUSED = {
         *(4, Mode(2, 1, 3, config={"zero_optimization": {"zero_hpz_partition_size": 2}})),
         "zero_hpz_partition_size",
     ),
+    "rounded travel": (
+        *(2, Mode(2, 1, 2, config={"zero_optimization": {"zero_quantized_gradients": True}})),
+        "but a key zero_quantized_... is true, with which nobody has tried it; remove it",
+    ),
 }
 
 

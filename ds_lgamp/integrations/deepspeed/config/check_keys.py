@@ -33,7 +33,15 @@ _SIMILAR = 0.6
 """The same inside a section, where users have no keys of their own."""
 _EIGHT_AND_FOUR_BITS = re.compile("fp(8|4)|float(8|4)", re.IGNORECASE)
 """Names that ask for a precision which no key of DeepSpeed switches on."""
+WEIGHTS, FROZEN, GRADIENTS = QUANTISED = (
+    "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
+    "zero_quantized_gradients",
+)
+"""The keys of zero_optimization that let weights and gradients travel rounded."""
 _REMOVED = (MICS, "mics_hierarchical_params_gather")
+_OURS_ALONE = (*_REMOVED, *QUANTISED)
+"""Keys of zero_optimization that DeepSpeed does not get. For some of the others, it would make groups of its own."""
 """Keys of zero_optimization that DeepSpeed 0.19.8 refuses, because it has removed them."""
 _SHOWN = 60
 _BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -102,14 +110,14 @@ def as_deepspeed_reads(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def for_deepspeed(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the configuration for DeepSpeed: without keys that it has removed.
+    """Returns the configuration for DeepSpeed: without keys that it has removed, or that ds_lgamp alone heeds.
 
     MiCS over groups of one rank replicates everything, which is stage 0.
     """
     section = config.get("zero_optimization")
-    if not isinstance(section, dict) or not section.keys() & set(_REMOVED):
+    if not isinstance(section, dict) or not section.keys() & set(_OURS_ALONE):
         return config
-    known = {name: value for name, value in section.items() if name not in _REMOVED}
+    known = {name: value for name, value in section.items() if name not in _OURS_ALONE}
     if section.get(MICS) == 1 and section.get("stage") == 3:
         known["stage"] = 0
     return {**config, "zero_optimization": known}

@@ -313,9 +313,9 @@ _ZERO = (
     *_keys(
         "zero_optimization",
         "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients",
-        REFUSED,
-        "weights and gradients travel unquantized; remove it",
-        (False,),
+        HONOURED,
+        "weights travel in 8 bits at stage 3, gradients in 8 or 4 from stage 1 on; stored weights stay as they are",
+        takes=SWITCH,
     ),
     Key("zero_optimization.zeropp_loco_param", REFUSED, _REMOVED),
     Key("aio.*", MEANINGLESS, "threads of ds_lgamp read and write the disk"),

@@ -1,4 +1,4 @@
-"""Hierarchical shards, offloading and the home of frozen weights, as ds_config.json asks for them."""
+"""Hierarchical shards, offloading, the home of frozen weights and rounded travel, as ds_config.json asks for them."""
 
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -13,6 +13,8 @@ from deepspeed.runtime.pipe.module import PipelineModule
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.cost.offload import OnDisk
+from ds_lgamp.cost.units import Travel
+from ds_lgamp.integrations.deepspeed.config.check_keys import FROZEN, GRADIENTS, QUANTISED, WEIGHTS
 from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
     ON_ACCELERATOR,
     ON_CPU,
@@ -159,6 +161,47 @@ def home_of_frozen(settings: LgampConfig, config: Any, layout: Layout, module: P
             f"{memory[asked] / 1e9:.3g} GB for each; use 'none'"
         )
     return asked
+
+
+_WEIGHT_BITS = 8
+
+
+def travel_of(settings: LgampConfig, given: Mapping[str, Any], config: Any) -> Travel:
+    """Returns what travels rounded. Raises ConfigError where a key would mean nothing, or what nobody has thought of.
+
+    Args:
+        given: ds_config.json, as the user wrote it.
+        config: the DeepSpeedConfig.
+    """
+    section, stage = given.get("zero_optimization") or {}, int(config.zero_config.stage)
+    asked = [name for name in QUANTISED if section.get(name)]
+    if settings.quantised_gradient_bits != 8 and GRADIENTS not in asked:
+        raise ConfigError(
+            f"{BLOCK}.quantised_gradient_bits is {settings.quantised_gradient_bits}, but "
+            f"zero_optimization.{GRADIENTS} is not true; set it, or remove quantised_gradient_bits"
+        )
+    for name in asked:
+        least = 1 if name == GRADIENTS else 3
+        refused = {
+            f"zero_optimization.{next(iter(shard_groups(given)), '')} keeps shards in nodes; remove one of them": (
+                section.get("stage") == 3 and bool(shard_groups(given))
+            ),
+            f"zero_optimization.stage is {stage}; use stage {least}{'' if least == 3 else ' to 3'}": stage < least,
+            f"{BLOCK}.reproducible is true; set one of them to false": settings.reproducible,
+            "communication_data_type says how gradients travel, too; remove one of them": (
+                name == GRADIENTS and given.get("communication_data_type") is not None
+            ),
+            f"{BLOCK}.keep_frozen is '{settings.keep_frozen}', with which frozen weights do not travel; remove one of "
+            "them": name == FROZEN and settings.keep_frozen in ("device", "host"),
+        }
+        reason = next((reason for reason, holds in refused.items() if holds), None)
+        if reason is not None:
+            raise ConfigError(f"zero_optimization.{name} is true, but {reason}")
+    return Travel(
+        weights=_WEIGHT_BITS if WEIGHTS in asked else None,
+        frozen=_WEIGHT_BITS if WEIGHTS in asked or FROZEN in asked else None,
+        gradients=settings.quantised_gradient_bits if GRADIENTS in asked else None,
+    )
 
 
 def regathers_from_host(settings: LgampConfig, zero_stage: int, hierarchy: Hierarchy | None, data_ranks: int) -> bool:

@@ -8,6 +8,7 @@ import torch
 from deepspeed.runtime.pipe.module import PipelineModule
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
+from ds_lgamp.cost.units import Travel
 from ds_lgamp.integrations.deepspeed.config.precision import checks_overflow, parameter_dtype
 from ds_lgamp.integrations.deepspeed.config.run_checks import (
     refuse_irreproducible,
@@ -25,6 +26,7 @@ from ds_lgamp.integrations.deepspeed.config.zero import (
     refuse_offloaded_optimizer,
     regathers_from_host,
     share_of_host,
+    travel_of,
 )
 from ds_lgamp.integrations.deepspeed.model.module import Layout, announced_tensors, layer_prefix, layout_of, prefix_of
 from ds_lgamp.integrations.program_spec import micro_batch_shares, program_spec
@@ -45,6 +47,8 @@ class Plan(NamedTuple):
     """Those for the batch size of ds_config.json."""
     home_of_frozen: Home
     """Where frozen weights lie between uses."""
+    travel: Travel
+    """What travels rounded."""
 
 
 def plan_training(
@@ -67,6 +71,7 @@ def plan_training(
     module, given, config = arguments["model"], arguments["config"], arguments["config_class"]
     optimizer = arguments.get("optimizer")
     offload = offload_of(given, config)
+    travel = travel_of(settings, given, config)
     disk_path(config, settings)
     live_folder(config, settings)
     refuse_unsupported(config, module, optimizer)
@@ -92,7 +97,7 @@ def plan_training(
     specs, home = replicas(micro_batches), home_of_frozen(settings, config, layout, module)
     if others["stores_weights"]:
         refuse_large_copies(config, layout, module, specs[0], home)
-    return Plan(layout, replicas, specs, home)
+    return Plan(layout, replicas, specs, home, travel)
 
 
 def _updates(settings: LgampConfig, config: Any, scales_in_step: bool, offload: Offload | None) -> str:

@@ -158,7 +158,7 @@ class TensorAccess:
         complete until :meth:`release`."""
         part = self._parts[parameter]
         self._in_blocks.add(part.name)
-        part.unit.storage.hold(part.name)
+        part.unit.storage.hold(part.name, exact=True)
         part.unit.storage.remember(part.in_flat)
         return part.unit.storage
 

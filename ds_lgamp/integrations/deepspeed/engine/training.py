@@ -131,7 +131,7 @@ class Training:
         self.data_rank: int = self.grid.data_parallel_id
         self.data_group: dist.ProcessGroup = self.grid.get_data_parallel_group()
         self.program_spec = plan.specs[self.data_rank]
-        self._replicas, self._home_of_frozen = plan.replicas, plan.home_of_frozen
+        self._replicas, self._home_of_frozen, self._travel = plan.replicas, plan.home_of_frozen, plan.travel
         self._disk = open_disk(settings, config)
         self._live_folder = live_folder(config, settings)
         if self._live_folder is not None:
@@ -158,12 +158,13 @@ class Training:
         """
         module = self.placed
         whole = isinstance(optimizer, Lamb | Muon)
-        refuse_around_experts(module, self.settings, self.program_spec, whole, is_deferred(module))
+        refuse_around_experts(module, self.settings, self.program_spec, self._travel, whole, is_deferred(module))
         deferred = DeferredLayers(module, prepare) if is_deferred(module) else None
         self.device = self.door.device
         policy = policy_of(
             module, self.settings, self.config, self.program_spec, self.data_group, self.device, self._disk
         )
+        policy = policy._replace(travel=self._travel)
         policy = keeping_frozen(policy, self._home_of_frozen, self.device, self._disk)
         self.partition = partition_parameters(module, optimizer, policy, self.device, deferred)
         self._deferred = deferred

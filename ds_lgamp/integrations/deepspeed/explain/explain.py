@@ -30,7 +30,7 @@ from ds_lgamp.cost.traffic import (
     hop_bytes,
     predict_traffic,
 )
-from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize
+from ds_lgamp.cost.units import ElementBytes, Sharding, Travel, UnitSize
 from ds_lgamp.integrations.deepspeed.config.check_keys import for_deepspeed
 from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype, parameter_dtype
 from ds_lgamp.integrations.deepspeed.config.zero import Home, on_disk_of
@@ -95,7 +95,7 @@ def explain(arguments: dict[str, Any], partition_method: str, calls_engine: bool
     update, model = update_of(arguments.get("optimizer"), config), ImaginedModel(module, plan.layout)
     # Layers of other pipeline ranks may be divided otherwise.
     _make_expert_groups(module, model.modules, config)
-    refuse_around_experts(model.modules, settings, spec, update.needs_whole_tensors, is_deferred(module))
+    refuse_around_experts(model.modules, settings, spec, plan.travel, update.needs_whole_tensors, is_deferred(module))
     if settings.recompute == "selective":
         refuse_unless_offered(map(offers_selective, model.built))
     activations, unknown = None, None
@@ -110,12 +110,13 @@ def explain(arguments: dict[str, Any], partition_method: str, calls_engine: bool
     except UnknownActivations as reason:
         unknown = str(reason)
     data_ranks, tensor_ranks = (module.topology().get_dim(axis) or 1 for axis in ("data", "model"))
-    step = Step(spec, settings, config, data_ranks, tensor_ranks, activations, update, plan.home_of_frozen)
+    step = Step(spec, settings, config, data_ranks, tensor_ranks, activations, update, plan.home_of_frozen, plan.travel)
     held = model.ranks(settings, config, spec, update.group_of)
     return Explanation(
         spec=spec,
         settings=settings,
         home_of_frozen=plan.home_of_frozen,
+        travel=plan.travel,
         data_ranks=data_ranks,
         tensor_ranks=tensor_ranks,
         micro_batch_shares=[replica.micro_batches for replica in plan.specs],
@@ -202,6 +203,7 @@ class Step(NamedTuple):
     """None if they are unknown."""
     update: Update
     home_of_frozen: Home
+    travel: Travel
 
     @property
     def _sharding(self) -> Sharding:
@@ -211,7 +213,7 @@ class Step(NamedTuple):
 
     def facts(self, rank: int, held: ImaginedRank, actions: Sequence[Action]) -> RankFacts:
         """Returns what a pipeline rank does in a step, its ``actions``, with what it holds."""
-        spec, activations, size = self.spec, self.activations, element_bytes(self.config, self.update)
+        spec, activations, size = self.spec, self.activations, element_bytes(self.config, self.update, self.travel)
         stage, hierarchy, offload, sharding = spec.zero_stage, spec.hierarchy, spec.offload, self._sharding
         chunks, units = held.chunks, unit_sizes(held.partition, self.home_of_frozen)
         if activations is not None:
@@ -315,7 +317,7 @@ class Step(NamedTuple):
         return memory, disk
 
 
-def element_bytes(config: Any, update: Update) -> ElementBytes:
+def element_bytes(config: Any, update: Update, travel: Travel) -> ElementBytes:
     """Returns the bytes per element under a DeepSpeedConfig."""
     weights, gradients = parameter_dtype(config), accumulation_dtype(config)
     travelling = config.communication_data_type or gradients
@@ -326,4 +328,4 @@ def element_bytes(config: Any, update: Update) -> ElementBytes:
         None if tensors is None else tensors * size.master
         for tensors in (update.state_tensors, update.temporary_tensors)
     )
-    return replace(size, optimizer=state, update=temporary)
+    return replace(size, optimizer=state, update=temporary, travel=travel)

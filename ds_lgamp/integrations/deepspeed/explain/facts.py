@@ -9,6 +9,7 @@ from ds_lgamp.cost.assignment import Assignment, Demand
 from ds_lgamp.cost.memory import Memory
 from ds_lgamp.cost.offload import DiskUse, LiveUse
 from ds_lgamp.cost.traffic import Traffic
+from ds_lgamp.cost.units import Travel
 from ds_lgamp.integrations.deepspeed.config.zero import Home
 from ds_lgamp.schedule.orders import default_placement
 from ds_lgamp.schedule.placement import place_chunks
@@ -144,6 +145,8 @@ class Explanation:
     ranks: list[RankFacts]
     home_of_frozen: Home = "none"
     """Where frozen weights lie between uses."""
+    travel: Travel = Travel()
+    """What travels rounded between data-parallel ranks."""
     balance_bytes: tuple[int, int] = (0, 0)
     """What a message of hidden states takes along for the loss that balances experts, and what its gradient does."""
 
@@ -190,6 +193,7 @@ class Explanation:
         spec, settings = data.pop("spec"), data.pop("settings")
         data |= {name: getattr(spec, name) for name in _OF_PROGRAM}
         data |= {name: getattr(settings, name) for name in _OF_SETTINGS}
+        data["travel"] = self.travel._asdict()
         data |= {name: None if (part := getattr(spec, name)) is None else part._asdict() for name in _PARTS_OF_PROGRAM}
         data |= {name: getattr(self, name) for name in ("placement", "bubble_formula", "micro_batch_outer_gathers")}
         data["ranks"] = [_rank_data(rank) for rank in self.ranks]

@@ -1,13 +1,14 @@
 """Writes the explanation as text, with which node has which ranks and what every kind of link carries."""
 
 import itertools
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
 from ds_lgamp.cost.activations import ActivationMemory
 from ds_lgamp.cost.assignment import LinkKind
 from ds_lgamp.cost.offload import HostMemory
+from ds_lgamp.cost.units import ALIGNMENT, packed_bytes
 from ds_lgamp.integrations.deepspeed.explain.facts import LATER, Explanation, LaidOut, TokenFacts, seconds_of
 from ds_lgamp.schedule.spec import ProgramSpec
 
@@ -46,8 +47,30 @@ def _header(facts: Explanation) -> str:
         f"recompute {facts.settings.recompute}, optimizer {facts.optimizer}{_UPDATES[spec.updates]}{_on_host(spec)}\n"
         f"{facts.layers} layers in {spec.chunks} chunks{_frozen(spec)}, {facts.parameters:,} parameters{each}"
         f"{_KEPT[facts.home_of_frozen]}{', gathered again from the host' if spec.stores_weights else ''}"
-        f"{_by_speed(facts)}"
+        f"{_by_speed(facts)}{_rounded(facts)}"
     )
+
+
+def _rounded(facts: Explanation) -> str:
+    """Returns a line on what travels rounded; nothing if nothing does."""
+    bits = {f"{kind} in {bits} bits": bits for kind, bits in _travelling(facts)}
+    if not any(facts.travel):
+        return ""
+    if facts.data_ranks == 1:
+        return "\nzero_quantized_... rounds nothing: there is one data-parallel rank, and nothing travels"
+    sizes = (f"{kind}, {packed_bytes(ALIGNMENT, bits) / ALIGNMENT:g} bytes per element" for kind, bits in bits.items())
+    return f"\ntravel rounded, in blocks of {ALIGNMENT}: {'; '.join(sizes)}"
+
+
+def _travelling(facts: Explanation) -> Iterator[tuple[str, int]]:
+    """Yields what travels rounded, and in how many bits."""
+    weights, frozen, gradients = facts.travel
+    if weights is not None:
+        yield "weights", weights
+    elif frozen is not None and facts.home_of_frozen == "none":
+        yield "frozen weights", frozen
+    if gradients is not None:
+        yield "gradients", gradients
 
 
 def _frozen(spec: ProgramSpec) -> str:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.cost.traffic import ExpertLayer
+from ds_lgamp.cost.units import Travel
 from ds_lgamp.integrations.deepspeed.model.module import built_layers, global_names, tensors_of
 from ds_lgamp.partition.agreement import everyone, raise_everywhere
 from ds_lgamp.schedule.spec import ProgramSpec
@@ -161,13 +162,14 @@ def with_all_experts(tensor: Tensor) -> Tensor:
 
 
 def refuse_around_experts(
-    model: nn.Module, settings: LgampConfig, spec: ProgramSpec, whole: bool, deferred: bool
+    model: nn.Module, settings: LgampConfig, spec: ProgramSpec, travel: Travel, whole: bool, deferred: bool
 ) -> None:
     """Raises ConfigError on all ranks for what does not know divided experts.
 
     Args:
         model: has the layers of this rank.
         spec: the program of a step.
+        travel: what travels rounded.
         whole: whether the optimizer needs whole tensors, as LAMB and Muon do.
         deferred: whether layers have no memory yet.
     """
@@ -175,6 +177,7 @@ def refuse_around_experts(
         "it is built inside ds_lgamp.deferred_init(); build it outside": deferred,
         "the optimizer is LAMB or Muon; use Adam, SGD or another one that works element by element": whole,
         "zero_hpz_partition_size or mics_shard_size is given; remove it": spec.hierarchy is not None,
+        "a key zero_quantized_... is true, with which nobody has tried it; remove it": any(travel),
         f"{BLOCK}.live_checkpoint is given; remove it": settings.live_checkpoint is not None,
         f"{BLOCK}.data_rank_speeds is given, with which ranks have other numbers of micro-batches; remove it": (
             settings.data_rank_speeds is not None

@@ -301,9 +301,47 @@ CONFIGS = {
         },
         "offload_optimizer.device is 'cpu', but Muon steps on all tensors of a rank together; remove ",
     ),
-    "quantized weights": (
-        {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
-        "zero_optimization.zero_quantized_weights is True",
+    "rounded weights below stage 3": (
+        {"zero_optimization": {"stage": 2, "zero_quantized_weights": True}},
+        "zero_optimization.zero_quantized_weights is true, but zero_optimization.stage is 2; use stage 3",
+    ),
+    "rounded frozen weights below stage 3": (
+        {"zero_optimization": {"stage": 1, "zero_quantized_nontrainable_weights": True}},
+        "zero_quantized_nontrainable_weights is true, but zero_optimization.stage is 1; use stage 3",
+    ),
+    "rounded gradients at stage 0": (
+        {"zero_optimization": {"stage": 0, "zero_quantized_gradients": True}},
+        "zero_quantized_gradients is true, but zero_optimization.stage is 0; use stage 1 to 3",
+    ),
+    "rounded weights as text": (
+        {"zero_optimization": {"stage": 3, "zero_quantized_weights": "yes"}},
+        "zero_optimization.zero_quantized_weights is 'yes'; write true or false",
+    ),
+    "rounding inside nodes": (
+        {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True, "zero_hpz_partition_size": 2}},
+        "zero_quantized_gradients is true, but zero_optimization.zero_hpz_partition_size keeps shards in nodes",
+    ),
+    "rounded, but reproducible": (
+        {
+            "ds_lgamp": {"reproducible": True},
+            "zero_optimization": {"stage": 3, "zero_quantized_weights": True},
+        },
+        "zero_quantized_weights is true, but ds_lgamp.reproducible is true; set one of them to false",
+    ),
+    "gradients that travel in two ways": (
+        {"communication_data_type": "bf16", "zero_optimization": {"stage": 2, "zero_quantized_gradients": True}},
+        "zero_quantized_gradients is true, but communication_data_type says how gradients travel, too; remove one",
+    ),
+    "rounded frozen weights that stay": (
+        {
+            "ds_lgamp": {"keep_frozen": "device"},
+            "zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True},
+        },
+        "zero_quantized_nontrainable_weights is true, but ds_lgamp.keep_frozen is 'device', with which frozen weights",
+    ),
+    "bits of gradients that travel as they are": (
+        {"ds_lgamp": {"quantised_gradient_bits": 4}, "zero_optimization": {"stage": 2}},
+        "ds_lgamp.quantised_gradient_bits is 4, but zero_optimization.zero_quantized_gradients is not true; set it",
     ),
     "tensor parallelism by DeepSpeed": ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size is 2"),
     "compiled communication": ({"compile": {"deepcompile": True}}, "compile.deepcompile is True"),

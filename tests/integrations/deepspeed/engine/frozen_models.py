@@ -20,6 +20,7 @@ from tests.integrations.deepspeed.models import (
     seed,
     tied_logits,
 )
+from tests.partition.rounding import rounded
 from tests.runtime.models import WIDTH, Embedding, loss_function
 
 STEPS, CLIPPING = 3, 0.05
@@ -161,11 +162,15 @@ def engine_of(case, module=None, **settings):
         return deepspeed.initialize(model=module, optimizer=optimizer, config=config_of(case, **settings))[0]
 
 
-def reference(case):
-    """Returns losses, norms and parameters of one process, and the parameters at the beginning."""
+def reference(case, rounds_frozen=False):
+    """Returns losses, norms and parameters of one process, and the parameters at the beginning. ``rounds_frozen``
+    rounds the frozen ones by hand."""
     layers, parameters = build_layers(Training(), specs_of(case.model))
     freeze(parameters.items())
     first = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    for parameter in parameters.values():
+        if rounds_frozen and not parameter.requires_grad:
+            parameter.data = rounded(parameter.data, 8)
     owned = [parameter for parameter in parameters.values() if parameter.requires_grad]
     if case.optimizer == "subset":
         owned = of_a_subset(parameters.items())

@@ -35,6 +35,7 @@ class Case(NamedTuple):
     checks_overflow: bool = False
     chunks_per_rank: int = 2
     block: dict = {}
+    zero: dict = {}
 
     @property
     def chunks(self):
@@ -54,7 +55,7 @@ class Case(NamedTuple):
             "train_micro_batch_size_per_gpu": 4,
             "gradient_accumulation_steps": MICRO_BATCHES,
             "gradient_clipping": 0.1 if self.clips else 0.0,
-            "zero_optimization": {"stage": self.stage},
+            "zero_optimization": {"stage": self.stage, **self.zero},
             "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
             "bf16": {"enabled": self.half, "check_grad_overflow": self.checks_overflow},
             "data_types": {"grad_accum_dtype": "fp32"},
@@ -83,6 +84,13 @@ CASES = {
 UNCOUNTED = {
     "reproducible": Case(3, clips=True, block={"reproducible": True}),
     "overflow": Case(2, half=True, checks_overflow=True),
+    "rounded travel": Case(
+        3,
+        half=True,
+        clips=True,
+        block={"quantised_gradient_bits": 4},
+        zero={"zero_quantized_weights": True, "zero_quantized_gradients": True},
+    ),
 }
 """Cases whose kernels are not counted."""
 DEFAULT = {"stage 0, fp32", "stage 2, bf16", "stage 3, bf16", "groups", "traced", *UNCOUNTED}

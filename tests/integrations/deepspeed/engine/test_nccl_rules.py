@@ -18,7 +18,11 @@ LAYOUTS = {
         Layout(1, 2, 1, {"micro_batch_group": 3}),
         Layout(2, 1, 0, {"schedule": "1f1b"}),
     ],
-    4: [Layout(2, 2, 2, {"recompute": "none"}), Layout(2, 2, 3, {"reproducible": True})],
+    4: [
+        Layout(2, 2, 2, {"recompute": "none"}),
+        Layout(2, 2, 3, {"reproducible": True}),
+        Layout(2, 2, 3, {}, zero={"zero_quantized_weights": True, "zero_quantized_gradients": True}),
+    ],
 }
 
 
