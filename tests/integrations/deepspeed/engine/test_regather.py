@@ -26,8 +26,12 @@ from tests.pairwise import pairwise
 from tests.slow import slow_except
 
 HOST = {"regather": "host"}
+ZERO = OFFLOADS | {"rounded": {"zero_quantized_weights": True, "zero_quantized_gradients": True}}
 FACTORS = {
-    "kept": [(3, kept) for kept in (None, "optimizer", "parameters", "half of the parameters", "parameters on nvme")],
+    "kept": [
+        (3, kept)
+        for kept in (None, "optimizer", "parameters", "half of the parameters", "parameters on nvme", "rounded")
+    ],
     "block": ["layered", "groups", "chunks", "inputs", "1f1b", "reproducible"],
     "optimizer": ["sgd", "adamw", "fused"],
     "precision": list(PRECISIONS),
@@ -39,11 +43,12 @@ TYPICAL = [
     {"kept": (3, None), "block": "groups", "optimizer": "sgd", "precision": "fp32", "clipping": 0.3},
     {"kept": (3, "parameters"), "block": "inputs", "optimizer": "fused", "precision": "bf16", "clipping": 0.3},
     {"kept": (3, "optimizer"), "block": "layered", "optimizer": "adamw", "precision": "fp16", "clipping": 0.0},
+    {"kept": (3, "rounded"), "block": "layered", "optimizer": "adamw", "precision": "fp32", "clipping": 0.3},
 ]
 
 
 def zero_of(case):
-    return OFFLOADS.get(case["kept"][1], {})
+    return ZERO.get(case["kept"][1], {})
 
 
 def check(case):
