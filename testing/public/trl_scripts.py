@@ -41,7 +41,7 @@ LAYOUTS: dict[str, tuple[int, Mapping[str, Any], Sequence[int]]] = {
     "W2": (2, WHOLE, (1, 3)),
     "W4": (4, WHOLE, (1, 3)),
     "P2": (2, SPLIT, (0, 1, 2, 3)),
-    "P2, W2": (4, SPLIT, (1, 3)),
+    "P2, W2": (4, SPLIT, (3,)),
 }
 """In which models with experts train: by pipeline and data-parallel ranks, how many there are of all, the block and the
 stages."""
