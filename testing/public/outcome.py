@@ -120,13 +120,13 @@ def to_json(found: Iterable[Outcome], command: str, versions: dict[str, str]) ->
 
 def by_stage(found: Iterable[Outcome]) -> str:
     """Returns a table that has one row for all stages of a configuration, whose name ends with the stage."""
-    rows: dict[str, dict[str, str]] = {}
+    rows: dict[tuple[str, str], dict[str, str]] = {}
     for outcome in found:
         name, _, stage = outcome.configuration.rpartition(", ZeRO-")
-        rows.setdefault(name, {})[stage] = outcome.result
+        rows.setdefault((outcome.version, name), {})[stage] = outcome.result
     stages = "0123"
-    body = [[name, *(results.get(stage, "") for stage in stages)] for name, results in rows.items()]
-    return table(["configuration", *(f"ZeRO-{stage}" for stage in stages)], body)
+    body = [[*row, *(results.get(stage, "") for stage in stages)] for row, results in rows.items()]
+    return table(["version", "configuration", *(f"ZeRO-{stage}" for stage in stages)], body)
 
 
 def page_block(path: Path = RECORDED, tabled: Callable[[Iterable[Outcome]], str] = markdown) -> str:

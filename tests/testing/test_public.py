@@ -370,4 +370,4 @@ def test_an_outcome_is_a_row():
 def test_stages_of_a_configuration_share_a_row():
     results = {1: "equal", 3: "refused: y"}
     found = [Outcome("x", "abc", f"P2, ZeRO-{stage}", result, 1.0) for stage, result in results.items()]
-    assert by_stage(found).splitlines()[2:] == ["| P2 |  | equal |  | refused: y |"]
+    assert by_stage(found).splitlines()[2:] == ["| abc | P2 |  | equal |  | refused: y |"]
