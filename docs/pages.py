@@ -24,7 +24,7 @@ from docs.blocks import with_block
 from docs.versions import versions_table
 from testing import ROOT
 from testing.chaos.record import page_block as chaos_block
-from testing.public.outcome import RECORDED, page_block
+from testing.public.outcome import RECORDED, by_stage, page_block
 from testing.versions.record import page_block as versions_block
 
 BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
@@ -123,7 +123,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/stacks.md": {
         name: partial(page_block, RECORDED.with_name(f"{name}.json")) for name in ("stacks", "accelerate", "programs")
     },
-    "docs/transformers.md": {"experts": partial(page_block, RECORDED.with_name("experts.json"))},
+    "docs/transformers.md": {"experts": partial(page_block, RECORDED.with_name("experts.json"), by_stage)},
     "docs/optimizers.md": {"machine": partial(tables.machine, "optimizers"), "optimizers": tables.optimizers},
     "docs/tracing.md": {"machine": partial(tables.machine, "tracing"), "tracing": tables.tracing},
     "docs/troubleshooting.md": {section: partial(messages.messages, section) for section in messages.SECTIONS},

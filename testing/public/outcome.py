@@ -118,11 +118,23 @@ def to_json(found: Iterable[Outcome], command: str, versions: dict[str, str]) ->
     return f'{{"command": {json.dumps(command)},\n"versions": {json.dumps(versions)},\n"outcomes": [\n{lines}\n]}}\n'
 
 
-def page_block(path: Path = RECORDED) -> str:
-    """Returns the part of docs/compatibility.md about the recorded run: command, versions and table."""
+def by_stage(found: Iterable[Outcome]) -> str:
+    """Returns a table that has one row for all stages of a configuration, whose name ends with the stage."""
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    for outcome in found:
+        name, _, stage = outcome.configuration.rpartition(", ZeRO-")
+        rows.setdefault((outcome.version, name), {})[stage] = outcome.result
+    stages = "0123"
+    body = [[*row, *(results.get(stage, "") for stage in stages)] for row, results in rows.items()]
+    return table(["version", "configuration", *(f"ZeRO-{stage}" for stage in stages)], body)
+
+
+def page_block(path: Path = RECORDED, tabled: Callable[[Iterable[Outcome]], str] = markdown) -> str:
+    """Returns the part of docs/compatibility.md about the recorded run: command, versions and what ``tabled`` makes of
+    the outcomes."""
     if not path.exists():
         return f"Not recorded yet: `python -m testing.public --json {path.relative_to(ROOT)}`."
     recorded = json.loads(path.read_text())
     versions = ", ".join(f"{package} {version}" for package, version in recorded["versions"].items())
-    rows = markdown(Outcome(**outcome) for outcome in recorded["outcomes"])
+    rows = tabled(Outcome(**outcome) for outcome in recorded["outcomes"])
     return f"`{recorded['command']}`, {versions}:\n\n{rows}"

@@ -108,8 +108,9 @@ def launch(
     folder: Path,
     variables: Mapping[str, str] = {},
     under: Sequence[str] = (),
+    ranks: int = RANKS,
 ) -> None:
-    """Runs a script on two ranks, with ``ds_lgamp run`` if ``config`` has a block. ``folder`` takes what it caches.
+    """Runs a script on ``ranks``, with ``ds_lgamp run`` if ``config`` has a block. ``folder`` takes what it caches.
 
     Args:
         config: the configuration.
@@ -117,12 +118,13 @@ def launch(
         folder: takes what the script caches, and the record of its steps, which proves that the block counted.
         variables: more of the environment.
         under: words ahead of the launcher.
+        ranks: how many.
     """
     record = folder / "recorded" / str(len(list(folder.glob("recorded/*"))))
     traced = ["-m", "ds_lgamp", "run", "--trace", str(record), "--trace-steps", f"1:{STEPS}"]
     environment = {**ON_CPU, "HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
     has_block = "ds_lgamp" in config
-    torchrun(RANKS, [*under, *(traced if has_block else []), *words], environment={**environment, **variables})
+    torchrun(ranks, [*under, *(traced if has_block else []), *words], environment={**environment, **variables})
     assert not has_block or recorded(record), "the script trained, but not with the block"
 
 

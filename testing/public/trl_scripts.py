@@ -6,9 +6,10 @@ packages trl and datasets.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from importlib.metadata import distributions
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,17 @@ TRAINED = (
     f"--max_steps {STEPS} --logging_steps 1 --learning_rate 1e-3 --max_length 48 --save_strategy steps "
     f"--save_steps {STEPS}"
 ).split()
+WHOLE = {"outputs": "all"}
 SPLIT = {"pipeline_ranks": 2, "chunks_per_rank": 2, "outputs": "all"}
+LAYOUTS: dict[str, tuple[int, Mapping[str, Any], Sequence[int]]] = {
+    "W1": (1, WHOLE, (1, 3)),
+    "W2": (2, WHOLE, (1, 3)),
+    "W4": (4, WHOLE, (1, 3)),
+    "P2": (2, SPLIT, (0, 1, 2, 3)),
+    "P2, W2": (4, SPLIT, (3,)),
+}
+"""In which models with experts train: by pipeline and data-parallel ranks, how many there are of all, the block and the
+stages."""
 _SIZES = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4}
 _SIZES |= {"max_position_embeddings": LENGTH, "num_experts_per_tok": 2}
 _LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
@@ -70,34 +81,34 @@ ROWS_OF: dict[str, Callable[[list[str]], dict[str, Any]]] = {
 
 
 def cases(tree: Path, folder: Path) -> Iterable[Case]:
-    """Returns the cases on two ranks. Stock trains at stage 2. The losses of all steps are compared."""
+    """Returns the cases: on two ranks, and with experts in :data:`LAYOUTS`. Stock trains on as many ranks, at stage 2.
+    The losses of all steps are compared."""
     sizes = {name: "auto" for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")}
     material = cache(partial(make_material, folder, {name: partial(_make, *of) for name, of in EXPERTS.items()}))
 
-    def train(script: str, model: str, stage: int, block: Mapping[str, Any]) -> list[float]:
+    def train(script: str, model: str, stage: int, block: Mapping[str, Any], ranks: int) -> list[float]:
         text, models = material()
         output = folder / "trained" / str(len(list(folder.glob("trained/*"))))
         config = {**sizes, "zero_optimization": {"stage": stage}, **block}
         data = ["--model_name_or_path", str(models[model]), "--dataset_name", str(_written(text, folder, script))]
         named = ["--deepspeed", str(write_config(folder, config)), "--output_dir", str(output)]
-        launch(config, [str(tree / "trl" / "scripts" / f"{script}.py"), *data, *TRAINED, *named], folder)
+        launch(config, [str(tree / "trl" / "scripts" / f"{script}.py"), *data, *TRAINED, *named], folder, ranks=ranks)
         history = json.loads((output / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())["log_history"]
         return [entry[name] for entry in history for name in ("loss", "aux_loss") if name in entry]
 
-    stock = cache(lambda script, model: without_block(lambda: train(script, model, STOCK_STAGE, {})))
+    stock = cache(lambda script, model, ranks: without_block(lambda: train(script, model, STOCK_STAGE, {}, ranks)))
 
-    def compare(script: str, model: str, stage: int, block: Mapping[str, Any]) -> str:
-        alone = stock(script, model)
-        return compared(train(script, model, stage, {"ds_lgamp": block}), alone)
+    def compare(script: str, model: str, stage: int, block: Mapping[str, Any], ranks: int = RANKS) -> str:
+        alone = stock(script, model, ranks)
+        return compared(train(script, model, stage, {"ds_lgamp": block}, ranks), alone)
 
     for script in ROWS_OF:
         yield Case(f"{script}.py, P2, ZeRO-2", partial(compare, script, CAUSAL, 2, SPLIT))
     for script in ("sft", "dpo"):
-        yield Case(f"{script}.py, W{RANKS}, ZeRO-3", partial(compare, script, CAUSAL, 3, {"outputs": "all"}))
-    for model in EXPERTS:
-        for stage in (0, 2, 3):
-            yield Case(f"sft.py, {model}, P2, ZeRO-{stage}", partial(compare, "sft", model, stage, SPLIT))
-        yield Case(f"sft.py, {model}, W{RANKS}, ZeRO-3", partial(compare, "sft", model, 3, {"outputs": "all"}))
+        yield Case(f"{script}.py, W{RANKS}, ZeRO-3", partial(compare, script, CAUSAL, 3, WHOLE))
+    for model, (layout, (ranks, block, stages)) in product(EXPERTS, LAYOUTS.items()):
+        for stage in stages:
+            yield Case(f"sft.py, {model}, {layout}, ZeRO-{stage}", partial(compare, "sft", model, stage, block, ranks))
 
 
 def version_of(tree: Path) -> str:

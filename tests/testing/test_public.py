@@ -17,7 +17,17 @@ from testing.public import stacks
 from testing.public.deepspeed_scripts import STAND_INS
 from testing.public.deepspeed_tests import Results, compare, results_in
 from testing.public.megatron_deepspeed import DOCUMENTS, TOKENS, VOCABULARY, write_text
-from testing.public.outcome import Case, Outcome, compared, markdown, outcomes, page_block, told_by, without_block
+from testing.public.outcome import (
+    Case,
+    Outcome,
+    by_stage,
+    compared,
+    markdown,
+    outcomes,
+    page_block,
+    told_by,
+    without_block,
+)
 
 
 @pytest.mark.slow
@@ -355,3 +365,9 @@ def test_the_stand_ins_are_ahead_of_what_is_installed():
 def test_an_outcome_is_a_row():
     table = markdown([Outcome("x", "abc", "P2", "equal", 12.4)])
     assert table.splitlines()[-1] == "| x | abc | P2 | equal | 12 |"
+
+
+def test_stages_of_a_configuration_share_a_row():
+    results = {1: "equal", 3: "refused: y"}
+    found = [Outcome("x", "abc", f"P2, ZeRO-{stage}", result, 1.0) for stage, result in results.items()]
+    assert by_stage(found).splitlines()[2:] == ["| abc | P2 |  | equal |  | refused: y |"]

@@ -1,6 +1,7 @@
 """transformers' Trainer and Accelerate's loop train through the engine, unedited."""
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from testing.scripts.trains_with_trainer import tiny
 from tests.integrations.deepspeed.plain.accelerated import train_own_model_with_accelerate, train_with_accelerate
 from tests.integrations.deepspeed.plain.training import train_alone
 from tests.integrations.split import own_models
-from tests.integrations.transformers.models import make
+from tests.integrations.transformers.models import BALANCED, make
 from tests.slow import slow_except
 
 EVALUATED = "--eval_strategy steps --eval_steps 3 --save_strategy steps --save_steps 3 --load_best_model_at_end true"
@@ -96,6 +97,23 @@ def test_a_trainer_in_fp16_scales_its_loss_as_stock_deepspeed_does(tmp_path):
             assert logged(history, key) == pytest.approx(logged(histories["stock"], key), rel=5e-3), (name, key)
 
 
+EXPERTS = [(name, ranks) for name in (*BALANCED, "DeepSeek-V3") for ranks in (1, 2, 4)]
+"""Models with experts, three of which balance them by a loss, and how many ranks train them."""
+
+
+@pytest.mark.parametrize(("name", "ranks"), slow_except([], EXPERTS, several=True, slow=[("Mixtral with balance", 2)]))
+def test_a_trainer_logs_what_stock_deepspeed_does_of_experts_in_all_layouts(tmp_path, name, ranks):
+    make(name).save_pretrained(tmp_path / "model")
+    words = "--max_steps 4 --model {folder}/model"
+    runs: list[Any] = [("stock", 2, None, words)]
+    for pipeline, stage in product((1, 2) if ranks > 1 else (1,), range(4)):
+        runs.append((f"{pipeline}-{stage}", stage, {"pipeline_ranks": pipeline}, words))
+    histories = train(tmp_path, runs, ranks)
+    for run, history in histories.items():
+        for key in ("loss", "grad_norm"):
+            assert logged(history, key) == pytest.approx(logged(histories["stock"], key), rel=1e-5), (run, key)
+
+
 OWN = [("a tied GPT", 2), ("a tied GPT", 1), ("a classifier", 2)]
 LOOPS = [("Llama", 2, 2), ("GPT-2", 1, 3), ("GPT-2", 2, 3)]
 
@@ -120,9 +138,9 @@ def test_accelerate_trains_models_of_ones_own(name, pipeline):
         assert losses == pytest.approx(wanted.losses, rel=1e-6)
 
 
-def train(folder: Path, runs: list[Any]) -> dict[str, list[dict[str, float]]]:
-    """Runs the Trainer's script on two ranks, and returns the histories by the names of ``runs``."""
-    torchrun(2, ["-m", "tests.integrations.deepspeed.plain.accelerated", str(folder), json.dumps(runs)])
+def train(folder: Path, runs: list[Any], ranks: int = 2) -> dict[str, list[dict[str, float]]]:
+    """Runs the Trainer's script on ``ranks``, and returns the histories by the names of ``runs``."""
+    torchrun(ranks, ["-m", "tests.integrations.deepspeed.plain.accelerated", str(folder), json.dumps(runs)])
     return {name: json.loads((folder / name / "history.json").read_text()) for name, *_ in runs}
 
 
