@@ -10,7 +10,7 @@ from torch import Tensor
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.call import Call, Survey
 from ds_lgamp.integrations.split.parts import Original
-from ds_lgamp.integrations.split.returned import Returned, Use
+from ds_lgamp.integrations.split.call import Returned, Use
 from ds_lgamp.integrations.split.stand_ins import Placeholder
 from ds_lgamp.integrations.split.travelling import numbers_like
 

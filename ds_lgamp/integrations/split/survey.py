@@ -25,7 +25,7 @@ from ds_lgamp.integrations.split.parts import (
     parts_of,
     place_of,
 )
-from ds_lgamp.integrations.split.returned import Returned, Use
+from ds_lgamp.integrations.split.call import Returned, Use
 from ds_lgamp.integrations.split.stand_ins import BlockStandIn, Placeholder, PlaceholderUsed, replacing, watch_calls
 from ds_lgamp.integrations.split.state import Buffers
 from ds_lgamp.integrations.split.travelling import Uses, numbers_like, reached

@@ -13,7 +13,7 @@ from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.attributes import OwnState, SetAttributes
 from ds_lgamp.integrations.split.call import BlockArguments, Call, Survey, run_uncompiled
 from ds_lgamp.integrations.split.parts import Original, Sides, place_of
-from ds_lgamp.integrations.split.returned import Use
+from ds_lgamp.integrations.split.call import Use
 from ds_lgamp.integrations.split.stand_ins import (
     BlockStandIn,
     Placeholder,

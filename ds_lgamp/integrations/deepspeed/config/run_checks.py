@@ -151,7 +151,7 @@ def refuse_unsupported(config: Any, module: PipelineModule, optimizer: Any) -> N
     raise_everywhere(_complaint_about_ties(module), ConfigError)
     raise_everywhere(complaint_about_tensor_ranks(module), ConfigError)
     for name, info in announced_tensors(module).items():
-        if info.is_parameter:
+        if info.is_parameter and not info.packed:
             refuse_cast_parameter(config, shown_name(module, name), info.dtype)
 
 

@@ -142,7 +142,7 @@ def home_of_frozen(settings: LgampConfig, config: Any, layout: Layout, module: P
             f"{given}, but {_words_of(config, _PARAMETERS)}, which says where weights lie that do not train, too; "
             "remove one of them"
         )
-    weights = _frozen_elements(layout, module) * parameter_dtype(config).itemsize
+    weights = _frozen_bytes(layout, module, parameter_dtype(config))
     if not weights:
         return "none"
     memory = _memory_of_a_rank()
@@ -157,16 +157,18 @@ def home_of_frozen(settings: LgampConfig, config: Any, layout: Layout, module: P
     return asked
 
 
-def _frozen_elements(layout: Layout, module: PipelineModule) -> int:
-    """Returns how many frozen elements the pipeline rank with most of them uses. Collective over the pipeline ranks."""
+def _frozen_bytes(layout: Layout, module: PipelineModule, data_type: torch.dtype) -> int:
+    """Returns the bytes of the frozen weights that the pipeline rank with most of them uses, those that are not packed
+    in ``data_type``. Collective over the pipeline ranks."""
     owners: dict[str, set[int]] = {}
     for layer, spec in enumerate(module._layer_specs):
         owners.setdefault(prefix_of(layer, spec), set()).add(layout.owner(layer))
-    elements = Counter[int]()
+    held = Counter[int]()
     for name, info in announced_tensors(module).items():
         if info.is_parameter and not info.requires_grad:
-            elements.update(dict.fromkeys(owners[layer_prefix(name)], info.shape.numel()))
-    return max(elements.values(), default=0)
+            each = info.dtype.itemsize if info.packed else data_type.itemsize
+            held.update(dict.fromkeys(owners[layer_prefix(name)], info.shape.numel() * each))
+    return max(held.values(), default=0)
 
 
 def _memory_of_a_rank() -> dict[Home, float]:
