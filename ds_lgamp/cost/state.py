@@ -128,14 +128,14 @@ class StateWalk:
     def gather(self, units: Sequence["HeldUnit"], chunk: int) -> None:
         for unit in units:
             if not unit.holders and unit.comes:
-                self.ledger.take("resident", self.size.weights * unit.full)
+                self.ledger.take("resident", self.size.weights_of(unit.size) * unit.full)
             unit.holders.add(chunk)
 
     def release(self, units: Sequence["HeldUnit"], chunk: int) -> None:
         for unit in units:
             unit.holders.discard(chunk)
             if not unit.holders and unit.comes:
-                self.ledger.free("resident", self.size.weights * unit.full)
+                self.ledger.free("resident", self.size.weights_of(unit.size) * unit.full)
 
     def begin_backward(self, units: Sequence["HeldUnit"]) -> None:
         beginning = [unit for unit in units if unit.partitioned and not unit.size.frozen and not unit.accumulating]

@@ -142,7 +142,7 @@ def collective_bytes(
     # Frozen parameters never change.
     gathers = 0 if unit.whole_on is not None or (unit.frozen and zero_stage < 3) else moves.gathers
     return (
-        gathers * size.weights * others
+        gathers * size.weights_of(unit) * others
         + (0 if unit.frozen else moves.reduces) * reduce
         + (unit.copies - 1) * size.master * part
         + bytes_between_nodes(actions, unit, sharding, size)
@@ -190,11 +190,11 @@ def bus_bytes(
     for unit in units:
         part, gathers = unit.part(sharding), _moves_of(actions, unit.chunks, 3).gathers
         if unit.whole_on == "host":
-            loaded += size.weights * part * gathers
+            loaded += size.weights_of(unit) * part * gathers
         if offload is None or stays(unit, offload):
             continue
         updates = trains and not unit.frozen
-        loaded += size.weights * part * (gathers if offload.parameters else updates)
+        loaded += size.weights_of(unit) * part * (gathers if offload.parameters else updates)
         stored += size.master * part * updates
     return BusBytes(loaded, stored)
 

@@ -85,6 +85,8 @@ class UnitSize:
     ranks have."""
     whole_on: Literal["device", "host"] | None = None
     """Where every rank keeps the whole unit between uses, at any stage; None if ranks share it as others."""
+    packed: int | None = None
+    """Bytes of an element of packed weights, which no cast changes; None if weights have the type of the run."""
 
     def shared(self, sharding: Sharding) -> Sharding:
         """Returns how the ranks that have the unit share it: of W data-parallel ranks, E of which divide experts, W /
@@ -134,6 +136,10 @@ class ElementBytes:
     def master(self) -> int:
         """Weights that the optimizer updates. Half-precision weights have a copy in fp32."""
         return max(self.weights, _MASTER_BYTES)
+
+    def weights_of(self, unit: UnitSize) -> int:
+        """Bytes of a weight of ``unit``."""
+        return self.weights if unit.packed is None else unit.packed
 
     @property
     def travelling(self) -> int:

@@ -14,7 +14,6 @@ from ds_lgamp.partition.collectives import start_all_gather
 from ds_lgamp.partition.guard import Guards, NotGatheredError
 from ds_lgamp.partition.host import LoadedPart, ShardUpdate
 from ds_lgamp.partition.memory import in_pool
-from ds_lgamp.partition.packed import aliases
 from ds_lgamp.partition.policy import ZeroPolicy
 
 
@@ -116,10 +115,7 @@ class FlatStorage:
         for entry, offset in zip(self.parameters, self.offsets):
             view = self.flat[offset : offset + entry.parameter.numel()].view(entry.parameter.shape)
             view.copy_(entry.parameter.detach())
-            same = aliases(entry.parameter)
             entry.parameter.data = view
-            for attribute in same:
-                setattr(entry.parameter, attribute, view)
             self._views.append(view)
         self.shard_start, self.kept, self.shard = 0, self.flat, self.flat
         if self.partitioned:

@@ -53,7 +53,9 @@ def way_of_packing(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def free_constants(part: nn.Module) -> None:
-    """Frees the constants of ``part`` that grow with its weights."""
+    """Frees the constants of ``part`` that grow with its weights, and lets go of these."""
+    if _scales(part) is not None:
+        part.state.CB = None
     for name, tensor in own_constants(part):
         if name.endswith(("absmax", "SCB")):
             tensor.data = tensor.data.new_empty(0)
@@ -64,8 +66,7 @@ def as_stored(model: nn.Module) -> None:
     of the model shares.
 
     For evaluations on a CPU with AVX512-BF16, a 4 bit layer packs its bytes in another way, for good, and computes in
-    bf16. From now on it does not. An 8 bit layer keeps its bytes outside of its parameter from the first forward on;
-    the next forward takes them from there again.
+    bf16. From now on it does not. The first forward of an 8 bit layer moves its constants; they move here.
 
     Raises ValueError for a layer of bitsandbytes that is not quantised yet.
     """
@@ -81,20 +82,21 @@ def as_stored(model: nn.Module) -> None:
                 part.state_dict()
         if hasattr(part, "support_avx512bf16_for_cpu"):
             part.support_avx512bf16_for_cpu = False
-        state = getattr(part, "state", None)
-        if _scales(part) is not None and getattr(state, "CB", None) is not None:
-            part.weight.CB, part.weight.SCB, state.CB, state.SCB = part.weight.data, state.SCB, None, None
+        if _scales(part) is not None and part.weight.CB is not None:
+            # As its first forward would do.
+            part.init_8bit_state()
 
 
 def _scales(part: nn.Module) -> Tensor | None:
     """Returns the scales of an 8 bit layer; None for other modules."""
-    parameter = part._parameters.get("weight")
-    if not hasattr(parameter, "SCB"):
+    parameter, state = part._parameters.get("weight"), getattr(part, "state", None)
+    if not hasattr(parameter, "SCB") or not hasattr(state, "SCB"):
         return None
-    return parameter.SCB if parameter.SCB is not None else getattr(getattr(part, "state", None), "SCB", None)
+    return parameter.SCB if parameter.SCB is not None else state.SCB
 
 
-def aliases(parameter: Parameter) -> list[str]:
-    """Returns the attributes of ``parameter`` that are its own bytes, as an 8 bit one has before its first forward."""
-    tensors = {name: value for name, value in vars(parameter).items() if type(value) is Tensor and value.numel()}
-    return [name for name, value in tensors.items() if value.data_ptr() == parameter.data_ptr()]
+def compute_with_parameters(model: nn.Module) -> None:
+    """Lets the 8 bit layers of ``model`` compute with the memory that their parameters have now."""
+    for part in model.modules():
+        if _scales(part) is not None:
+            part.state.CB = part.weight.data

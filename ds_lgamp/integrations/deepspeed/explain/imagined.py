@@ -40,6 +40,7 @@ from ds_lgamp.integrations.deepspeed.model.module import (
 )
 from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources
 from ds_lgamp.integrations.hosts import replace_attribute
+from ds_lgamp.partition.packed import is_packed
 from ds_lgamp.partition.zero_partition import ZeroPartition
 from ds_lgamp.runtime.recompute import undisturbed
 from ds_lgamp.schedule.spec import ProgramSpec
@@ -230,7 +231,8 @@ def unit_sizes(partition: ZeroPartition, home_of_frozen: Home = "none") -> list[
         # Experts are means over all ranks, and lie on fewer.
         divided = unit.policy.mean_ranks // unit.policy.data_group.size()
         whole_on = None if unit.trains or home_of_frozen == "none" else home_of_frozen
-        sizes.append(replace(size, expert_ranks=divided, whole_on=whole_on))
+        packed = (entry.parameter.dtype.itemsize for entry in unit.storage.parameters if is_packed(entry.parameter))
+        sizes.append(replace(size, expert_ranks=divided, whole_on=whole_on, packed=next(packed, None)))
     return sizes
 
 

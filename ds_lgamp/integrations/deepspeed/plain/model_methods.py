@@ -17,7 +17,7 @@ from torch import nn
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.partition.guard import Guards, NotGatheredError
-from ds_lgamp.partition.packed import aliases, free_constants
+from ds_lgamp.partition.packed import free_constants
 
 
 def release(module: nn.Module, own: Collection[int]) -> None:
@@ -26,8 +26,6 @@ def release(module: nn.Module, own: Collection[int]) -> None:
         for parameter in filter(None.__ne__, part._parameters.values()):
             if id(parameter) not in own:
                 free_constants(part)
-                for attribute in aliases(parameter):
-                    setattr(parameter, attribute, None)
                 parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
 
