@@ -100,3 +100,24 @@ def compute_with_parameters(model: nn.Module) -> None:
     for part in model.modules():
         if _scales(part) is not None:
             part.state.CB = part.weight.data
+
+
+class PackedPlaces:
+    """Where the packed parameters of a model are."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places = [
+            (f"{path}.{key}".removeprefix("."), part._parameters, key, parameter)
+            for path, part in model.named_modules()
+            for key, parameter in part._parameters.items()
+            if parameter is not None and is_packed(parameter)
+        ]
+
+    def refuse_others(self) -> None:
+        """Raises ValueError if a layer has another parameter now."""
+        for name, parameters, key, parameter in self._places:
+            if parameters[key] is not parameter:
+                raise ValueError(
+                    f"parameter {name} was replaced since the engine was built, as merging an adapter into quantised "
+                    "weights does; merge after training, or into a model that is loaded from the saved adapter"
+                )
