@@ -8,9 +8,8 @@ from itertools import islice, repeat
 from torch import Tensor
 
 from ds_lgamp.config import BLOCK, ConfigError
-from ds_lgamp.integrations.split.call import Call, Survey
+from ds_lgamp.integrations.split.call import Call, Returned, Survey, Use
 from ds_lgamp.integrations.split.parts import Original
-from ds_lgamp.integrations.split.call import Returned, Use
 from ds_lgamp.integrations.split.stand_ins import Placeholder
 from ds_lgamp.integrations.split.travelling import numbers_like
 

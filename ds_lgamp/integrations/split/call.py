@@ -21,7 +21,6 @@ from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.parts import Attribute, Result, ShapesOfCalls
 from ds_lgamp.integrations.split.state import Snapshot
 
-
 _CONSTANTS = (type(None), bool, int, float, str)
 """Types of which a value may always be the same. Other values than tensors and these do not travel."""
 

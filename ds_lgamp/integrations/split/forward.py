@@ -19,10 +19,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.byproducts import REDUCED, Byproducts
-from ds_lgamp.integrations.split.call import Autocast, BlockArguments, Call, Calls, DryRun, Needs, Survey
+from ds_lgamp.integrations.split.call import Autocast, BlockArguments, Call, Calls, DryRun, Needs, Returned, Survey
 from ds_lgamp.integrations.split.outputs import LossGraph, NotComputed, NotReturned, Reduced, lacking_outputs, without
 from ds_lgamp.integrations.split.parts import Attribute, Original, Part, Result, Sides, place_of
-from ds_lgamp.integrations.split.call import Returned
 from ds_lgamp.integrations.split.stand_ins import (
     NONE,
     AbsentModule,

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.attributes import SetAttributes, in_training
-from ds_lgamp.integrations.split.call import Arguments, BlockArguments, Survey, run_uncompiled
+from ds_lgamp.integrations.split.call import Arguments, BlockArguments, Returned, Survey, Use, run_uncompiled
 from ds_lgamp.integrations.split.imagined import shapes_in
 from ds_lgamp.integrations.split.outputs import NotReturned, register_dataclasses
 from ds_lgamp.integrations.split.parts import (
@@ -25,7 +25,6 @@ from ds_lgamp.integrations.split.parts import (
     parts_of,
     place_of,
 )
-from ds_lgamp.integrations.split.call import Returned, Use
 from ds_lgamp.integrations.split.stand_ins import BlockStandIn, Placeholder, PlaceholderUsed, replacing, watch_calls
 from ds_lgamp.integrations.split.state import Buffers
 from ds_lgamp.integrations.split.travelling import Uses, numbers_like, reached

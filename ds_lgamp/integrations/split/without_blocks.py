@@ -11,9 +11,8 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.attributes import OwnState, SetAttributes
-from ds_lgamp.integrations.split.call import BlockArguments, Call, Survey, run_uncompiled
+from ds_lgamp.integrations.split.call import BlockArguments, Call, Survey, Use, run_uncompiled
 from ds_lgamp.integrations.split.parts import Original, Sides, place_of
-from ds_lgamp.integrations.split.call import Use
 from ds_lgamp.integrations.split.stand_ins import (
     BlockStandIn,
     Placeholder,

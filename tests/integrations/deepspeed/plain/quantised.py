@@ -110,10 +110,16 @@ def train(engine, steps: range) -> tuple[list[float], list[float]]:
     return losses, norms
 
 
-@cache
 def reference(case: Case, ranks: int, steps: int) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Returns losses and norms of the training on one process, and the adapters after it."""
-    model = quantised(case._replace(block=None))
+    return _trained_alone(case.kind, case.precision, case.seed, ranks, steps)
+
+
+@cache
+def _trained_alone(
+    kind: str, precision: str, seed: int, ranks: int, steps: int
+) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    model = quantised(Case(kind, precision=precision, seed=seed))
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
     optimizer = torch.optim.AdamW(trained.values(), lr=1e-2, eps=1e-4)
     losses, norms = [], []
