@@ -1,4 +1,4 @@
-"""Quantised weights: parameters that hold packed bytes, and the constants with which their layer makes numbers of these.
+"""Quantised weights: parameters that hold packed bytes, and the constants with which layers make numbers of them.
 
 bitsandbytes keeps the constants beside the tensors that torch knows of: in ``Params4bit.quant_state``, in
 ``Int8Params.SCB`` and, from the first forward on, in ``Linear8bitLt.state``. So the bytes are cut into parts and
@@ -7,6 +7,7 @@ bitsandbytes: its classes are told by these attributes.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +53,7 @@ def way_of_packing(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
                     yield f"{key}.{name}", tensor
 
 
-def free_constants(part: nn.Module) -> None:
+def free_constants(part: Any) -> None:
     """Frees the constants of ``part`` that grow with its weights, and lets go of these."""
     if _scales(part) is not None:
         part.state.CB = None
@@ -70,6 +71,7 @@ def as_stored(model: nn.Module) -> None:
 
     Raises ValueError for a layer of bitsandbytes that is not quantised yet.
     """
+    part: Any
     for path, part in model.named_modules():
         for key, parameter in part._parameters.items():
             waits = getattr(parameter, "bnb_quantized", True) is False
@@ -87,9 +89,10 @@ def as_stored(model: nn.Module) -> None:
             part.init_8bit_state()
 
 
-def _scales(part: nn.Module) -> Tensor | None:
+def _scales(part: Any) -> Tensor | None:
     """Returns the scales of an 8 bit layer; None for other modules."""
-    parameter, state = part._parameters.get("weight"), getattr(part, "state", None)
+    parameter: Any = part._parameters.get("weight")
+    state = getattr(part, "state", None)
     if not hasattr(parameter, "SCB") or not hasattr(state, "SCB"):
         return None
     return parameter.SCB if parameter.SCB is not None else state.SCB
@@ -97,6 +100,7 @@ def _scales(part: nn.Module) -> Tensor | None:
 
 def compute_with_parameters(model: nn.Module) -> None:
     """Lets the 8 bit layers of ``model`` compute with the memory that their parameters have now."""
+    part: Any
     for part in model.modules():
         if _scales(part) is not None:
             part.state.CB = part.weight.data

@@ -269,8 +269,8 @@ class ZeroPartition:
 def _kinds(
     name: str, parameters: Sequence[UnitParameter]
 ) -> Iterator[tuple[str, dist.ProcessGroup | None, list[UnitParameter]]]:
-    """Yields the name of every unit of ``parameters``, the ranks that have it if not all do, and its parameters. What is
-    frozen may have several dtypes, such as those of packed bytes, and has a unit for each."""
+    """Yields the name of every unit of ``parameters``, the ranks that have it if not all do, and its parameters. Frozen
+    ones may have several dtypes, such as those of packed bytes, and have a unit for each."""
     groups = dict.fromkeys([None, *(entry.sharing for entry in parameters)])
     for number, sharing in enumerate(groups):
         of = name if sharing is None else f"{name} experts{'' if number == 1 else f' {number}'}"

@@ -76,7 +76,7 @@ class Returned(NamedTuple):
     @property
     def kinds(self) -> tuple[Any, ...]:
         """What must be the same of two, so that code that gets the one goes on as with the other."""
-        return self.structure, *map(_kind, self.leaves)
+        return self.structure, *map(_kind_of_leaf, self.leaves)
 
     def with_tensors(self, hidden: Any, tensors: Sequence[Any]) -> Any:
         """Returns such a result of a block, with others for its ``tensors``."""
@@ -90,7 +90,7 @@ class Returned(NamedTuple):
 NOTHING = Returned((), None)
 
 
-def _kind(leaf: Any) -> Any:
+def _kind_of_leaf(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return Tensor
     return (type(leaf), leaf) if isinstance(leaf, _CONSTANTS) else NoTensor

@@ -23,7 +23,7 @@ from ds_lgamp.partition.packed import free_constants
 def release(module: nn.Module, own: Collection[int]) -> None:
     """Frees the parameters of ``module`` that are not in ``own``, which holds ids, and their constants."""
     for part in module.modules():
-        for parameter in filter(None.__ne__, part._parameters.values()):
+        for parameter in part.parameters(recurse=False):
             if id(parameter) not in own:
                 free_constants(part)
                 parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
