@@ -92,7 +92,7 @@ def as_stored(model: nn.Module) -> None:
 def _scales(part: Any) -> Tensor | None:
     """Returns the scales of an 8 bit layer; None for other modules."""
     parameter: Any = part._parameters.get("weight")
-    state = getattr(part, "state", None)
+    state: Any = getattr(part, "state", None)
     if not hasattr(parameter, "SCB") or not hasattr(state, "SCB"):
         return None
     return parameter.SCB if parameter.SCB is not None else state.SCB
