@@ -6,6 +6,7 @@ gathered as those of every frozen unit, and each rank of a layer has its constan
 bitsandbytes: its classes are told by these attributes.
 """
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,13 +45,16 @@ def constants(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def way_of_packing(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields, as bitsandbytes saves it, what beside constants says how the bytes of ``part`` are packed."""
+    """Yields, as bitsandbytes saves it, what beside constants says how the bytes of ``part`` are packed. That leaves out
+    a constant of which the text would have another length for other weights."""
     for key, parameter in part._parameters.items():
         state = getattr(parameter, "quant_state", None)
         if state is not None:
             for name, tensor in state.as_dict(packed=True).items():
                 if name.startswith("quant_state."):
-                    yield f"{key}.{name}", tensor
+                    described = json.loads(bytes(tensor.tolist()))
+                    described.pop("nested_offset", None)
+                    yield f"{key}.{name}", torch.tensor([*json.dumps(described).encode()], dtype=torch.uint8)
 
 
 def free_constants(part: Any) -> None:

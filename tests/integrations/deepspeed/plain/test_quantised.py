@@ -52,7 +52,7 @@ def train_and_count(case):
     """Compares the training with one process, and what it holds and moves with the formulas."""
     engine, counter = trained_as_one_process(case)
     partition, spec = engine.optimizer.partition, engine.program_spec
-    actions, size = build_program(spec)[engine.grid.pipe_parallel_id], ElementBytes(optimizer=8)
+    actions, size = build_program(spec)[engine.lgamp.placed.stage_id], ElementBytes(optimizer=8)
     home = engine.lgamp._home_of_frozen
     units = unit_sizes(partition, home)
     sharding = Sharding(case.stage, engine.grid.data_parallel_size, spec.hierarchy, all_to_all=True)
