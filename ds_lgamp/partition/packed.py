@@ -45,8 +45,8 @@ def constants(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def way_of_packing(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields, as bitsandbytes saves it, what beside constants says how the bytes of ``part`` are packed. That leaves out
-    a constant of which the text would have another length for other weights."""
+    """Yields, as bitsandbytes saves it, what beside constants says how the bytes of ``part`` are packed. It leaves out
+    a constant that is yielded already, whose text would have another length for other weights."""
     for key, parameter in part._parameters.items():
         state = getattr(parameter, "quant_state", None)
         if state is not None:
