@@ -298,6 +298,11 @@ class Loading:
             room = None if self._host is None else self._host.room_beside(own)
             values = own.detach().to("cpu", copy=True) if room is None else room.copy_(own)
             self._masters.append((unit, values))
+            names = (entry.name for entry in unit.storage.parameters)
+            there = {name: self._tensors.get(parameter_name(name), values.dtype) for name in names}
+            for name, dtype in there.items():
+                if dtype != values.dtype and not (dtype.is_floating_point and values.dtype.is_floating_point):
+                    raise CheckpointError(f"{name} is {dtype} there, {values.dtype} here; quantise the model as it was")
             self._add(parameter_name, ranges_of_shard(unit), values)
 
     def add_optimizer(self) -> None:

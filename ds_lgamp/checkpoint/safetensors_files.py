@@ -32,6 +32,8 @@ class Planned(NamedTuple):
     """Name in the checkpoint; None for a tensor without elements, which the checkpoint does not store."""
     shape: list[int]
     dtype: torch.dtype
+    packed: bool = False
+    """Whether it holds packed bytes, which no cast may change."""
 
     @property
     def nbytes(self) -> int:
@@ -98,12 +100,17 @@ def _library() -> Any:
 
 
 def planned_of(state: dict[str, Any], reader: VerifyingReader, dtype: torch.dtype) -> Iterator[Planned]:
-    """Yields the parameters, in ``dtype``, and the buffers of the checkpoint with this ``state``."""
+    """Yields the parameters, in ``dtype``, and the buffers of the checkpoint with this ``state``. Packed bytes of
+    quantised weights stay as they are."""
     of_model = state["layers"].get("names_of_model", False)
+    beside = {parse(key).name for key in reader.tensors}
     for name, described in state["parameters"].items():
         key = parameter_name(name)
         shown = without_layer(name) if of_model else name
-        yield Planned(shown, name, key if key in reader.tensors else None, described["shape"], dtype)
+        own = reader.tensors[key].properties.dtype if key in reader.tensors else dtype
+        packed = not own.is_floating_point or f"{name}.absmax" in beside
+        present = key if key in reader.tensors else None
+        yield Planned(shown, name, present, described["shape"], own if packed else dtype, packed)
     for key, entry in reader.tensors.items():
         parts = parse(key)
         if parts.is_first_copy:

@@ -7,7 +7,7 @@ of one tied module; experts that ranks divide are a unit of their own. Symbols:
 - S: equal parts of a unit's storage. S is W at stages 1, 2 and 3, and 1 at stage 0.
 - m: elements of one part, as ``units.py`` counts them.
 - T: pipeline ranks that hold a copy of a tied unit.
-- w: bytes per element of a weight.
+- w: bytes per element of a weight. Of packed bytes, those of the type that they are stored in.
 - g: bytes per element of a gradient that accumulates.
 - c: bytes per element of a gradient that travels between data-parallel ranks. c is g unless gradients travel in another
   type.
@@ -232,7 +232,7 @@ def held_between_steps(
     weights = master = trainable = 0
     for unit in units:
         part = unit.part(sharding)
-        weights += size.weights * unit.kept(sharding)
+        weights += size.weights_of(unit) * unit.kept(sharding)
         master += size.master * part if size.weights < size.master and not unit.frozen else 0
         trainable += min(part, unit.trainable)
     return weights, master, None if size.optimizer is None else size.optimizer * trainable

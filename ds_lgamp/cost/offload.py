@@ -93,7 +93,8 @@ class OffloadedStateWalk(StateWalk):
         for unit in units:
             if self.offload.parameters and not unit.holders and not unit.loaded and not unit.copied:
                 unit.loaded = True
-                self.ledger.take("loaded" if unit.partitioned else "resident", self.size.weights * unit.part)
+                amount = self.size.weights_of(unit.size) * unit.part
+                self.ledger.take("loaded" if unit.partitioned else "resident", amount)
 
     def gather(self, units: Sequence[HeldUnit], chunk: int) -> None:
         self.load(units)
@@ -104,14 +105,14 @@ class OffloadedStateWalk(StateWalk):
         for unit in units:
             if unit.loaded and unit.partitioned:
                 unit.loaded = False
-                self.ledger.free("loaded", self.size.weights * unit.part)
+                self.ledger.free("loaded", self.size.weights_of(unit.size) * unit.part)
 
     def release(self, units: Sequence[HeldUnit], chunk: int) -> None:
         super().release(units, chunk)
         for unit in units:
             if unit.loaded and not unit.holders:
                 unit.loaded = False
-                self.ledger.free("resident", self.size.weights * unit.part)
+                self.ledger.free("resident", self.size.weights_of(unit.size) * unit.part)
 
     def begin_backward(self, units: Sequence[HeldUnit]) -> None:
         super().begin_backward(units)
@@ -155,7 +156,7 @@ class OffloadedStateWalk(StateWalk):
 
 def device_weights(units: Sequence[UnitSize], offload: Offload, sharding: Sharding, size: ElementBytes) -> int:
     """Returns the bytes of weights that stay on the device between steps."""
-    return 0 if offload.parameters else size.weights * sum(unit.kept(sharding) for unit in units)
+    return 0 if offload.parameters else sum(size.weights_of(unit) * unit.kept(sharding) for unit in units)
 
 
 def host_memory(
@@ -176,7 +177,7 @@ def host_memory(
         part = unit.part(sharding)
         if unit.frozen:
             holds = unit.whole_on == "host" or (offload is not None and offload.parameters)
-            weights += size.weights * part if holds else 0
+            weights += size.weights_of(unit) * part if holds else 0
             continue
         weights += size.weights * part if size.weights < size.master else 0
         master += size.master * part
@@ -254,7 +255,7 @@ def disk_use(
         homes = _homes(unit, on_disk, part, size)
         held += sum(homes)
         if on_disk.parameters and offload is not None:
-            loads = bus_bytes(actions, [unit], offload, sharding, size).loaded // (size.weights * part)
+            loads = bus_bytes(actions, [unit], offload, sharding, size).loaded // (size.weights_of(unit) * part)
             read += loads * homes.weights
         if not unit.frozen:
             read += homes.gradient + homes.master + homes.states + homes.weights * (size.weights == size.master)
@@ -280,7 +281,7 @@ def host_beside_disk(host: HostMemory, on_disk: OnDisk, size: ElementBytes, buff
 
 
 def _homes(unit: UnitSize, on_disk: OnDisk, part: int, size: ElementBytes) -> _Homes:
-    weights = room(size.weights * part) if on_disk.parameters else 0
+    weights = room(size.weights_of(unit) * part) if on_disk.parameters else 0
     if unit.frozen or not on_disk.optimizer:
         return _Homes(0, 0, 0, weights)
     full = room(size.master * part)
@@ -341,7 +342,7 @@ def live_use(
         copies = unit.shared(sharding).data_ranks // unit.parts(sharding)
         own = unit.part(sharding) // copies
         if unit.frozen:
-            frozen += size.weights * own
+            frozen += size.weights_of(unit) * own
         else:
             written += (size.master + size.optimizer) * own
     return LiveUse(slots_of(updates) * (written + frozen), written)

@@ -139,7 +139,7 @@ class StateWalk:
             if not unit.holders and unit.comes:
                 unit.is_packed = not unit.copied
                 packed = unit.packed_weights if unit.is_packed else 0
-                self.ledger.take("resident", self.size.weights * unit.full + packed)
+                self.ledger.take("resident", self.size.weights_of(unit.size) * unit.full + packed)
             unit.holders.add(chunk)
 
     def unpack(self, units: Sequence["HeldUnit"]) -> None:
@@ -153,7 +153,7 @@ class StateWalk:
         for unit in units:
             unit.holders.discard(chunk)
             if not unit.holders and unit.comes:
-                self.ledger.free("resident", self.size.weights * unit.full)
+                self.ledger.free("resident", self.size.weights_of(unit.size) * unit.full)
 
     def begin_backward(self, units: Sequence["HeldUnit"]) -> None:
         beginning = [unit for unit in units if unit.partitioned and not unit.size.frozen and not unit.accumulating]
@@ -313,13 +313,12 @@ class HeldUnit:
             shared.partitioned and sharding.zero_stage == 3 if size.whole_on is None else size.whole_on == "host"
         )
         """Whether a gather takes the full weights, and a release frees them."""
-        travel = element.travel
-        bits = travel.frozen if size.frozen else travel.weights
+        bits = element.bits_of(size)
         self.packed_weights = packed_bytes(self.full, bits) if bits and shared.partitioned and self.comes else 0
         """Bytes of a gather of rounded weights, beside the weights; 0 for exact ones."""
         self.is_packed = False
         """Whether its gather is under way."""
-        bits = travel.gradients
+        bits = element.travel.gradients
         self.packed_gradients = packed_bytes(self.full, bits) if bits and shared.partitioned else 0
         """Bytes of a rounded gradient; 0 for an exact one."""
         # A rank that has the unit alone sends no gradients.

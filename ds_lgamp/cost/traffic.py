@@ -156,7 +156,7 @@ def collective_bytes(
     # Frozen parameters never change.
     gathers = 0 if unit.whole_on is not None or (unit.frozen and zero_stage < 3) else moves.gathers
     return (
-        gathers * size.gathered(others, unit.frozen, zero_stage)
+        gathers * size.gathered(unit, others, zero_stage)
         + (0 if unit.frozen else moves.reduces) * reduce
         + (unit.copies - 1) * size.master * part
         + bytes_between_nodes(actions, unit, sharding, size)
@@ -207,18 +207,18 @@ def bus_bytes(
         part, moves = unit.part(sharding), _moves_of(actions, unit.chunks, 3, unit.frozen)
         gathers = moves.gathers
         if unit.is_gathered(sharding):
-            full = size.weights * part * unit.parts(sharding)
+            full = size.weights_of(unit) * part * unit.parts(sharding)
             loaded += full * moves.loads
             stored += full * moves.stores
         else:
             # Such a unit comes as it does for a gather.
             gathers += moves.loads
         if unit.whole_on == "host":
-            loaded += size.weights * part * gathers
+            loaded += size.weights_of(unit) * part * gathers
         if offload is None or stays(unit, offload):
             continue
         updates = trains and not unit.frozen
-        loaded += size.weights * part * (gathers if offload.parameters else updates)
+        loaded += size.weights_of(unit) * part * (gathers if offload.parameters else updates)
         stored += size.master * part * updates
     return BusBytes(loaded, stored)
 
@@ -228,8 +228,8 @@ def weights_on_host(
 ) -> int:
     """Returns the bytes of gathered weights that wait on a rank's host in a step, w S m for each unit."""
     stored = {action.chunk for action in actions if action.kind is Kind.STORE_WEIGHTS}
-    return size.weights * sum(
-        unit.part(sharding) * unit.parts(sharding)
+    return sum(
+        size.weights_of(unit) * unit.part(sharding) * unit.parts(sharding)
         for unit in units
         if unit.is_gathered(sharding) and stored.intersection(unit.chunks)
     )

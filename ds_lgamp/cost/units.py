@@ -102,6 +102,8 @@ class UnitSize:
     ranks have."""
     whole_on: Literal["device", "host"] | None = None
     """Where every rank keeps the whole unit between uses, at any stage; None if ranks share it as others."""
+    packed: int | None = None
+    """Bytes of an element of packed weights, which no cast changes; None if weights have the type of the run."""
 
     def shared(self, sharding: Sharding) -> Sharding:
         """Returns how the ranks that have the unit share it: of W data-parallel ranks, E of which divide experts, W /
@@ -153,10 +155,16 @@ class ElementBytes:
     travel: Travel = Travel()
     """What travels rounded, in place of the other types."""
 
-    def gathered(self, elements: int, frozen: bool, zero_stage: int) -> int:
-        """Returns the bytes of ``elements`` of weights in a gather."""
-        bits = self.travel.frozen if frozen else self.travel.weights
-        return self.weights * elements if bits is None or zero_stage < 3 else packed_bytes(elements, bits)
+    def bits_of(self, unit: UnitSize) -> int | None:
+        """In how many bits weights of ``unit`` are gathered at stage 3; None as they are, as packed ones are."""
+        if unit.packed is not None:
+            return None
+        return self.travel.frozen if unit.frozen else self.travel.weights
+
+    def gathered(self, unit: UnitSize, elements: int, zero_stage: int) -> int:
+        """Returns the bytes of ``elements`` of the weights of ``unit`` in a gather."""
+        bits = self.bits_of(unit) if zero_stage == 3 else None
+        return self.weights_of(unit) * elements if bits is None else packed_bytes(elements, bits)
 
     def reduced(self, elements: int) -> int:
         """Returns the bytes of ``elements`` of a gradient in a reduction, from stage 1 on."""
@@ -167,6 +175,10 @@ class ElementBytes:
     def master(self) -> int:
         """Weights that the optimizer updates. Half-precision weights have a copy in fp32."""
         return max(self.weights, _MASTER_BYTES)
+
+    def weights_of(self, unit: UnitSize) -> int:
+        """Bytes of a weight of ``unit``."""
+        return self.weights if unit.packed is None else unit.packed
 
     @property
     def travelling(self) -> int:

@@ -57,6 +57,13 @@ def guarded(kind: type[Parameter], settle: Settle) -> type[Parameter]:
                 return result.as_subclass(kind)
             return result
 
+        def to(self, *positional: Any, **named: Any) -> Any:
+            # Classes of quantised parameters have methods of this name that read values first.
+            if _changes_nothing(Tensor.to, (self, *positional), named):
+                return self
+            settle(self)
+            return self.to(*positional, **named)
+
         def __deepcopy__(self, memo: dict[int, Any]) -> Any:
             # The copy gets the parameter's class, so the parameter must have its ordinary one by then.
             settle(self)

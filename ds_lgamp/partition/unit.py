@@ -8,10 +8,12 @@ import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
+from ds_lgamp.cost.units import Travel
 from ds_lgamp.partition.bus import Transfer
 from ds_lgamp.partition.collectives import start_all_reduce
 from ds_lgamp.partition.flat_storage import FlatStorage, UnitParameter
 from ds_lgamp.partition.gradient_reduction import GradientReduction
+from ds_lgamp.partition.packed import is_packed
 from ds_lgamp.partition.policy import ZeroPolicy
 from ds_lgamp.partition.segments import MasterWeights, Segment
 
@@ -69,6 +71,9 @@ class Unit:
         """False if the unit is frozen."""
         if not self.trains:
             policy = policy.of_frozen()
+        if any(is_packed(entry.parameter) for entry in parameters):
+            # Bytes cannot be rounded.
+            policy = policy._replace(travel=Travel())
         self.policy = policy
         self.storage = FlatStorage(sorted(parameters, key=lambda entry: entry.segment_key), policy)
         self.master = MasterWeights(self.storage, policy, self.trains, tie_group)

@@ -288,16 +288,22 @@ class ZeroPartition:
 def _kinds(
     name: str, parameters: Sequence[UnitParameter]
 ) -> Iterator[tuple[str, dist.ProcessGroup | None, list[UnitParameter]]]:
-    """Yields the name of every unit of ``parameters``, the ranks that have it if not all do, and its parameters."""
+    """Yields the name of every unit of ``parameters``, the ranks that have it if not all do, and its parameters. Frozen
+    ones may have several dtypes, such as those of packed bytes, and have a unit for each."""
     groups = dict.fromkeys([None, *(entry.sharing for entry in parameters)])
     for number, sharing in enumerate(groups):
         of = name if sharing is None else f"{name} experts{'' if number == 1 else f' {number}'}"
-        for kind, trains in ((of, True), (f"{of} frozen", False)):
-            members = [
-                entry for entry in parameters if entry.sharing is sharing and entry.parameter.requires_grad == trains
-            ]
-            if members:
-                yield kind, sharing, members
+        own = [entry for entry in parameters if entry.sharing is sharing]
+        trained = [entry for entry in own if entry.parameter.requires_grad]
+        if trained:
+            yield of, sharing, trained
+        frozen: dict[torch.dtype, list[UnitParameter]] = {}
+        for entry in own:
+            if not entry.parameter.requires_grad:
+                frozen.setdefault(entry.parameter.dtype, []).append(entry)
+        for dtype, members in frozen.items():
+            packed = "" if dtype.is_floating_point else f" {str(dtype).removeprefix('torch.')}"
+            yield f"{of} frozen{packed}", sharing, members
 
 
 def build_partition(

@@ -8,6 +8,7 @@ PASSED_ON = {
     ("checkpoint/files.py", "(DamageError if is_damage else CheckpointError)(sentence)"),
     ("checkpoint/whole.py", "CheckpointError(sentence_of(error, 0))"),
     ("integrations/deepspeed/engine/parameters.py", "complaint"),
+    ("integrations/deepspeed/model/shared_tensors.py", "complaint"),
     ("integrations/deepspeed/model/materialise.py", "ConfigError(complaint)"),
     ("integrations/deepspeed/plain/model_state.py", "complaint"),
     ("integrations/split/without_blocks.py", "ConfigError(str(used))"),

@@ -43,7 +43,8 @@ class _Stored(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.float32 if self.planned.dtype.is_floating_point else self.planned.dtype
+        casts = self.planned.dtype.is_floating_point and not self.planned.packed
+        return torch.float32 if casts else self.planned.dtype
 
     def contiguous(self) -> torch.Tensor:
         """Reads the tensor. Raises CheckpointError if it is damaged."""

@@ -276,6 +276,11 @@ def check_elementwise(optimizer: torch.optim.Optimizer, allow_untested: bool, de
             f"optimizer is {kind.__name__}, which takes parameters on the CPU, and they are on {device.type}; "
             f"use one of {_TORCHS}"
         )
+    if getattr(getattr(optimizer, "args", None), "optim_bits", 32) < 32:
+        raise ConfigError(
+            f"optimizer is {kind.__name__}, whose states of 8 bits share a scale among neighbours that differ with the "
+            "layout; use one of 32 bits, such as paged_adamw_32bit"
+        )
     known = kind in ELEMENTWISE | ON_CPU | ON_ACCELERATOR
     known = known or (kind.__module__.startswith("apex.") and kind is _apex_adam())
     if not known and not allow_untested:

@@ -53,18 +53,15 @@ def refuse_precision(config: Any) -> None:
 
 
 def refuse_cast_parameter(config: Any, name: str, dtype: torch.dtype) -> None:
-    """Raises ConfigError for a parameter that is no floating-point tensor, or that is not fp32 although the
-    configuration asks for fp32.
+    """Raises ConfigError for a parameter that is complex, or that is not fp32 although the configuration asks for
+    fp32. Parameters of packed bytes are never cast.
 
     Args:
         name: the parameter's name in the whole model.
         dtype: the parameter's type as the user built it.
     """
-    if not dtype.is_floating_point:
-        raise ConfigError(
-            f"parameter {name} is {dtype}, which does not train; make it a buffer, or load the model without "
-            "quantization"
-        )
+    if dtype.is_complex:
+        raise ConfigError(f"parameter {name} is {dtype}, which a {BLOCK} block does not train; make it a buffer")
     if dtype != torch.float32 and parameter_dtype(config) == torch.float32:
         if dtype == torch.float64:
             raise ConfigError(f"parameter {name} is {dtype}, which a {BLOCK} block does not train; make it float32")

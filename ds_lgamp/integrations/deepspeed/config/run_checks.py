@@ -151,7 +151,7 @@ def refuse_unsupported(config: Any, module: PipelineModule, optimizer: Any) -> N
     raise_everywhere(_complaint_about_ties(module), ConfigError)
     raise_everywhere(complaint_about_tensor_ranks(module), ConfigError)
     for name, info in announced_tensors(module).items():
-        if info.is_parameter:
+        if info.is_parameter and not info.packed:
             refuse_cast_parameter(config, shown_name(module, name), info.dtype)
 
 
@@ -303,7 +303,7 @@ def _complaint_about_tensors(module: PipelineModule) -> str | None:
         if not isinstance(parameter, DeferredParameter) and type(parameter.data) not in (torch.Tensor, FakeTensor):
             return (
                 f"parameter {shown} is a {type(parameter.data).__name__}, but units hold plain tensors; build its "
-                "layer without fp8_model_init, quantization or DTensor"
+                "layer without fp8_model_init, torchao's quantization (bitsandbytes' works) or DTensor"
             )
         if is_of_unknown_group(parameter) or hasattr(parameter, "ds_optim_param"):
             return (

@@ -146,9 +146,8 @@ def home_of_frozen(settings: LgampConfig, config: Any, layout: Layout, module: P
             f"{given}, but {_words_of(config, _PARAMETERS)}, which says where weights lie that do not train, too; "
             "remove one of them"
         )
-    weights = (
-        _most_elements(layout, module, range(len(layout.placement)), frozen=True) * parameter_dtype(config).itemsize
-    )
+    chunks = range(len(layout.placement))
+    weights = _most_bytes(layout, module, chunks, True, parameter_dtype(config))
     if not weights:
         return "none"
     memory = _memory_of_a_rank()
@@ -233,8 +232,8 @@ def refuse_large_copies(config: Any, layout: Layout, module: PipelineModule, spe
     """
     again = {action.chunk for actions in build_program(spec) for action in actions if action.kind is Kind.STORE_WEIGHTS}
     kinds = (False,) if frozen != "none" else (False, True)
-    elements = sum(_most_elements(layout, module, again, kind) for kind in kinds)
-    weights, memory = elements * parameter_dtype(config).itemsize, _memory_of_a_rank()["host"]
+    weights = sum(_most_bytes(layout, module, again, kind, parameter_dtype(config)) for kind in kinds)
+    memory = _memory_of_a_rank()["host"]
     if weights > memory:
         raise ConfigError(
             f"{BLOCK}.regather is 'host', but the weights of a rank that a step gathers again take {weights / 1e9:.3g} "
@@ -242,18 +241,21 @@ def refuse_large_copies(config: Any, layout: Layout, module: PipelineModule, spe
         )
 
 
-def _most_elements(layout: Layout, module: PipelineModule, chunks: Container[int], frozen: bool) -> int:
-    """Returns how many elements of parameters, frozen ones or those that train, ``chunks`` have of the pipeline rank
-    with most of them. Collective over the pipeline ranks."""
+def _most_bytes(
+    layout: Layout, module: PipelineModule, chunks: Container[int], frozen: bool, data_type: torch.dtype
+) -> int:
+    """Returns the bytes of the weights, frozen ones or those that train, that ``chunks`` have of the pipeline rank with
+    most of them, those that are not packed in ``data_type``. Collective over the pipeline ranks."""
     owners: dict[str, set[int]] = {}
     for layer, spec in enumerate(module._layer_specs):
         if layout.chunk_of(layer) in chunks:
             owners.setdefault(prefix_of(layer, spec), set()).add(layout.owner(layer))
-    elements = Counter[int]()
+    held = Counter[int]()
     for name, info in announced_tensors(module).items():
         if info.is_parameter and info.requires_grad != frozen:
-            elements.update(dict.fromkeys(owners.get(layer_prefix(name), ()), info.shape.numel()))
-    return max(elements.values(), default=0)
+            each = info.dtype.itemsize if info.packed else data_type.itemsize
+            held.update(dict.fromkeys(owners.get(layer_prefix(name), ()), info.shape.numel() * each))
+    return max(held.values(), default=0)
 
 
 def _memory_of_a_rank() -> dict[Home, float]:

@@ -21,10 +21,12 @@ from ds_lgamp.integrations.deepspeed.config.zero import check_offloaded, device_
 from ds_lgamp.integrations.deepspeed.engine.data import OwnData
 from ds_lgamp.integrations.deepspeed.engine.optimizer import PartitionedOptimizer
 from ds_lgamp.integrations.deepspeed.engine.training import Training
-from ds_lgamp.integrations.deepspeed.model.construction import children_with_memory, showing
+from ds_lgamp.integrations.deepspeed.model.construction import children_with_memory, places_of_tensors, showing
 from ds_lgamp.integrations.deepspeed.model.experts import expert_group
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import share_values, values_of
+from ds_lgamp.integrations.split.stand_ins import replacing
+from ds_lgamp.partition.packed import is_packed
 from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.watch.this_rank import this_rank
 
@@ -100,6 +102,13 @@ class LgampDoor(DeepSpeedEngine):
             stays_in_fp32 = keep_in_fp32_pattern(self.module, self._config.keep_in_fp32_modules, data_type)
             self._cast_module_mixed_precision(data_type, buffer_type, False, stays_in_fp32)
         self.module.to(self.device)
+
+    def _cast_module_mixed_precision(self, *positional: Any, **named: Any) -> None:
+        """As DeepSpeed's, which would also cast packed bytes that are stored as numbers."""
+        places = places_of_tensors(self.module.modules())
+        packed = [place for place in places if isinstance(place[2], nn.Parameter) and is_packed(place[2])]
+        with replacing([(tensors, name, None) for tensors, name, _ in packed]):
+            super()._cast_module_mixed_precision(*positional, **named)
 
     def _prepare_layers(self) -> None:
         """Casts, moves and broadcasts the layers that :attr:`module` shows, as DeepSpeed does with a module."""

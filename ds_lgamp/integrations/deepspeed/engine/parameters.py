@@ -20,6 +20,7 @@ from ds_lgamp.partition.bus import Bus
 from ds_lgamp.partition.disk import Disk
 from ds_lgamp.partition.flat_storage import UnitParameter
 from ds_lgamp.partition.host import Host, HostThread
+from ds_lgamp.partition.packed import compute_with_parameters
 from ds_lgamp.partition.policy import ZeroPolicy, node_groups
 from ds_lgamp.partition.zero_partition import TiedParameters, ZeroPartition, build_partition
 from ds_lgamp.runtime.node import update_threads
@@ -104,6 +105,7 @@ def partition_parameters(
         with undisturbed(layer_sources(device)):
             partition = build(materialise=deferred.with_values)
             deferred.build_rest()
+    compute_with_parameters(module)
     module.full_parameters, module.adopt_parameters = partition.full_parameters, partition.adopt_parameters
     return partition
 

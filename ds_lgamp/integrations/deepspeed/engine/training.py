@@ -40,14 +40,14 @@ from ds_lgamp.integrations.deepspeed.model.recomputation import (
     switch_on,
 )
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import SharedBuffers
-from ds_lgamp.integrations.program_spec import program_of
+from ds_lgamp.integrations.program_spec import program_of, trace_if_asked
 from ds_lgamp.integrations.split.state import leave_out_hosts
-from ds_lgamp.integrations.tracing import trace_if_asked
 from ds_lgamp.optimizers.lamb import Lamb
 from ds_lgamp.optimizers.muon import Muon
 from ds_lgamp.optimizers.updates import HostUpdateError
 from ds_lgamp.partition.agreement import host_group
 from ds_lgamp.partition.bus import Bus
+from ds_lgamp.partition.packed import PackedPlaces
 from ds_lgamp.partition.zero_partition import ZeroPartition
 from ds_lgamp.runtime.batch import BatchState, Calls, LoadMicroBatch, Position, Storage
 from ds_lgamp.runtime.chunk import Chunk, HasOwnLosses
@@ -167,7 +167,7 @@ class Training:
         policy = policy._replace(travel=self._travel)
         policy = keeping_frozen(policy, self._home_of_frozen, self.device, self._disk)
         self.partition = partition_parameters(module, optimizer, policy, self.device, deferred)
-        self._deferred = deferred
+        self._deferred, self._packed = deferred, PackedPlaces(module)
         self.tensor_access = TensorAccess(self.partition, optimizer)
         return build_optimizer(
             optimizer,
@@ -272,6 +272,7 @@ class Training:
                 self.partition.attach_parameters()
             if begins and training:
                 self.partition.refuse_thawed()
+                self._packed.refuse_others()
                 for layer in self._with_own_losses:
                     layer.scale_own_losses(self._loss_factor(self.door.micro_batches))
             if begins and trace is not None:

@@ -24,6 +24,7 @@ from ds_lgamp.integrations.deepspeed.model.construction import places_of_tensors
 from ds_lgamp.integrations.deepspeed.model.module import function_of
 from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources, switch_on
 from ds_lgamp.partition.gradient_reduction import ACCUMULATES_IN_OTHER_DTYPES
+from ds_lgamp.partition.packed import is_packed
 from ds_lgamp.runtime.chunk import Chunk, cloned, differentiable, passed_on
 from ds_lgamp.runtime.measure import CollectiveCounter, chunk_bytes
 from ds_lgamp.runtime.messages import laid_out, message_bytes
@@ -151,6 +152,7 @@ def faked(layers: Sequence[Any], config: Any, device: torch.device) -> Iterator[
         for tensors, name, tensor in places:
             if id(tensor) not in replaced:
                 data_type = parameter_dtype(config) if isinstance(tensor, nn.Parameter) else buffer_type
+                data_type = None if isinstance(tensor, nn.Parameter) and is_packed(tensor) else data_type
                 replaced[id(tensor)] = _fake_weight(tensor, data_type, accumulation_dtype(config), device)
             tensors[name] = replaced[id(tensor)]
         yield replaced

@@ -221,6 +221,7 @@ class Step(NamedTuple):
         sharing = hierarchy.node_ranks if hierarchy is not None and hierarchy.replicated else self.data_ranks
         step = self.update.memory(held.partition, stage, sharing) if self.tensor_ranks == 1 else None
         memory, disk = self._memory_and_disk(actions, units, size, step)
+        memory = replace(memory, weights=memory.weights + held.constants, peak=memory.peak + held.constants)
         update = self.update.traffic(held.partition, stage, sharing, self.settings.reproducible)
         loads = offload is not None or self.home_of_frozen == "host" or spec.stores_weights
         bus = bus_bytes(actions, units, offload, sharding, size) if loads else None
@@ -239,6 +240,7 @@ class Step(NamedTuple):
             update_collectives=update.collectives,
             update_bytes_sent=update.sent,
             memory=memory,
+            constants=held.constants,
             bus_bytes_loaded=None if bus is None else bus.loaded,
             bus_bytes_stored=None if bus is None else bus.stored,
             disk=disk,

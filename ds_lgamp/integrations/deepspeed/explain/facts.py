@@ -104,6 +104,8 @@ class RankFacts:
     """The part of these bytes that hierarchical shards send between nodes; None without such shards, where nodes are
     unknown."""
     memory: Memory
+    constants: int = 0
+    """Bytes of what dequantises its packed weights; ``memory`` has them among the weights."""
     bus_bytes_loaded: int | None = None
     """Bytes of weights that come from the host; None if nothing waits there, like ``bus_bytes_stored``."""
     bus_bytes_stored: int | None = None

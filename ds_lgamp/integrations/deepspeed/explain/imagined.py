@@ -40,6 +40,7 @@ from ds_lgamp.integrations.deepspeed.model.module import (
 )
 from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources
 from ds_lgamp.integrations.hosts import replace_attribute
+from ds_lgamp.partition.packed import is_packed, own_constants
 from ds_lgamp.partition.zero_partition import ZeroPartition
 from ds_lgamp.runtime.recompute import undisturbed
 from ds_lgamp.schedule.spec import ProgramSpec
@@ -96,6 +97,8 @@ class ImaginedRank(NamedTuple):
     """The engine's own, of tensors without memory. Shards are neither spread over nodes nor on the host."""
     expert_layers: dict[int, list[MoE | AutoEPMoELayer]]
     """The layers whose experts ranks divide, by chunk."""
+    constants: int
+    """Bytes of the constants of its quantised weights."""
 
 
 class ImaginedModel:
@@ -167,7 +170,9 @@ class ImaginedModel:
                 policy = policy_of(placed, settings, config, spec, group, device, disk=None)
                 partition = partition_parameters(placed, optimizer, policy, device)
                 experts = {chunk: self._expert_layers(chunk) for chunk in self.layout.chunks_of(rank)}
-                ranks.append(ImaginedRank(self._chunks(rank), tied, partition, experts))
+                of_packed = {id(each): each.nbytes for layer in placed.modules() for _, each in own_constants(layer)}
+                size = sum(of_packed.values())
+                ranks.append(ImaginedRank(self._chunks(rank), tied, partition, experts, size))
         return ranks
 
     def _placed(self, rank: int, tied: list[TiedFacts]) -> PlacedModule:
@@ -230,7 +235,8 @@ def unit_sizes(partition: ZeroPartition, home_of_frozen: Home = "none") -> list[
         # Experts are means over all ranks, and lie on fewer.
         divided = unit.policy.mean_ranks // unit.policy.data_group.size()
         whole_on = None if unit.trains or home_of_frozen == "none" else home_of_frozen
-        sizes.append(replace(size, expert_ranks=divided, whole_on=whole_on))
+        packed = (entry.parameter.dtype.itemsize for entry in unit.storage.parameters if is_packed(entry.parameter))
+        sizes.append(replace(size, expert_ranks=divided, whole_on=whole_on, packed=next(packed, None)))
     return sizes
 
 

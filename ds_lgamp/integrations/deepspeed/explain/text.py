@@ -266,6 +266,11 @@ def _words(facts: Explanation) -> str:
             f"step and rank, not {gathers}."
         )
     sentences += _words_on_experts(facts)
+    if constants := max(rank.constants for rank in facts.ranks):
+        sentences.append(
+            f"Quantised weights lie and travel as packed bytes. Each rank has the constants of its layers whole, up to "
+            f"{with_bytes(constants)} of its weights."
+        )
     stored = "inputs of chunks" if facts.settings.recompute == "full" else "chunks with what autograd saves of them"
     passing = "layers" if all(rank.memory.update is not None for rank in facts.ranks) else "layers and the optimizer"
     if facts.activations_unknown is None:

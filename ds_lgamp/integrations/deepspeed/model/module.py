@@ -19,6 +19,7 @@ from ds_lgamp.config import LgampConfig
 from ds_lgamp.integrations.deepspeed.model.recomputation import BeforeLayer, layer_sources
 from ds_lgamp.integrations.program_spec import chunk_bounds, place
 from ds_lgamp.partition.agreement import everyone
+from ds_lgamp.partition.packed import constants, is_packed, own_constants, way_of_packing
 from ds_lgamp.runtime.recompute import undisturbed
 from ds_lgamp.schedule.orders import chunks_of
 from ds_lgamp.schedule.placement import Placement
@@ -100,6 +101,8 @@ class TensorInfo(NamedTuple):
     dtype: torch.dtype
     requires_grad: bool
     is_parameter: bool
+    packed: bool
+    """Whether it is a parameter of bytes, whatever its dtype."""
 
 
 class PlacedModule(PipelineModule):
@@ -194,7 +197,13 @@ def function_of(spec: Any, layer: nn.Module) -> Callable:
 def announced_tensors(module: PipelineModule) -> dict[str, TensorInfo]:
     """Returns the parameters and buffers that all pipeline ranks have built, by global name. Collective."""
     own = {
-        name: TensorInfo(tensor.shape, tensor.dtype, tensor.requires_grad, isinstance(tensor, nn.Parameter))
+        name: TensorInfo(
+            tensor.shape,
+            tensor.dtype,
+            tensor.requires_grad,
+            isinstance(tensor, nn.Parameter),
+            isinstance(tensor, nn.Parameter) and is_packed(tensor),
+        )
         for name, tensor in global_names(module)
     }
     return {name: info for rank in over_pipeline(module, own) for name, info in rank.items()}
@@ -235,13 +244,16 @@ def layer_prefix(name: str) -> str:
 
 
 def persistent_buffers(module: PlacedModule) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the buffers of this rank that belong to the state of the model, by global name."""
+    """Yields the buffers of this rank that belong to the state of the model, by global name. Constants of quantised
+    weights count as buffers."""
     layers = built_layers(module).items()
     inside = chain.from_iterable(layer.named_modules(prefix=prefix) for prefix, layer in layers)
     for path, part in chain(inside, module.beside_layers):
         for name, tensor in part.named_buffers(recurse=False):
             if name not in part._non_persistent_buffers_set:
                 yield f"{path}.{name}", tensor
+        for name, tensor in chain(own_constants(part), way_of_packing(part)):
+            yield f"{path}.{name}", tensor
 
 
 def with_extra_state(module: PipelineModule) -> Iterator[tuple[str, nn.Module]]:
@@ -259,4 +271,5 @@ def empty_extra_states(module: PipelineModule) -> list[str]:
 
 
 def tensors_of(layer: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [*layer.named_parameters(), *layer.named_buffers()]
+    """Returns the parameters and buffers of ``layer``, and the constants of its quantised weights."""
+    return [*layer.named_parameters(), *layer.named_buffers(), *constants(layer)]

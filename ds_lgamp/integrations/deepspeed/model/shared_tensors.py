@@ -19,6 +19,7 @@ from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.split.state import version_of
 from ds_lgamp.partition.agreement import Term, everyone, raise_everywhere, refuse_differing_terms
 from ds_lgamp.partition.memory import bytes_of, without_repetition
+from ds_lgamp.partition.packed import as_stored, constants
 
 _PIECE = 2**26
 """Bytes that a device takes at once of a tensor that lies on the host."""
@@ -71,8 +72,8 @@ def _share(tensor: Tensor, group: dist.ProcessGroup, device: torch.device) -> No
 
 
 def values_of(module: nn.Module) -> Iterable[Tensor]:
-    """Returns the parameters and the buffers of ``module``."""
-    return chain(module.parameters(), module.buffers())
+    """Returns the parameters and the buffers of ``module``, and the constants of its quantised weights."""
+    return chain(module.parameters(), module.buffers(), (tensor for _, tensor in constants(module)))
 
 
 def share_given_layers(module: PipelineModule) -> None:
@@ -96,9 +97,16 @@ def share_over_pipeline(tensors: Iterable[Tensor], module: PipelineModule) -> No
 
 def check_tensors(model: nn.Module) -> None:
     """Raises ConfigError on all ranks if they have other parameters or buffers in ``model``, or if one shares memory
-    with a parameter. Collective over all ranks."""
+    with a parameter. Brings quantised weights into the form in which they are saved. Collective over all ranks."""
     fix = "build the same model on all ranks"
-    named = [item for item in chain(model.named_parameters(), model.named_buffers()) if not is_lazy(item[1])]
+    complaint = None
+    try:
+        as_stored(model)
+    except ValueError as error:
+        complaint = str(error)
+    raise_everywhere(complaint, ConfigError)
+    found = chain(model.named_parameters(), model.named_buffers(), constants(model))
+    named = [item for item in found if not is_lazy(item[1])]
     terms = {f"the tensor {name} of the model": Term(_described(tensor), fix) for name, tensor in named}
     refuse_differing_terms(terms, ConfigError)
     raise_everywhere(complaint_about_memory(named), ConfigError)

@@ -31,6 +31,7 @@ from ds_lgamp.integrations.deepspeed.plain.loss_engine import LossEngine
 from ds_lgamp.integrations.deepspeed.plain.model_methods import release
 from ds_lgamp.integrations.deepspeed.plain.outputs_engine import OutputsEngine
 from ds_lgamp.integrations.deepspeed.plain.wrapper import Wrapper, WrapperEngine, split_of
+from ds_lgamp.partition.packed import constants
 from ds_lgamp.watch.this_rank import this_rank
 
 
@@ -119,7 +120,7 @@ def _keep_own_values(layers: Layers, module: PipelineModule) -> None:
         # Layers may share parameters, which are free by now on ranks that keep none of these layers.
         new = [parameter for parameter in layer.parameters() if id(parameter) not in shared]
         shared.update(map(id, new))
-        share_over_pipeline(new, module)
+        share_over_pipeline([*new, *(tensor for _, tensor in constants(layer))], module)
         release(layer, kept)
 
 

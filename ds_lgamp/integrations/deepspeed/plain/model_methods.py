@@ -17,13 +17,16 @@ from torch import nn
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.partition.guard import Guards, NotGatheredError
+from ds_lgamp.partition.packed import free_constants
 
 
 def release(module: nn.Module, own: Collection[int]) -> None:
-    """Frees the parameters of ``module`` that are not in ``own``, which holds ids."""
-    for parameter in module.parameters():
-        if id(parameter) not in own:
-            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+    """Frees the parameters of ``module`` that are not in ``own``, which holds ids, and their constants."""
+    for part in module.modules():
+        for parameter in part.parameters(recurse=False):
+            if id(parameter) not in own:
+                free_constants(part)
+                parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
 
 class Elsewhere:

@@ -51,12 +51,10 @@ class Float8Tensor(torch.Tensor):
     """Stands in for a weight inside Transformer Engine's fp8_model_init, which is no plain tensor."""
 
 
-class Packed(nn.Linear):
-    """Has a frozen weight of packed numbers."""
-
+class Complex(nn.Linear):
     def __init__(self) -> None:
         super().__init__(6, 6)
-        self.weight = nn.Parameter(torch.zeros(18, 1, dtype=torch.uint8), requires_grad=False)
+        self.phase = nn.Parameter(torch.zeros(6, dtype=torch.complex64))
 
 
 class Quantized(nn.Module):
@@ -140,9 +138,9 @@ MODULES = {
         lambda: pipeline([LayerSpec(Quantized)] * 4),
         "weight is a Float8Tensor, but units hold plain tensors; build its layer without fp8_model_init",
     ),
-    "parameters of bytes, as bitsandbytes packs them": (
-        lambda: pipeline([LayerSpec(Packed)] * 4),
-        "is torch.uint8, which does not train; make it a buffer, or load the model without quantization",
+    "complex parameters": (
+        lambda: pipeline([LayerSpec(Complex)] * 4),
+        "is torch.complex64, which a ds_lgamp block does not train; make it a buffer",
     ),
     "a parameter outside of layers": (lambda: pipeline(kind=WithStray), "parameter stray belongs to no layer"),
     "parameters of double precision": (
