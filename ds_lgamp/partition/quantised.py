@@ -15,13 +15,14 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from ds_lgamp.cost.units import ALIGNMENT, packed_bytes
+from ds_lgamp.cost.units import aligned, packed_bytes
 from ds_lgamp.partition.bus import event_now
 from ds_lgamp.partition.collectives import Finish, start_all_gather, start_all_to_all
 from ds_lgamp.partition.memory import in_pool
 
 _LARGEST = {8: 127, 4: 7}
 """By bits. The other end of the range would round asymmetrically."""
+_BLOCK = aligned(1)
 _SCALE = torch.bfloat16
 _TINY = torch.finfo(_SCALE).tiny
 """The least scale, so that nothing is divided by zero."""
@@ -48,7 +49,7 @@ def _pieces(parts: torch.Tensor) -> Sequence[torch.Tensor]:
 
 def _pack(values: torch.Tensor, bits: int, packed: torch.Tensor) -> None:
     parts, elements = values.shape
-    blocks = values.reshape(-1, ALIGNMENT).float()
+    blocks = values.reshape(-1, _BLOCK).float()
     largest = blocks.abs().amax(1, keepdim=True)
     scales = largest.div_(_LARGEST[bits]).clamp_min_(_TINY).to(_SCALE)
     numbers = (blocks * scales.float().reciprocal_()).round_().to(torch.int8).view(parts, elements)
@@ -73,7 +74,7 @@ def _unpack(packed: torch.Tensor, bits: int, values: torch.Tensor) -> None:
     rounded = values if exact else torch.empty_like(values, dtype=torch.float32)
     rounded.copy_(numbers)
     # In fp32, since a whole number times a scale has more digits than half precision has.
-    rounded.view(-1, ALIGNMENT).mul_(scales)
+    rounded.view(-1, _BLOCK).mul_(scales)
     if not exact:
         values.copy_(rounded)
 
