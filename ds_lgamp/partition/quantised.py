@@ -15,13 +15,13 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from ds_lgamp.cost.units import ALIGNMENT, packed_bytes
-from ds_lgamp.partition.bus import event_now
+from ds_lgamp.cost.units import aligned, packed_bytes
 from ds_lgamp.partition.collectives import Finish, start_all_gather, start_all_to_all
 from ds_lgamp.partition.memory import in_pool
 
 _LARGEST = {8: 127, 4: 7}
 """By bits. The other end of the range would round asymmetrically."""
+_BLOCK = aligned(1)
 _SCALE = torch.bfloat16
 _TINY = torch.finfo(_SCALE).tiny
 """The least scale, so that nothing is divided by zero."""
@@ -48,7 +48,7 @@ def _pieces(parts: torch.Tensor) -> Sequence[torch.Tensor]:
 
 def _pack(values: torch.Tensor, bits: int, packed: torch.Tensor) -> None:
     parts, elements = values.shape
-    blocks = values.reshape(-1, ALIGNMENT).float()
+    blocks = values.reshape(-1, _BLOCK).float()
     largest = blocks.abs().amax(1, keepdim=True)
     scales = largest.div_(_LARGEST[bits]).clamp_min_(_TINY).to(_SCALE)
     numbers = (blocks * scales.float().reciprocal_()).round_().to(torch.int8).view(parts, elements)
@@ -73,7 +73,7 @@ def _unpack(packed: torch.Tensor, bits: int, values: torch.Tensor) -> None:
     rounded = values if exact else torch.empty_like(values, dtype=torch.float32)
     rounded.copy_(numbers)
     # In fp32, since a whole number times a scale has more digits than half precision has.
-    rounded.view(-1, ALIGNMENT).mul_(scales)
+    rounded.view(-1, _BLOCK).mul_(scales)
     if not exact:
         values.copy_(rounded)
 
@@ -84,22 +84,16 @@ class RoundedGather:
 
     def __init__(self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, bits: int) -> None:
         self._full, self._bits = full, bits
-        own = shard.new_empty(1, packed_bytes(shard.numel(), bits), dtype=torch.uint8)
-        pack(shard.view(1, -1), bits, own)
-        make = partial(own.new_empty, group.size(), own.numel())
-        self._packed: torch.Tensor | None = in_pool(full.device, make)
-        self._work = start_all_gather(self._packed.view(-1), own.view(-1), group)
-        self._unpacked = None
-        """The moment on the device after which ``full`` is filled; None on a CPU."""
+        # Both live as long as the gather may read and fill them.
+        self._own = shard.new_empty(1, packed_bytes(shard.numel(), bits), dtype=torch.uint8)
+        pack(shard.view(1, -1), bits, self._own)
+        self._packed = in_pool(full.device, partial(self._own.new_empty, group.size(), self._own.numel()))
+        self._work = start_all_gather(self._packed.view(-1), self._own.view(-1), group)
 
     def wait(self) -> None:
-        """Fills ``full``, in the device's current stream. A later call lets another stream wait for that."""
-        if self._packed is not None:
-            self._work.wait()
-            unpack(self._packed, self._bits, self._full.view(len(self._packed), -1))
-            self._packed, self._unpacked = None, event_now(self._full.device)
-        elif self._unpacked is not None:
-            torch.get_device_module(self._full.device).current_stream(self._full.device).wait_event(self._unpacked)
+        """Fills ``full``, in the device's current stream. Called again, perhaps in another stream, it does so again."""
+        self._work.wait()
+        unpack(self._packed, self._bits, self._full.view(len(self._packed), -1))
 
 
 def start_rounded_sum(full: torch.Tensor, group: dist.ProcessGroup, dtype: torch.dtype, bits: int) -> Finish:

@@ -73,7 +73,9 @@ def initialize(training: Training, layout: Layout, **config):
             arguments = {"optimizer": optimizer, "lr_scheduler": scheduler}
         else:
             arguments["lr_scheduler"] = lambda made: torch.optim.lr_scheduler.LambdaLR(
-                made, warmup_factors(training.warmup)
+                # Some optimizers divide the groups.
+                made,
+                warmup_factors(training.warmup)[:1] * len(made.param_groups),
             )
             if layout.optimizer == "callable":
                 arguments["optimizer"] = lambda parameters: torch.optim.SGD(parameters, **options)

@@ -8,7 +8,7 @@ from typing import Any
 from ds_lgamp.cost.activations import ActivationMemory
 from ds_lgamp.cost.assignment import LinkKind
 from ds_lgamp.cost.offload import HostMemory
-from ds_lgamp.cost.units import ALIGNMENT, packed_bytes
+from ds_lgamp.cost.units import aligned, packed_bytes
 from ds_lgamp.integrations.deepspeed.explain.facts import LATER, Explanation, LaidOut, TokenFacts, seconds_of
 from ds_lgamp.schedule.spec import ProgramSpec
 
@@ -58,8 +58,10 @@ def _rounded(facts: Explanation) -> str:
         return ""
     if facts.data_ranks == 1:
         return "\nzero_quantized_... rounds nothing: there is one data-parallel rank, and nothing travels"
-    sizes = (f"{kind}, {packed_bytes(ALIGNMENT, bits) / ALIGNMENT:g} bytes per element" for kind, bits in bits.items())
-    return f"\ntravel rounded, in blocks of {ALIGNMENT}: {'; '.join(sizes)}"
+    sizes = (
+        f"{kind}, {packed_bytes(aligned(1), bits) / aligned(1):g} bytes per element" for kind, bits in bits.items()
+    )
+    return f"\ntravel rounded, in blocks of {aligned(1)}: {'; '.join(sizes)}"
 
 
 def _travelling(facts: Explanation) -> Iterator[tuple[str, int]]:
