@@ -31,6 +31,7 @@ class Layered:
         offload_activations: value of the configuration key.
         activation_dtype: value of the configuration key.
         quantised_gradient_bits: value of the configuration key.
+        regather: value of the configuration key.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Layered:
         offload_activations: str = "none",
         activation_dtype: str | None = None,
         quantised_gradient_bits: int = 8,
+        regather: str = "network",
     ) -> None:
         self.layout = layout
         ds_lgamp.install()
@@ -69,6 +71,7 @@ class Layered:
                 "offload_activations": offload_activations,
                 "activation_dtype": activation_dtype,
                 "quantised_gradient_bits": quantised_gradient_bits,
+                "regather": regather,
             },
         }
         with quiet():
