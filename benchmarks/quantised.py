@@ -1,5 +1,5 @@
-"""Trains a small GPT at ZeRO stage 3 with fewer bytes on the network: with weights and gradients that travel rounded, and
-with gathered weights that wait on the host. ``python -m benchmarks run quantised``.
+"""Trains a small GPT at ZeRO stage 3 with fewer bytes on the network: with weights and gradients that travel rounded,
+and with gathered weights that wait on the host. ``python -m benchmarks run quantised``.
 
 It trains 500 steps on text that can be learned and compares the losses; counts the bytes of a step; and times steps on
 loopback and over slow networks. ``--part`` does one part alone.
@@ -38,9 +38,9 @@ BITS = {f"{OURS}, weights in 8 bits, gradients in {bits}": bits for bits in (8, 
 """Those that round, and in how many bits their gradients travel."""
 HELD = f"{OURS}, second gather from the host"
 LIMITED, FEWER, ELSEWHERE, DIFFERENCE = 0.6, 0.8, 1.02, 0.005
-"""The parts of an exact step that a rounded one may take where the network is the limit, and one with copies on the host,
-which sends 16 of 22 parts; the part of either on loopback; and the largest relative difference of the mean of the last
-losses."""
+"""The parts of an exact step that a rounded one may take where the network is the limit, and one with copies on the
+host, which sends 16 of 22 parts; the part of either on loopback; and the largest relative difference of the mean of the
+last losses."""
 
 
 def contenders() -> list[Contender]:
