@@ -163,6 +163,14 @@ def home_of_frozen(settings: LgampConfig, config: Any, layout: Layout, module: P
 
 
 _WEIGHT_BITS = 8
+_AGAINST_ROUNDING = {
+    HPZ: "keeps shards in nodes",
+    MICS: "keeps shards in nodes",
+    "reproducible": "promises the same bits in every layout",
+    "communication_data_type": "says how gradients travel, too",
+    "keep_frozen": "says that frozen weights do not travel",
+}
+"""What other keys say, in words."""
 
 
 def travel_of(settings: LgampConfig, given: Mapping[str, Any], config: Any) -> Travel:
@@ -180,27 +188,30 @@ def travel_of(settings: LgampConfig, given: Mapping[str, Any], config: Any) -> T
             f"zero_optimization.{GRADIENTS} is not true; set it, or remove quantised_gradient_bits"
         )
     for name in asked:
-        least = 1 if name == GRADIENTS else 3
-        refused = {
-            f"zero_optimization.{next(iter(shard_groups(given)), '')} keeps shards in nodes; remove one of them": (
-                section.get("stage") == 3 and bool(shard_groups(given))
-            ),
-            f"zero_optimization.stage is {stage}; use stage {least}{'' if least == 3 else ' to 3'}": stage < least,
-            f"{BLOCK}.reproducible is true; set one of them to false": settings.reproducible,
-            "communication_data_type says how gradients travel, too; remove one of them": (
-                name == GRADIENTS and given.get("communication_data_type") is not None
-            ),
-            f"{BLOCK}.keep_frozen is '{settings.keep_frozen}', with which frozen weights do not travel; remove one of "
-            "them": name == FROZEN and settings.keep_frozen in ("device", "host"),
-        }
-        reason = next((reason for reason, holds in refused.items() if holds), None)
-        if reason is not None:
-            raise ConfigError(f"zero_optimization.{name} is true, but {reason}")
+        _refuse_rounding(name, settings, given, stage)
     return Travel(
         weights=_WEIGHT_BITS if WEIGHTS in asked else None,
         frozen=_WEIGHT_BITS if WEIGHTS in asked or FROZEN in asked else None,
         gradients=settings.quantised_gradient_bits if GRADIENTS in asked else None,
     )
+
+
+def _refuse_rounding(name: str, settings: LgampConfig, given: Mapping[str, Any], stage: int) -> None:
+    """Raises ConfigError if ``name``, one of the :data:`QUANTISED` keys, means nothing or contradicts another key."""
+    said = f"zero_optimization.{name} is true"
+    least = 1 if name == GRADIENTS else 3
+    if stage < least:
+        stages = "stage 1, 2 or 3" if least == 1 else "stage 3"
+        raise ConfigError(f"{said}, but zero_optimization.stage is {stage}; use {stages}, or remove it")
+    others = {
+        f"zero_optimization.{next(iter(shard_groups(given)), '')}": stage == 3 and bool(shard_groups(given)),
+        f"{BLOCK}.reproducible": settings.reproducible,
+        "communication_data_type": name == GRADIENTS and given.get("communication_data_type") is not None,
+        f"{BLOCK}.keep_frozen": name == FROZEN and settings.keep_frozen in ("device", "host"),
+    }
+    other = next((other for other, holds in others.items() if holds), None)
+    if other is not None:
+        raise ConfigError(f"{said}, but {other} {_AGAINST_ROUNDING[other.split('.')[-1]]}; remove one of them")
 
 
 def regathers_from_host(settings: LgampConfig, zero_stage: int, hierarchy: Hierarchy | None, data_ranks: int) -> bool:

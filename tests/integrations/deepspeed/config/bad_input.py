@@ -311,7 +311,7 @@ CONFIGS = {
     ),
     "rounded gradients at stage 0": (
         {"zero_optimization": {"stage": 0, "zero_quantized_gradients": True}},
-        "zero_quantized_gradients is true, but zero_optimization.stage is 0; use stage 1 to 3",
+        "zero_quantized_gradients is true, but zero_optimization.stage is 0; use stage 1, 2 or 3",
     ),
     "rounded weights as text": (
         {"zero_optimization": {"stage": 3, "zero_quantized_weights": "yes"}},
@@ -326,7 +326,7 @@ CONFIGS = {
             "ds_lgamp": {"reproducible": True},
             "zero_optimization": {"stage": 3, "zero_quantized_weights": True},
         },
-        "zero_quantized_weights is true, but ds_lgamp.reproducible is true; set one of them to false",
+        "zero_quantized_weights is true, but ds_lgamp.reproducible promises the same bits in every layout; remove one",
     ),
     "gradients that travel in two ways": (
         {"communication_data_type": "bf16", "zero_optimization": {"stage": 2, "zero_quantized_gradients": True}},
@@ -337,7 +337,7 @@ CONFIGS = {
             "ds_lgamp": {"keep_frozen": "device"},
             "zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True},
         },
-        "zero_quantized_nontrainable_weights is true, but ds_lgamp.keep_frozen is 'device', with which frozen weights",
+        "zero_quantized_nontrainable_weights is true, but ds_lgamp.keep_frozen says that frozen weights do not travel; remove one",
     ),
     "bits of gradients that travel as they are": (
         {"ds_lgamp": {"quantised_gradient_bits": 4}, "zero_optimization": {"stage": 2}},
