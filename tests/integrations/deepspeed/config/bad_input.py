@@ -337,7 +337,7 @@ CONFIGS = {
             "ds_lgamp": {"keep_frozen": "device"},
             "zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True},
         },
-        "zero_quantized_nontrainable_weights is true, but ds_lgamp.keep_frozen says that frozen weights do not travel; remove one",
+        "zero_quantized_nontrainable_weights is true, but ds_lgamp.keep_frozen says that frozen weights do not travel",
     ),
     "bits of gradients that travel as they are": (
         {"ds_lgamp": {"quantised_gradient_bits": 4}, "zero_optimization": {"stage": 2}},
