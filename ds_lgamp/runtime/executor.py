@@ -63,7 +63,7 @@ class Executor:
     ) -> None:
         self.placement, self.rank, alike = position
         self.chunks, self.links = chunks, links
-        self.partition, self._owns, self._stored_inputs = storage
+        self.partition, self.owns, self._stored_inputs = storage
         self._calls = calls
         self.draws = Draws(random_sources)
         self.trace: Trace | None = None
@@ -211,7 +211,7 @@ class Executor:
                 batch.losses.append(detached(result))
             else:
                 # The script may change in place what autograd has saved, and a release frees parameters.
-                saves, owns = trains and saved is None, self._owns
+                saves, owns = trains and saved is None, self.owns
                 batch.losses.append(
                     detached_outputs(result, lambda each: saves or (owns is not None and owns(chunk, each)))
                 )
@@ -219,9 +219,9 @@ class Executor:
                 batch.labels.pop(micro_batch, None)
         else:
             result = detached(result)
-            if self._owns is not None:
+            if self.owns is not None:
                 # A release frees the chunk's parameters.
-                result = partly_cloned(result, partial(self._owns, chunk))
+                result = partly_cloned(result, partial(self.owns, chunk))
             batch.results[Kind.FORWARD, chunk, micro_batch] = result
 
     def backward(self, action: Action) -> None:
