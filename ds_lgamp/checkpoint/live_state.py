@@ -98,6 +98,18 @@ class LiveState(Observer):
             unit.observers.append(self)
         optimizer.register_load_state_dict_pre_hook(lambda _, __: self._before_all())
 
+    def take(self, units: Sequence[Unit], share: Share) -> None:
+        """Goes on with these ``units`` and their ``share``, between steps and when no update is under way. The state of
+        the last step stays."""
+        self.wait()
+        with self._lock:
+            gone = {unit.name for unit in set(self._units) - set(units)}
+            self._held = {key: held for key, held in self._held.items() if key[0] not in gone}
+            for unit in set(units) - set(self._units):
+                self._ranges[unit], self._changes[unit] = list(ranges_to_write(unit)), 0
+                unit.observers.append(self)
+            self._units, self._share = units, share
+
     def before_change(self, unit: Unit) -> None:
         self._changes[unit] += 1
         copying = self._under_way.pop(unit, None)

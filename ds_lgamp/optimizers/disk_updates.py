@@ -168,6 +168,10 @@ class DiskUpdates(HostUpdates):
         self._twin.step()
         return {key: value.dtype for key, value in self._twin.state[trial].items() if is_elementwise(value, trial)}
 
+    def cannot_take(self, unit: Unit, thawed: UnitParameter) -> str | None:
+        # Its rooms and buffers are for the segments that it has begun with.
+        return "state of the optimizer lies on a disk"
+
     def cut(self, unit: Unit, frozen: UnitParameter) -> None:
         """Raises ValueError for a unit of the host: its rooms and buffers are for whole segments."""
         if unit.policy.host is not None:

@@ -1,6 +1,6 @@
 """The norm of the gradient over all ranks."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -42,8 +42,12 @@ class GradientNorm(Observer):
         """Norms of the rows of gradients that went to the host."""
         self._early: dict[Unit, list[torch.Tensor]] = {}
         """The same of units that are updated before the step."""
-        for unit in partition.units:
-            if unit.policy.host is not None and not reproducible:
+        self.watch(partition.units)
+
+    def watch(self, units: Iterable[Unit]) -> None:
+        """Watches ``units`` of the partition."""
+        for unit in units:
+            if unit.policy.host is not None and not self._reproducible:
                 unit.observers.append(self)
 
     def gradient_final(self, unit: Unit, gradient: torch.Tensor) -> None:

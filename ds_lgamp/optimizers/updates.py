@@ -17,7 +17,7 @@ from ds_lgamp.optimizers.tensors import TensorOptimizer
 from ds_lgamp.partition.flat_storage import UnitParameter
 from ds_lgamp.partition.host import ShardUpdate, Work, arriving
 from ds_lgamp.partition.segments import Segment
-from ds_lgamp.partition.unit import Unit
+from ds_lgamp.partition.unit import Unit, parts_of
 from ds_lgamp.partition.zero_partition import ZeroPartition
 
 Options = list[dict[str, Any]]
@@ -64,13 +64,32 @@ class Updates:
             group["params"] = []
         for segment in partition.segments():
             optimizer.param_groups[segment.group]["params"].append(segment.shard)
-        optimizer.state = _initial_state(optimizer)
+        optimizer.state = _initial_state(optimizer, partition.segments())
         # This hook runs before all others, because those may read parameters.
         hook = optimizer.register_step_post_hook(self._follow)
         optimizer._optimizer_step_post_hooks.move_to_end(hook.id, last=False)  # type: ignore[attr-defined]
         # What torch reads and writes of the state is current.
         optimizer.register_state_dict_pre_hook(lambda _: partition.catch_up())
         optimizer.register_load_state_dict_pre_hook(lambda _, __: partition.catch_up())
+
+    def cannot_take(self, unit: Unit, thawed: UnitParameter) -> str | None:
+        """Returns why it cannot update a parameter of a frozen ``unit`` that the script has unfrozen, as a clause; None
+        if it can."""
+        shape = next(part.whole_shape for part in parts_of(unit) if part.name == thawed.name)
+        options = {} if thawed.group_of_script is None else self.optimizer.param_groups[thawed.group_of_script]
+        if options.get("use_muon") and (len(shape) != 2 or shape[0] % options.get("blocks", 1)):
+            return f"it has shape {list(shape)}, which the Muon of its group does not take"
+        if unit.policy_in_training.host is not None:
+            return "nothing else on its pipeline rank trained with offload_optimizer"
+        return None
+
+    def take(self, units: Iterable[Unit]) -> None:
+        """Updates the ``units``, too, whose parameters the script has unfrozen. These count their steps from now on."""
+        for unit in units:
+            for segment in unit.master.segments:
+                self.optimizer.param_groups[segment.group]["params"].append(segment.shard)
+            self.optimizer.state.update(_initial_state(self.optimizer, unit.master.segments))
+            cut(self.optimizer, self.partition, unit)
 
     @property
     def is_watched(self) -> bool:
@@ -225,6 +244,10 @@ class HostUpdates(Updates):
         super().__init__(optimizer, partition, when)
         self._twin = _twin_of(optimizer)
 
+    def cannot_take(self, unit: Unit, thawed: UnitParameter) -> str | None:
+        # A host that takes units takes others, too.
+        return None
+
     def update_alone(self, unit: Unit, factor: Any, options: Options) -> Callable[[], None] | None:
         with self._named(unit):
             unit.scale_gradient(factor)
@@ -305,11 +328,13 @@ def _of_part(value: Any, whole: Segment, part: Segment) -> Any:
     return value.clone()
 
 
-def _initial_state(optimizer: torch.optim.Optimizer) -> defaultdict[torch.Tensor, Any]:
-    """Returns the state before the first step, for the current parameters of the groups: none, except of Adagrad, which
-    makes its state in its constructor."""
+def _initial_state(optimizer: torch.optim.Optimizer, segments: Iterable[Segment]) -> defaultdict[torch.Tensor, Any]:
+    """Returns the state of ``segments`` before their first step: none, except of Adagrad, which makes its state in its
+    constructor."""
     if type(optimizer) is not torch.optim.Adagrad:
         return defaultdict(dict)
     value = optimizer.defaults["initial_accumulator_value"]
-    groups = [dict(group) for group in optimizer.param_groups]
+    groups = [{**group, "params": []} for group in optimizer.param_groups]
+    for segment in segments:
+        groups[segment.group]["params"].append(segment.shard)
     return torch.optim.Adagrad(groups, initial_accumulator_value=value).state

@@ -36,6 +36,8 @@ class UnitParameter(NamedTuple):
     """Which of how many equal slices along the first dimension it is, if other ranks have other experts of it."""
     name_in_model: str | None = None
     """Its name in the model of the script; None if that is the global one."""
+    group_of_script: int | None = None
+    """The group in which the script holds it, although it may be frozen; None if there is none."""
 
     @property
     def shown(self) -> str:

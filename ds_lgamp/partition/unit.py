@@ -69,6 +69,8 @@ class Unit:
         self.tie_group = tie_group
         self.trains = any(entry.parameter.requires_grad for entry in parameters)
         """False if the unit is frozen."""
+        self.policy_in_training = policy
+        """That of its parameters when they train."""
         if not self.trains:
             policy = policy.of_frozen()
         if any(is_packed(entry.parameter) for entry in parameters):
@@ -109,6 +111,32 @@ class Unit:
         self.before_change()
         self.master.values[within] = master
         self.storage.replace_slice(within, self.master.values[within])
+
+    @property
+    def thawed(self) -> list[UnitParameter]:
+        """The parameters that the script has unfrozen, if the unit is frozen."""
+        return [] if self.trains else [entry for entry in self.storage.parameters if entry.parameter.requires_grad]
+
+    @torch.no_grad()
+    def thaw(self, name: str) -> list["Unit"]:
+        """Returns the units that take the place of this one, which is frozen: one of the ``name``, of the parameters
+        that need a gradient now, and one of the others. All data-parallel ranks call it together."""
+        self.storage.hold(self)
+        self.storage.finish_gather()
+        entries = self.storage.parameters
+        for entry in entries:
+            # The memory of the storage goes with it.
+            entry.parameter.data = entry.parameter.detach().clone()
+        thawed = [entry._replace(group=entry.group_of_script) for entry in entries if entry.parameter.requires_grad]
+        others = [entry for entry in entries if not entry.parameter.requires_grad]
+        made = [
+            Unit(called, members, self.policy_in_training, self.tied, self.tie_group)
+            for called, members in ((name, thawed), (self.name, others))
+            if members
+        ]
+        for unit in made:
+            unit.storage.release()
+        return made
 
     def adopt(self, within: slice = slice(None), keep_bits: bool = False) -> None:
         """Takes the shard and the master weights, or a slice of them, from the full parameters; where these are

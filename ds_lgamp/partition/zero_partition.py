@@ -36,22 +36,7 @@ class ZeroPartition:
     """
 
     def __init__(self, units: Mapping[int, Sequence[Unit]], device: torch.device) -> None:
-        self.chunk_units = units
-        users = Counter(unit for members in units.values() for unit in members)
-        self.units = list(users)
-        for unit, count in users.items():
-            unit.reduction.users = count
         self.device = device
-        hosts = [(unit.policy.host, unit.policy.whole) for unit in self.units if unit.policy.host is not None]
-        self.host = next((host for host, whole in hosts if not whole), None)
-        """What offloading leaves to the host; None without it."""
-        buses = [*(host.bus for host, _ in hosts), *(unit.policy.bus for unit in self.units)]
-        self.bus = next((bus for bus in buses if bus is not None), None)
-        """What carries units between device and host; None if all stay on the device."""
-        self.frees_weights = any(unit.storage.frees_weights for unit in self.units)
-        """Whether full parameters exist only between gather and release."""
-        self._shared = {unit for unit in self.units if unit.tie_group is not None or users[unit] > 1}
-        """Units that several chunks use, here or on other pipeline ranks."""
         self._finished: set[Unit] = set()
         """Units whose gradients are finished before the step."""
         self._accumulating: set[int] = set()
@@ -62,6 +47,24 @@ class ZeroPartition:
         """The same units, once the reduction inside their nodes is over."""
         self._storing: dict[int, list[Unit]] = {}
         """Units whose gradients are under way to the host, by the chunk whose STORE launched it."""
+        self._take(units)
+
+    def _take(self, units: Mapping[int, Sequence[Unit]]) -> None:
+        self.chunk_units = units
+        users = Counter(unit for members in units.values() for unit in members)
+        self.units = list(users)
+        for unit, count in users.items():
+            unit.reduction.users = count
+        hosts = [(unit.policy.host, unit.policy.whole) for unit in self.units if unit.policy.host is not None]
+        self.host = next((host for host, whole in hosts if not whole), None)
+        """What offloading leaves to the host; None without it."""
+        buses = [*(host.bus for host, _ in hosts), *(unit.policy.bus for unit in self.units)]
+        self.bus = next((bus for bus in buses if bus is not None), None)
+        """What carries units between device and host; None if all stay on the device."""
+        self.frees_weights = any(unit.storage.frees_weights for unit in self.units)
+        """Whether full parameters exist only between gather and release."""
+        self._shared = {unit for unit in self.units if unit.tie_group is not None or users[unit] > 1}
+        """Units that several chunks use, here or on other pipeline ranks."""
 
     def gather(self, chunk: int) -> None:
         """Launches the gathers that ``chunk`` needs. A unit that is complete and current moves nothing."""
@@ -121,15 +124,33 @@ class ZeroPartition:
             if not unit.storage.frees_weights:
                 unit.storage.attach_parameters()
 
+    def thawed(self) -> list[UnitParameter]:
+        """Returns the parameters of frozen units that the script has unfrozen. Engines call it before a training
+        batch."""
+        return [entry for unit in self.units for entry in unit.thawed]
+
     def refuse_thawed(self) -> None:
-        """Raises ValueError if a parameter that was frozen when the partition was built no longer is. Engines call it
-        before a training batch."""
+        """Raises ValueError if parameters are :meth:`thawed`."""
+        for entry in self.thawed():
+            raise ValueError(f"parameter {entry.shown} was frozen when the engine was built; unfreeze it before that")
+
+    def thaw(self) -> list[Unit]:
+        """Gives the parameters that are :meth:`thawed` units that train. Returns all new units; what was frozen beside
+        these parameters has new ones, too. All ranks that share units call it together, between batches."""
+        self.catch_up()
+        names, made = {unit.name for unit in self.units}, {}
         for unit in self.units:
-            for entry in () if unit.trains else unit.storage.parameters:
-                if entry.parameter.requires_grad:
-                    raise ValueError(
-                        f"parameter {entry.shown} was frozen when the engine was built; unfreeze it before that"
-                    )
+            if unit.thawed:
+                thawed = f"{unit.name.removesuffix(' frozen')} thawed"
+                earlier = sum(name == thawed or name.startswith(f"{thawed} ") for name in names)
+                made[unit] = unit.thaw(f"{thawed} {earlier + 1}" if earlier else thawed)
+        self._take(
+            {
+                chunk: [new for unit in units for new in made.get(unit, [unit])]
+                for chunk, units in self.chunk_units.items()
+            }
+        )
+        return [new for units in made.values() for new in units]
 
     @torch.no_grad()
     def adopt_parameters(self) -> None:

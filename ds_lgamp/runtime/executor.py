@@ -65,7 +65,7 @@ class Executor:
         self.chunks, self.links = chunks, links
         self._marked = links.narrow is not None
         """Whether inputs say which of their tensors need gradients."""
-        self.partition, self._owns, self._stored_inputs = storage
+        self.partition, self.owns, self._stored_inputs = storage
         self._calls = calls
         self.draws = Draws(random_sources)
         self.trace: Trace | None = None
@@ -214,7 +214,7 @@ class Executor:
                 batch.losses.append(detached(result))
             else:
                 # The script may change in place what autograd has saved, and a release frees parameters.
-                saves, owns = trains and saved is None, self._owns
+                saves, owns = trains and saved is None, self.owns
                 batch.losses.append(
                     detached_outputs(result, lambda each: saves or (owns is not None and owns(chunk, each)))
                 )
@@ -222,7 +222,7 @@ class Executor:
                 batch.labels.pop(micro_batch, None)
         else:
             # A release frees the chunk's parameters.
-            owns = None if self._owns is None else partial(self._owns, chunk)
+            owns = None if self.owns is None else partial(self.owns, chunk)
             batch.results[Kind.FORWARD, chunk, micro_batch] = passed_on(result, owns, self._marked and trains)
 
     def backward(self, action: Action) -> None:

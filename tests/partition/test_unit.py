@@ -17,6 +17,7 @@ from ds_lgamp.partition.guard import NotGatheredError
 from ds_lgamp.partition.host import Host, HostThread
 from ds_lgamp.partition.policy import ZeroPolicy
 from ds_lgamp.partition.unit import Unit
+from ds_lgamp.partition.zero_partition import build_partition
 
 RANKS, ELEMENTS = 2, 64
 
@@ -221,3 +222,25 @@ def test_a_tensor_of_another_shape_is_refused_by_the_name_of_its_parameter(data_
         weight.data = torch.ones(shape)
         with pytest.raises(ValueError, match=r"parameter \S+ has the shape .*; resize it before that"):
             unit.storage.attach_parameters()
+
+
+def test_what_is_unfrozen_gets_a_unit_that_trains_or_is_refused(data_group):
+    frozen = [torch.nn.Parameter(torch.full((ELEMENTS,), float(number)), requires_grad=False) for number in range(3)]
+    entries = [UnitParameter(f"0.{number}", each, None, group_of_script=1) for number, each in enumerate(frozen)]
+    partition = build_partition({0: entries}, [], ZeroPolicy(data_group, 0), torch.device("cpu"))
+    names = []
+    for parameter in frozen[:2]:
+        partition.refuse_thawed()
+        parameter.requires_grad_(True)
+        with pytest.raises(
+            ValueError, match=r"^parameter 0\.. was frozen when the engine was built; unfreeze it before"
+        ):
+            partition.refuse_thawed()
+        partition.thaw()
+        names.append({unit.name: [each.name for each in unit.storage.parameters] for unit in partition.units})
+    assert names == [
+        {"chunk 0 thawed": ["0.0"], "chunk 0 frozen": ["0.1", "0.2"]},
+        {"chunk 0 thawed": ["0.0"], "chunk 0 thawed 2": ["0.1"], "chunk 0 frozen": ["0.2"]},
+    ]
+    assert [segment.group for segment in partition.segments()] == [1, 1]
+    assert all(torch.equal(each, torch.full((ELEMENTS,), float(number))) for number, each in enumerate(frozen))

@@ -35,6 +35,8 @@ class Mode(NamedTuple):
     """More of the configuration, and ``block`` for more of the block."""
     is_pipeline: bool = False
     """Whether the model is a PipelineModule."""
+    thaws: bool = False
+    """Whether the embedding and the experts are frozen in the first step."""
 
 
 def layer(expert_ranks: int, chosen: int) -> MoE:
@@ -135,10 +137,22 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
 
 
-def train_alone(chosen: int = 1) -> list[tuple[float, float]]:
+def train_alone(chosen: int = 1, thaws: bool = False) -> list[tuple[float, float]]:
     """Trains in this process. Returns the mean loss and the norm of the gradient of every step."""
     model = MoeGpt(chosen=chosen)
-    return course_alone(model, optimizer_of(model), lambda step, number: model(*micro_batch(step, number)))
+
+    def loss_of(step: int, number: int) -> Tensor:
+        if thaws:
+            freeze(model, step)
+        return model(*micro_batch(step, number))
+
+    return course_alone(model, optimizer_of(model), loss_of)
+
+
+def freeze(model: nn.Module, step: int) -> None:
+    """Freezes the embedding and the experts for the first step."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(step > 0 or not any(part in name for part in ("embedding", "deepspeed_experts")))
 
 
 def course_alone(
@@ -181,6 +195,8 @@ def train_on_rank(
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
+    if mode.thaws:
+        freeze(model, 0)
     more = dict(mode.config or {})
     feeding = sharing if mode.is_pipeline else ranks
     block = {"chunks_per_rank": 1, **more.pop("block", {})}
@@ -203,6 +219,8 @@ def train_on_rank(
     first = (rank % sharing if mode.is_pipeline else rank) * own
     course = []
     for step in steps:
+        if mode.thaws:
+            freeze(engine.module, step)
         batches = [micro_batch(step, number) for number in range(first, first + own)]
         course.append((_step(engine, batches, mode.is_pipeline), float(engine.get_global_grad_norm())))
     if save is not None:

@@ -39,16 +39,20 @@ DEFAULT = {
     "a PipelineModule, stage 2": (4, Mode(2, 2, 2, is_pipeline=True)),
 }
 SLOW = {
-    f"{'a PipelineModule' if is_pipeline else 'a script'}, {mode}": (4, Mode(*mode, is_pipeline=is_pipeline))
-    for is_pipeline in (False, True)
-    for mode in [(2, 1, 0), (2, 1, 1), (2, 1, 2, 2), (2, 1, 3), (4, 1, 2), (2, 2, 0), (2, 2, 1, 2), (2, 2, 3, 2)]
+    "experts that are unfrozen": (2, Mode(2, 1, 3, thaws=True)),
+    "experts that are unfrozen in a pipeline": (4, Mode(2, 2, 1, is_pipeline=True, thaws=True)),
+    **{
+        f"{'a PipelineModule' if is_pipeline else 'a script'}, {mode}": (4, Mode(*mode, is_pipeline=is_pipeline))
+        for is_pipeline in (False, True)
+        for mode in [(2, 1, 0), (2, 1, 1), (2, 1, 2, 2), (2, 1, 3), (4, 1, 2), (2, 2, 0), (2, 2, 1, 2), (2, 2, 3, 2)]
+    },
 }
 
 
 @pytest.mark.parametrize("case", [*DEFAULT, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_losses_and_norms_are_those_of_one_process(case):
     ranks, mode = {**DEFAULT, **SLOW}[case]
-    assert_same(course_of(ranks, mode), alone(mode.chosen))
+    assert_same(course_of(ranks, mode), alone(mode.chosen, mode.thaws))
 
 
 OPTIONS: dict[str, tuple[Mode, float]] = {

@@ -256,7 +256,7 @@ def _check_optimizer(run: Run, folder: Path, state: dict[str, Any], own: dict[st
         if group != entry["group"]:
             raise CheckpointError(
                 f"{folder} has {shown} in parameter group {group}, but this run in {entry['group']} (None: it does not "
-                f"train); build the groups as they were, {fix}"
+                f"train); freeze parameters and build the groups as they were, {fix}"
             )
 
 

@@ -94,6 +94,9 @@ def load_checkpoint(
         raise ConfigError(f"custom_load_fn is given, but a {BLOCK} block does not support it; remove it")
     engine.lgamp.tensor_access.refuse_inside_block("load_checkpoint")
     wait_for_all()
+    # A checkpoint has optimizer state of what the script unfreezes before its next batch.
+    if any(everyone(bool(engine.lgamp.partition.thawed()))):
+        engine.lgamp.thaw()
     live = None if load_module_only else engine.lgamp.live
     if live is not None:
         live.loads_from(Path(load_dir))

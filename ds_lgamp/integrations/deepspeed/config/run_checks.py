@@ -147,7 +147,7 @@ def refuse_unsupported(config: Any, module: PipelineModule, optimizer: Any) -> N
     _refuse_module(module)
     refuse_differing_models(module)
     raise_everywhere(_complaint_about_tensors(module), ConfigError)
-    raise_everywhere(_complaint_about_freezing(module), ConfigError)
+    raise_everywhere(complaint_about_freezing(module), ConfigError)
     raise_everywhere(_complaint_about_ties(module), ConfigError)
     raise_everywhere(complaint_about_tensor_ranks(module), ConfigError)
     for name, info in announced_tensors(module).items():
@@ -248,7 +248,7 @@ def _refuse_module(module: PipelineModule) -> None:
         )
 
 
-def _complaint_about_freezing(module: PipelineModule) -> str | None:
+def complaint_about_freezing(module: PipelineModule) -> str | None:
     """The sentence that refuses a parameter which is frozen on one rank only; None if there is none. Collective over
     the ranks that have copies: data-parallel and tensor-parallel ranks have the same parameters, pipeline ranks share
     tied modules only."""

@@ -21,7 +21,7 @@ from ds_lgamp.runtime.chunk import detached
 from ds_lgamp.runtime.recompute import undisturbed
 
 logger = logging.getLogger(__name__)
-_READY, _ENDED, _FAULTY = range(3)
+_READY, _THAWED, _ENDED, _FAULTY = range(4)
 
 
 class BatchLoader:
@@ -50,20 +50,21 @@ class BatchLoader:
         self.tokens = 0
         """How many elements the integer inputs had that :meth:`take` returned since the counter was last set to 0."""
 
-    def pull(self, micro_batches: int, next_micro_batch: Callable[[], Any], terms: Terms) -> None:
-        """Pulls a batch. Collective over all ranks.
+    def pull(self, micro_batches: int, next_micro_batch: Callable[[], Any], terms: Terms, thawed: bool = False) -> bool:
+        """Pulls a batch. Returns whether the script has unfrozen parameters on any rank. Collective over all ranks.
 
         Args:
             micro_batches: the number of micro-batches.
             next_micro_batch: returns the next pair of inputs and labels.
             terms: what all ranks must agree on.
+            thawed: whether the script has unfrozen parameters of this rank.
 
         Raises StopIteration on every rank if the data of one rank have ended. The other ranks lose the micro-batches
         that they pulled. Raises ConfigError on every rank if the ranks do not agree on the ``terms``, if the data of
         one rank fail otherwise, or if they are no pairs of inputs and labels.
         """
         self._micro_batches.clear()
-        status, complaint, cause = _READY, None, None
+        status, complaint, cause = _THAWED if thawed else _READY, None, None
         if self._needs_inputs or self._needs_labels:
             try:
                 versions = Versions()
@@ -84,7 +85,7 @@ class BatchLoader:
                     # What ends the script is a sentence, which does not say where its data failed.
                     logger.error(f"ds_lgamp: {complaint}", exc_info=True)
         status = self.agree(terms, status)
-        if status != _READY:
+        if status >= _ENDED:
             self._micro_batches.clear()
         if status == _FAULTY:
             try:
@@ -93,6 +94,7 @@ class BatchLoader:
                 raise refusal from cause
         if status == _ENDED:
             raise StopIteration
+        return status == _THAWED
 
     def largest(self, *values: int) -> list[int]:
         """Returns the largest of each of the ``values`` of all ranks. Collective."""

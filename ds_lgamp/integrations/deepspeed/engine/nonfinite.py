@@ -1,5 +1,6 @@
 """Acts on losses and gradients that are not finite: ``ds_lgamp.nonfinite``."""
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -60,12 +61,17 @@ class NonfiniteCheck:
         own = [layer for chunk in layout.chunks_of(self._module.stage_id) for layer in layout.layers(chunk)]
         self.seen = FirstSeen(own, self._device)
         self._late = LateFlag(self._device)
-        self._part_norms = _PartNorms(training.partition)
+        self._part_norms = _PartNorms()
+        self.watch(training.partition.units)
         self._last: _Batch | None = None
         """The last batch, of which the host does not know yet whether it is finite."""
         self._due: _Batch | None = None
         """A batch that was not finite, before the host says so."""
         self._said: set[tuple[Any, ...]] = set()
+
+    def watch(self, units: Iterable[Unit]) -> None:
+        """Looks at the gradients of ``units``, too."""
+        self._part_norms.watch(units)
 
     def bad_losses(self) -> torch.Tensor:
         """Returns how many losses of this rank are not finite, in fp64. The norm's message sums it over the ranks."""
@@ -174,10 +180,12 @@ class _PartNorms(Observer):
     """Takes the norms of parameters, as far as they lie in this rank's shards: of each final gradient, then of the
     weights with which it was computed; without the latter if these are on the host."""
 
-    def __init__(self, partition: ZeroPartition) -> None:
+    def __init__(self) -> None:
         self._parts: dict[Unit, list[Part]] = {}
         self._norms: dict[Unit, torch.Tensor] = {}
-        for unit in partition.units:
+
+    def watch(self, units: Iterable[Unit]) -> None:
+        for unit in units:
             parts = [part for part in parts_of(unit) if part.numel and part.group is not None]
             if unit.trains and parts:
                 self._parts[unit] = parts

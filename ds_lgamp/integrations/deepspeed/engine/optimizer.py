@@ -22,6 +22,7 @@ from ds_lgamp.optimizers.disk_updates import updates_of
 from ds_lgamp.optimizers.norms import GradientNorm, clip_factor
 from ds_lgamp.optimizers.tensors import TensorOptimizer
 from ds_lgamp.optimizers.updates import Updates, has_other_step, start_postponed
+from ds_lgamp.partition.unit import Unit
 from ds_lgamp.partition.zero_partition import ZeroPartition
 from ds_lgamp.schedule.spec import ProgramSpec
 
@@ -138,6 +139,25 @@ class PartitionedOptimizer(DeepSpeedOptimizer, torch.optim.Optimizer):
     def override_loss_scale(self, loss_scale: float) -> None:
         """Sets a scale that stays fixed unless the user changes it, as in DeepSpeed's optimizers."""
         self.loss_scaler, self.custom_loss_scaler = LossScaler(loss_scale), True
+
+    def complaint_about_thawed(self) -> str | None:
+        """Returns why the optimizer cannot step what the script has unfrozen on this rank; None if it can."""
+        for unit in self.partition.units:
+            for entry in unit.thawed:
+                why = self._updates.cannot_take(unit, entry)
+                if why is not None:
+                    return (
+                        f"parameter {entry.shown} was unfrozen after deepspeed.initialize, but {why}; unfreeze it "
+                        "before that"
+                    )
+        return None
+
+    def take(self, units: Collection[Unit]) -> None:
+        """Steps the ``units`` of the partition, too, whose parameters the script has unfrozen."""
+        self._updates.take(units)
+        self._norm.watch(units)
+        if self.check is not None:
+            self.check.watch(units)
 
     def update(self, chunk: int) -> None:
         """Updates the shards of ``chunk``, as the last step asked or, with ``updates`` "reduction", before the step.

@@ -6,22 +6,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.module import TiedLayerSpec
+from deepspeed.utils.logging import logger
 
 from ds_lgamp.config import ConfigError, LgampConfig
 from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype
+from ds_lgamp.integrations.deepspeed.config.run_checks import complaint_about_freezing, refuse_irreproducible
 from ds_lgamp.integrations.deepspeed.config.zero import Home, disk_path, on_disk_of
+from ds_lgamp.integrations.deepspeed.engine.optimizer import PartitionedOptimizer
 from ds_lgamp.integrations.deepspeed.model.experts import expert_group, place_among_experts, whole_names
 from ds_lgamp.integrations.deepspeed.model.materialise import DeferredLayers
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, global_names, shown_name
 from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import Sharing, sharing_of, tensor_group
-from ds_lgamp.partition.agreement import raise_everywhere
+from ds_lgamp.partition.agreement import everyone, raise_everywhere
 from ds_lgamp.partition.bus import Bus
 from ds_lgamp.partition.disk import Disk
 from ds_lgamp.partition.flat_storage import UnitParameter
 from ds_lgamp.partition.host import Host, HostThread
 from ds_lgamp.partition.packed import compute_with_parameters
 from ds_lgamp.partition.policy import ZeroPolicy, node_groups
+from ds_lgamp.partition.unit import Unit
 from ds_lgamp.partition.zero_partition import TiedParameters, ZeroPartition, build_partition
 from ds_lgamp.runtime.node import update_threads
 from ds_lgamp.runtime.recompute import undisturbed
@@ -66,7 +70,7 @@ def policy_of(
     )
 
 
-def keeping_frozen(policy: ZeroPolicy, home: Home, device: torch.device, disk: Disk | None) -> ZeroPolicy:
+def _keeping_frozen(policy: ZeroPolicy, home: Home, device: torch.device, disk: Disk | None) -> ZeroPolicy:
     """Returns the policy with frozen units at ``home``, whole on every rank."""
     if home == "host":
         buses = (policy.bus, None if policy.host is None else policy.host.bus)
@@ -81,6 +85,8 @@ def partition_parameters(
     policy: ZeroPolicy,
     device: torch.device,
     deferred: DeferredLayers | None = None,
+    home: Home = "none",
+    disk: Disk | None = None,
 ) -> ZeroPartition:
     """Partitions the parameters of this pipeline rank, and lets ``module`` read and write them. Collective over all
     ranks.
@@ -89,6 +95,8 @@ def partition_parameters(
         module: its layers are placed already.
         optimizer: holds whole parameters still.
         deferred: builds the layers that have no memory yet; None if all have.
+        home: where frozen weights lie between uses.
+        disk: where a part of the host's part lies; None if nothing does.
     """
     chunks, tied = _parameters_by_unit(module, _group_of_parameters(optimizer))
     build = partial(
@@ -96,7 +104,7 @@ def partition_parameters(
         chunks,
         # Every rank goes through the keys in the same order: deferred tied modules are broadcast as they are built.
         [TiedParameters(key, tied[key], _users(module, key), _tie_group(module, key)) for key in sorted(tied)],
-        policy,
+        _keeping_frozen(policy, home, device, disk),
         device,
     )
     if deferred is None:
@@ -108,6 +116,32 @@ def partition_parameters(
     compute_with_parameters(module)
     module.full_parameters, module.adopt_parameters = partition.full_parameters, partition.adopt_parameters
     return partition
+
+
+def thaw(
+    module: PlacedModule, partition: ZeroPartition, optimizer: PartitionedOptimizer, settings: LgampConfig, config: Any
+) -> tuple[list[Unit], int]:
+    """Lets the parameters train that the script has unfrozen. Returns the new units, and the first chunk of all ranks
+    that trains now. Collective over all ranks; raises ConfigError on every rank, and changes nothing, if they do not
+    agree or one of them cannot do it.
+
+    Args:
+        optimizer: steps the partition.
+        config: the DeepSpeedConfig.
+    """
+    raise_everywhere(complaint_about_freezing(module), ConfigError)
+    raise_everywhere(optimizer.complaint_about_thawed(), ConfigError)
+    refuse_irreproducible(settings, config, module)
+    for entry in partition.thawed():
+        if entry.group_of_script is None:
+            logger.warning(
+                f"ds_lgamp: parameter {entry.shown} is unfrozen, but no parameter group holds it, so that it stays as "
+                "it is; pass what trains later to deepspeed.initialize, too"
+            )
+    units = partition.thaw()
+    optimizer.take(units)
+    training = (chunk for chunk, members in partition.chunk_units.items() if any(unit.trains for unit in members))
+    return units, min(everyone(min(training, default=len(module.layout.placement))))
 
 
 def open_disk(settings: LgampConfig, config: Any) -> Disk | None:
@@ -142,11 +176,12 @@ def _parameters_by_unit(
     tied: dict[str, list[UnitParameter]] = {key: [] for key in module.tied_modules}
     for (local, _), (name, tensor) in zip(global_names(module), whole_names(module)):
         if isinstance(tensor, torch.nn.Parameter):
-            group = groups.get(id(tensor)) if tensor.requires_grad else None
+            group = groups.get(id(tensor))
             sharing = sharing_of(name, tensor) if is_tensor_parallel else Sharing()
             shown = shown_name(module, local)
             among = expert_group(tensor), place_among_experts(tensor)
-            entry = UnitParameter(name, tensor, group, *sharing, *among, name_in_model=shown)
+            owner = group if tensor.requires_grad else None
+            entry = UnitParameter(name, tensor, owner, *sharing, *among, shown, group)
             first = name.split(".")
             if first[0] == "tied_modules":
                 tied[first[1]].append(entry)

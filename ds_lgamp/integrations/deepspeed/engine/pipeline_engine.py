@@ -175,7 +175,11 @@ class LgampEngine(LgampDoor, PipelineEngine):
         with training.executor.timing.time("data"):
             call = "eval_batch" if spec.forward_only else "train_batch"
             terms = batch_terms(self, call, spec.micro_batches if spec.forward_only else self.micro_batches)
-            training.loader.pull(spec.micro_batches, self._next_batch, terms)
+            thawed = not spec.forward_only and bool(training.partition.thawed())
+            if training.loader.pull(spec.micro_batches, self._next_batch, terms, thawed):
+                training.thaw()
+                pipe_schedule = self._train_schedule()
+                spec = pipe_schedule.spec
         batch = training.batch_state(spec, training.loader.take)
         with training.restoring_random_states(), training.executor.run_batch(batch):
             super()._exec_schedule(pipe_schedule)

@@ -5,7 +5,7 @@ marks it, ``_z3_optimizer`` reads and writes its parts, ``all_gather`` completes
 the functions work no matter when or from where they were imported.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import count
 from typing import Any
@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.partition.flat_storage import FlatStorage
-from ds_lgamp.partition.unit import Part, parts_of
+from ds_lgamp.partition.unit import Part, Unit, parts_of
 from ds_lgamp.partition.zero_partition import ZeroPartition
 
 _ids = count()
@@ -66,7 +66,11 @@ class TensorAccess:
         self._optimizer = optimizer
         self._parts: dict[torch.Tensor, Part] = {}
         self._in_blocks: set[str] = set()
-        for unit in partition.units:
+        self.take(partition.units)
+
+    def take(self, units: Iterable[Unit]) -> None:
+        """Gives the parameters of ``units`` the attributes, in place of those that they had from other units."""
+        for unit in units:
             for part in parts_of(unit):
                 self._parts[part.parameter] = part
                 self._mark(part)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ds_lgamp.checkpoint.files import CheckpointError
 from ds_lgamp.checkpoint.saver import Saver
 from ds_lgamp.config import LgampConfig
-from ds_lgamp.integrations.deepspeed.checkpoint.description import Run
+from ds_lgamp.integrations.deepspeed.checkpoint.description import Run, share_of
 from ds_lgamp.integrations.deepspeed.checkpoint.live_checkpoint import LiveCheckpoint, open_folder
 from ds_lgamp.integrations.deepspeed.config.client_optimizer import place_with_groups, prepare_optimizer
 from ds_lgamp.integrations.deepspeed.config.precision import input_dtype
@@ -23,7 +23,7 @@ from ds_lgamp.integrations.deepspeed.engine.data import BatchLoader
 from ds_lgamp.integrations.deepspeed.engine.monitor import monitor_if_asked, monitored
 from ds_lgamp.integrations.deepspeed.engine.nonfinite import NonfiniteCheck
 from ds_lgamp.integrations.deepspeed.engine.optimizer import PartitionedOptimizer, build_optimizer
-from ds_lgamp.integrations.deepspeed.engine.parameters import keeping_frozen, open_disk, partition_parameters, policy_of
+from ds_lgamp.integrations.deepspeed.engine.parameters import open_disk, partition_parameters, policy_of, thaw
 from ds_lgamp.integrations.deepspeed.engine.plan import plan_training
 from ds_lgamp.integrations.deepspeed.engine.tensor_access import TensorAccess
 from ds_lgamp.integrations.deepspeed.model.construction import is_deferred
@@ -164,20 +164,12 @@ class Training:
         policy = policy_of(
             module, self.settings, self.config, self.program_spec, self.data_group, self.device, self._disk
         )
-        policy = policy._replace(travel=self._travel)
-        policy = keeping_frozen(policy, self._home_of_frozen, self.device, self._disk)
-        self.partition = partition_parameters(module, optimizer, policy, self.device, deferred)
+        policy, home = policy._replace(travel=self._travel), self._home_of_frozen
+        self.partition = partition_parameters(module, optimizer, policy, self.device, deferred, home, self._disk)
         self._deferred, self._packed = deferred, PackedPlaces(module)
         self.tensor_access = TensorAccess(self.partition, optimizer)
-        return build_optimizer(
-            optimizer,
-            self.partition,
-            self.settings,
-            self.config,
-            self.program_spec,
-            module.world_group,
-            self.data_group,
-        )
+        groups = module.world_group, self.data_group
+        return build_optimizer(optimizer, self.partition, self.settings, self.config, self.program_spec, *groups)
 
     def complete(self) -> None:
         """Builds what runs batches, once DeepSpeed has built its part."""
@@ -246,13 +238,24 @@ class Training:
     @property
     def replica_specs(self) -> list[ProgramSpec]:
         """The program of a training step on every data-parallel rank, for the current batch size."""
-        specs = self._replicas(self.door.micro_batches)
         # Gradients of arguments go through frozen chunks.
-        return [replace(spec, first_trained=0) for spec in specs] if self.computes_input_gradients else specs
+        first = 0 if self.computes_input_gradients else self.program_spec.first_trained
+        return [replace(spec, first_trained=first) for spec in self._replicas(self.door.micro_batches)]
 
     @property
     def own_spec(self) -> ProgramSpec:
         return self.replica_specs[self.data_rank]
+
+    def thaw(self) -> None:
+        """Lets parameters train that the script has unfrozen, between batches. Collective and with errors as
+        :func:`thaw`."""
+        units, first = thaw(self.placed, self.partition, self.door.optimizer, self.settings, self.config)
+        self.tensor_access.take(units)
+        if self.live is not None:
+            self.live.take(self.partition.units, share_of(self.door))
+        if self.partition.frees_weights:
+            self.executor.owns = self.partition.owns
+        self.program_spec = replace(self.program_spec, first_trained=min(first, self.program_spec.first_trained))
 
     # One batch
 
@@ -271,7 +274,6 @@ class Training:
             if begins:
                 self.partition.attach_parameters()
             if begins and training:
-                self.partition.refuse_thawed()
                 self._packed.refuse_others()
                 for layer in self._with_own_losses:
                     layer.scale_own_losses(self._loss_factor(self.door.micro_batches))

@@ -55,19 +55,21 @@ class Next(IntEnum):
     """It steps the optimizer. Its number is that of calls whose outputs have no gradient."""
 
 
-def agree(own: Next, *numbers: float, terms: Terms = MappingProxyType({})) -> None:
+def agree(own: Next, *numbers: float, terms: Terms = MappingProxyType({}), thawed: bool = False) -> bool:
     """Raises ConfigError on all ranks if one does something else next, with other ``numbers``, or on other ``terms``.
-    Collective over all ranks. Hosts talk, devices do not."""
+    Returns whether the script has unfrozen parameters on any rank, as ``thawed`` says of this one. Collective over all
+    ranks. Hosts talk, devices do not."""
     if dist.get_world_size() == 1:
-        return
+        return thawed
     # Equally many for every Next, because ranks may disagree.
     padded = torch.tensor([digest(terms), own, *numbers, 0.0, 0.0][:4], dtype=torch.float64, device="cpu")
-    extremes = torch.cat([padded, -padded])
+    extremes = torch.cat([padded, -padded, torch.tensor([thawed], dtype=torch.float64, device="cpu")])
     dist.all_reduce(extremes, dist.ReduceOp.MAX, host_group())
-    if not torch.equal(extremes[1:4], -extremes[5:]):
+    if not torch.equal(extremes[1:4], -extremes[5:8]):
         raise ConfigError(_difference(everyone((own, numbers), host_group())))
     if extremes[0] != -extremes[4]:
         raise ConfigError(difference(everyone(terms, host_group())))
+    return bool(extremes[8])
 
 
 def agree_at_the_end() -> None:

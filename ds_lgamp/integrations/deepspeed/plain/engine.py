@@ -291,7 +291,9 @@ class ModelEngine(LgampDoor):
                 if self.program_spec.first_trained:
                     # The schedule depends on it.
                     terms["gradients of arguments"] = Term(str(wants), "ask for them on all ranks or on none")
-            agree(following, number, terms=terms)
+            begins = following is Next.TRAIN or (following is Next.FORWARD and number == 0)
+            if agree(following, number, terms=terms, thawed=begins and bool(self.lgamp.partition.thawed())):
+                self.lgamp.thaw()
             if not own:
                 raise ConfigError(NO_CALL)
             ranks = self._exchange.gather(own)

@@ -305,21 +305,6 @@ def refusals():
     return said
 
 
-def thawed():
-    """Returns the errors of a parameter that is unfrozen too late."""
-    messages = []
-    # Chunk 2 of the first model has a backward, chunk 1 of the second has none.
-    for model, stage, thawed in (("untied", 0, "2.weight"), ("untied", 3, "2.weight"), ("upper", 1, "1.weight")):
-        engine = engine_of(Case(model, 1, stage, "json", {}))
-        engine.train_batch(batches(0, engine))
-        for name, parameter in engine.module.named_parameters():
-            parameter.requires_grad_("adapter" in name or name == thawed)
-        with pytest.raises(ValueError) as error:
-            engine.train_batch(batches(1, engine))
-        messages.append(str(error.value))
-    return messages
-
-
 def resumed(folder):
     """Checks that frozen weights come from the checkpoint, at stages 1 and 3, also where the run that saved it kept
     them elsewhere."""
@@ -342,7 +327,6 @@ def on_one_rank():
     prepare_rank()
     for case in (*cases_of(1)[::3], Case("upper", 1, 1, "json", {"recompute": "none"})):
         train_and_compare(case)
-    return thawed()
 
 
 def on_two_ranks():
@@ -482,7 +466,5 @@ def test_shards_of_nodes_are_explained():
     run_on_ranks(4, on_nodes)
 
 
-def test_one_rank_and_a_parameter_that_is_unfrozen_too_late():
-    messages = run_on_ranks(1, on_one_rank)[0]
-    for name, message in zip(("2.weight", "2.weight", "1.weight"), messages, strict=True):
-        assert message == f"parameter {name} was frozen when the engine was built; unfreeze it before that"
+def test_one_rank():
+    run_on_ranks(1, on_one_rank)
