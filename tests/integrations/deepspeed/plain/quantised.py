@@ -33,6 +33,7 @@ class Case(NamedTuple):
     precision: str = "fp32"
     seed: int = 0
     """Of the base, before it is quantised."""
+    zero: dict = {}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -80,7 +81,7 @@ def config_of(case: Case) -> dict:
         "gradient_accumulation_steps": MICRO_BATCHES,
         "gradient_clipping": CLIPPING,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-4, "torch_adam": True}},
-        "zero_optimization": {"stage": case.stage},
+        "zero_optimization": {"stage": case.stage, **case.zero},
         "ds_lgamp": {"pipeline_ranks": case.pipeline_ranks, **case.block},
     }
     return config | ({"bf16": {"enabled": True}} if case.precision == "bf16" else {})
