@@ -22,6 +22,7 @@ QUANTISED = {
     "nf4 twice": {**_FOUR_BITS, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
     "fp4 stored in bf16": {**_FOUR_BITS, "bnb_4bit_quant_type": "fp4", "bnb_4bit_quant_storage": torch.bfloat16},
     "8 bits": {"load_in_8bit": True},
+    "fp4 stored in fp32": {**_FOUR_BITS, "bnb_4bit_quant_type": "fp4", "bnb_4bit_quant_storage": torch.float32},
 }
 
 
