@@ -22,6 +22,7 @@ QUANTISED = {
     "nf4 twice": {**_FOUR_BITS, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
     "fp4 stored in bf16": {**_FOUR_BITS, "bnb_4bit_quant_type": "fp4", "bnb_4bit_quant_storage": torch.bfloat16},
     "8 bits": {"load_in_8bit": True},
+    "fp4 stored in fp32": {**_FOUR_BITS, "bnb_4bit_quant_type": "fp4", "bnb_4bit_quant_storage": torch.float32},
 }
 
 
@@ -33,6 +34,7 @@ class Case(NamedTuple):
     precision: str = "fp32"
     seed: int = 0
     """Of the base, before it is quantised."""
+    zero: dict = {}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -80,7 +82,7 @@ def config_of(case: Case) -> dict:
         "gradient_accumulation_steps": MICRO_BATCHES,
         "gradient_clipping": CLIPPING,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-4, "torch_adam": True}},
-        "zero_optimization": {"stage": case.stage},
+        "zero_optimization": {"stage": case.stage, **case.zero},
         "ds_lgamp": {"pipeline_ranks": case.pipeline_ranks, **case.block},
     }
     return config | ({"bf16": {"enabled": True}} if case.precision == "bf16" else {})

@@ -59,11 +59,12 @@ def train_and_count(case):
     packed = [unit for unit in partition.units if any(is_packed(each.parameter) for each in unit.storage.parameters)]
     assert packed and all(unit.storage.flat.dtype.itemsize == 1 and not unit.trains for unit in packed), case
     expected = sum(collective_bytes(actions, unit, sharding, size) for unit in units)
-    small, kinds = 64, ("all_gather", "all_to_all", "all_reduce")
-    counted = sum(sent for kind, sent in counter.log if sent > small and kind in kinds)
-    assert engine.grid.data_parallel_size == 1 or counted == expected, (case, counted, expected)
+    # Ranks of a pipeline gather their micro-batches, too, and all ranks the norm.
+    small, calls = 64, counter.calls_in(packed[0].policy.data_group)
+    counted = sum(sent for kind, sent in calls if sent > small)
+    assert counted == expected, (case, counted, expected)
     if case.stage == 3 and home != "none":
-        gathers = sum(sent > small and kind == "all_gather" for kind, sent in counter.log)
+        gathers = sum(sent > small and kind == "all_gather" for kind, sent in calls)
         own = sum(engine.grid.data_parallel_size > 1 for unit in units if not unit.frozen)
         assert gathers <= 2 * own, case
     partition.release_all()
@@ -88,7 +89,7 @@ def test_adapters_beside_packed_weights_train_as_on_one_process():
 
 
 GRID = {
-    1: [Case(kind, 1, stage) for kind, stage in zip(QUANTISED, (0, 1, 2, 3)) if kind != "fp4 stored in bf16"],
+    1: [Case(kind, 1, stage) for kind, stage in zip(QUANTISED, (0, 1, 2, 3)) if "stored in" not in kind],
     2: [
         Case(kind, ranks, stage, block)
         for kind, ranks, (stage, block) in product(
@@ -118,9 +119,12 @@ def train_all(cases):
 
 
 @pytest.mark.slow
-def test_other_settings_of_the_block_and_bytes_stored_in_bf16():
+def test_other_settings_of_the_block_and_bytes_stored_as_numbers():
     cases = [Case("8 bits" if block == BLOCKS[0] else "nf4 twice", 1, 3, block) for block in BLOCKS[:3]]
-    stored = [Case("fp4 stored in bf16", ranks, stage, {}, "bf16") for ranks, stage in ((1, 3), (2, 2))]
+    stored = [
+        Case(f"fp4 stored in {dtype}", ranks, stage, {}, "bf16")
+        for dtype, ranks, stage in (("bf16", 1, 3), ("bf16", 2, 2), ("fp32", 1, 3), ("fp32", 2, 1))
+    ]
     run_on_ranks(2, train_all, [*cases, *stored], seconds=600)
 
 
