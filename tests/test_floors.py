@@ -24,6 +24,7 @@ FLOORS = (
         "integrations.cluster_file",
         "integrations.hosts",
         "integrations.program_spec",
+        "integrations.tracing",
         "integrations.user_script",
     ),
     (

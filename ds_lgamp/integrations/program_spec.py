@@ -1,19 +1,9 @@
-"""The program that the block asks for: the bounds of chunks, their placement, the micro-batches of every rank; and the
-recording of its steps."""
+"""The program that the block asks for: the bounds of chunks, their placement, the micro-batches of every rank."""
 
-import socket
-import sys
-import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
-from ds_lgamp.partition.agreement import everyone, raise_everywhere
-from ds_lgamp.runtime.trace import Trace
 from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.orders import default_placement
 from ds_lgamp.schedule.placement import (
@@ -29,8 +19,6 @@ from ds_lgamp.schedule.placement import (
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.schedule.validate import validate
-from ds_lgamp.view.recording import RankRecording
-from ds_lgamp.watch.this_rank import this_rank
 
 HPZ, MICS = "zero_hpz_partition_size", "mics_shard_size"
 """The keys of zero_optimization that ask for hierarchical shards."""
@@ -226,29 +214,3 @@ def shard_groups(config: Mapping[str, Any]) -> dict[str, int]:
         return {}
     off = {HPZ: (None, 0, 1), MICS: (None, -1)}
     return {name: section[name] for name, values in off.items() if section.get(name) not in values}
-
-
-def trace_if_asked(settings: LgampConfig, pipeline_rank: int, data_rank: int, device: torch.device) -> Trace | None:
-    """Returns the trace for which a block asks; None if it asks for none. Collective over all ranks if it does.
-
-    Raises ConfigError on every rank if one of them cannot write, or if another engine does.
-    """
-    if settings.trace is None:
-        return None
-    first, last = settings.traced_steps
-    words = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    own = RankRecording(dist.get_rank(), pipeline_rank, data_rank, socket.gethostname(), words)
-    folder, trace, trouble = Path(settings.trace).resolve(), None, None
-    if folder in this_rank.traces:
-        trouble = "where another engine of the script records"
-    else:
-        try:
-            trace = this_rank.traces[folder] = Trace(folder, first, last, own, dist.get_world_size(), device)
-        except OSError as error:
-            trouble = f"which cannot be written ({error.strerror})"
-    complaint = None if trouble is None else f"{BLOCK}.trace is '{settings.trace}', {trouble}; use another folder"
-    raise_everywhere(complaint, ConfigError)
-    own.begun = everyone(time.time())[0]
-    if own.rank == 0:
-        print(f"ds_lgamp: steps {first} to {last} are recorded in {settings.trace}", file=sys.stderr)
-    return trace

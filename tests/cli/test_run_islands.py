@@ -32,6 +32,7 @@ FACTS = {
     "chunks": 2,
     "first_trained": 0,
     "returns_outputs": False,
+    "stores_weights": False,
     "schedule": "layered",
     "micro_batches": 4,
     "micro_batch_group": 4,

@@ -26,7 +26,7 @@ from ds_lgamp.integrations.deepspeed.model.experts import expert_group
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import share_values, values_of
 from ds_lgamp.integrations.split.stand_ins import replacing
-from ds_lgamp.partition.packed import is_packed
+from ds_lgamp.partition.quantised import is_packed
 from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.watch.this_rank import this_rank
 

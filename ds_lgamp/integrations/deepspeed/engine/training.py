@@ -40,14 +40,15 @@ from ds_lgamp.integrations.deepspeed.model.recomputation import (
     switch_on,
 )
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import SharedBuffers
-from ds_lgamp.integrations.program_spec import program_of, trace_if_asked
+from ds_lgamp.integrations.program_spec import program_of
 from ds_lgamp.integrations.split.state import leave_out_hosts
+from ds_lgamp.integrations.tracing import trace_if_asked
 from ds_lgamp.optimizers.lamb import Lamb
 from ds_lgamp.optimizers.muon import Muon
 from ds_lgamp.optimizers.updates import HostUpdateError
 from ds_lgamp.partition.agreement import host_group
 from ds_lgamp.partition.bus import Bus
-from ds_lgamp.partition.packed import PackedPlaces
+from ds_lgamp.partition.quantised import PackedPlaces
 from ds_lgamp.partition.zero_partition import ZeroPartition
 from ds_lgamp.runtime.batch import BatchState, Calls, LoadMicroBatch, Position, Storage
 from ds_lgamp.runtime.chunk import Chunk, HasOwnLosses

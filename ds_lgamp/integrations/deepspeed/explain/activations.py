@@ -24,7 +24,7 @@ from ds_lgamp.integrations.deepspeed.model.construction import places_of_tensors
 from ds_lgamp.integrations.deepspeed.model.module import function_of
 from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources, switch_on
 from ds_lgamp.partition.gradient_reduction import ACCUMULATES_IN_OTHER_DTYPES
-from ds_lgamp.partition.packed import is_packed
+from ds_lgamp.partition.quantised import is_packed
 from ds_lgamp.runtime.chunk import Chunk, cloned, differentiable, passed_on
 from ds_lgamp.runtime.measure import CollectiveCounter, chunk_bytes
 from ds_lgamp.runtime.messages import laid_out, message_bytes

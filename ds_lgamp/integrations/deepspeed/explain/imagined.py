@@ -40,7 +40,7 @@ from ds_lgamp.integrations.deepspeed.model.module import (
 )
 from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources
 from ds_lgamp.integrations.hosts import replace_attribute
-from ds_lgamp.partition.packed import is_packed, own_constants
+from ds_lgamp.partition.quantised import is_packed, own_constants
 from ds_lgamp.partition.zero_partition import ZeroPartition
 from ds_lgamp.runtime.recompute import undisturbed
 from ds_lgamp.schedule.spec import ProgramSpec

@@ -19,7 +19,7 @@ from ds_lgamp.config import LgampConfig
 from ds_lgamp.integrations.deepspeed.model.recomputation import BeforeLayer, layer_sources
 from ds_lgamp.integrations.program_spec import chunk_bounds, place
 from ds_lgamp.partition.agreement import everyone
-from ds_lgamp.partition.packed import constants, is_packed, own_constants, way_of_packing
+from ds_lgamp.partition.quantised import constants, is_packed, own_constants, way_of_packing
 from ds_lgamp.runtime.recompute import undisturbed
 from ds_lgamp.schedule.orders import chunks_of
 from ds_lgamp.schedule.placement import Placement

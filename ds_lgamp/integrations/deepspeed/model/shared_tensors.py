@@ -19,7 +19,7 @@ from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.split.state import version_of
 from ds_lgamp.partition.agreement import Term, everyone, raise_everywhere, refuse_differing_terms
 from ds_lgamp.partition.memory import bytes_of, without_repetition
-from ds_lgamp.partition.packed import as_stored, constants
+from ds_lgamp.partition.quantised import as_stored, constants
 
 _PIECE = 2**26
 """Bytes that a device takes at once of a tensor that lies on the host."""

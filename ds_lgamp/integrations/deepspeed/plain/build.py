@@ -31,7 +31,7 @@ from ds_lgamp.integrations.deepspeed.plain.loss_engine import LossEngine
 from ds_lgamp.integrations.deepspeed.plain.model_methods import release
 from ds_lgamp.integrations.deepspeed.plain.outputs_engine import OutputsEngine
 from ds_lgamp.integrations.deepspeed.plain.wrapper import Wrapper, WrapperEngine, split_of
-from ds_lgamp.partition.packed import constants
+from ds_lgamp.partition.quantised import constants
 from ds_lgamp.watch.this_rank import this_rank
 
 

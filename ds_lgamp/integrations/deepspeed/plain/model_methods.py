@@ -17,7 +17,7 @@ from torch import nn
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.partition.guard import Guards, NotGatheredError
-from ds_lgamp.partition.packed import free_constants
+from ds_lgamp.partition.quantised import free_constants
 
 
 def release(module: nn.Module, own: Collection[int]) -> None:

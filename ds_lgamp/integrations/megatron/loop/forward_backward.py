@@ -26,7 +26,8 @@ from ds_lgamp.integrations.megatron.loop.batch import (
 )
 from ds_lgamp.integrations.megatron.loop.data_parallel import DistributedData
 from ds_lgamp.integrations.megatron.loop.sharded.model import partition_of
-from ds_lgamp.integrations.program_spec import program_of, program_spec, trace_if_asked
+from ds_lgamp.integrations.program_spec import program_of, program_spec
+from ds_lgamp.integrations.tracing import trace_if_asked
 from ds_lgamp.partition.agreement import everyone, host_group
 from ds_lgamp.partition.zero_partition import ZeroPartition
 from ds_lgamp.runtime.batch import ActionError, BatchState, Calls, Position, Storage

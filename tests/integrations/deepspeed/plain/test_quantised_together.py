@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 import ds_lgamp
 from ds_lgamp.integrations.user_script import finish_engines
-from ds_lgamp.partition.packed import is_packed
+from ds_lgamp.partition.quantised import is_packed
 from testing.deepspeed_rank import prepare_rank
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.plain import quantised
