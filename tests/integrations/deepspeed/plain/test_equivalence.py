@@ -61,6 +61,13 @@ CHOOSING = [("BERT with choices", 1, 1, 1), ("BERT with choices", 2, 1, 2)]
 """No more, because choices share a bias whose gradient is a small sum of large terms."""
 
 
+ON_FOUR = [
+    pytest.param(name, pipeline, 4, stage, marks=pytest.mark.full)
+    for name in (*BALANCED, "DeepSeek-V3")
+    for pipeline in (1, 2)
+    for stage in range(4)
+]
+"""Experts on four data-parallel ranks, of which some get few tokens."""
 AT_ONCE = 16
 """Cases that one start of ranks trains."""
 
@@ -108,7 +115,7 @@ def block_of(name: str, pipeline: int) -> dict[str, Any]:
     return {"pipeline_ranks": pipeline, **chunks, **own_models.BLOCKS.get(name, {}), **encoders.BLOCKS.get(name, {})}
 
 
-@pytest.mark.parametrize(("name", "pipeline", "data", "stage"), [*cases(), *CHOOSING])
+@pytest.mark.parametrize(("name", "pipeline", "data", "stage"), [*cases(), *CHOOSING, *ON_FOUR])
 def test_losses_and_gradients_are_those_of_one_process(name, pipeline, data, stage, courses):
     expected, seen = alone(name, pipeline * data), courses(name, pipeline, data, stage)
     for course, wanted in zip(seen, expected):
