@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from ds_lgamp.checkpoint.files import CheckpointError
 from ds_lgamp.checkpoint.names import OPTIMIZER, parameter_name, parse, state_name
 from ds_lgamp.checkpoint.values import UnsupportedValue, decode, encode
+from ds_lgamp.partition.quantised import is_packed
 from ds_lgamp.partition.segments import Segment, is_elementwise
 from ds_lgamp.partition.unit import Part, Unit, parts_of
 from ds_lgamp.partition.zero_partition import ZeroPartition
@@ -298,11 +299,12 @@ class Loading:
             room = None if self._host is None else self._host.room_beside(own)
             values = own.detach().to("cpu", copy=True) if room is None else room.copy_(own)
             self._masters.append((unit, values))
-            names = (entry.name for entry in unit.storage.parameters)
-            there = {name: self._tensors.get(parameter_name(name), values.dtype) for name in names}
-            for name, dtype in there.items():
-                if dtype != values.dtype and not (dtype.is_floating_point and values.dtype.is_floating_point):
-                    raise CheckpointError(f"{name} is {dtype} there, {values.dtype} here; quantise the model as it was")
+            for entry in unit.storage.parameters:
+                dtype = self._tensors.get(parameter_name(entry.name), values.dtype)
+                if dtype != values.dtype and (is_packed(entry.parameter) or not dtype.is_floating_point):
+                    raise CheckpointError(
+                        f"{entry.name} is {dtype} there, {values.dtype} here; quantise the model as it was"
+                    )
             self._add(parameter_name, ranges_of_shard(unit), values)
 
     def add_optimizer(self) -> None:

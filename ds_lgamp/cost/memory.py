@@ -37,7 +37,7 @@ of one tied module; experts that ranks divide are a unit of their own. Symbols:
 
 Where weights (stage 3) or gradients (stages 1 to 3) travel rounded, with q bytes per element as ``units.py`` counts:
 
-- resident weights: q S m more from the gather until it is awaited.
+- resident weights: q (S + 1) m more from the gather until it is awaited.
 - gradient buffers: from the reduction until it is awaited 2 q S m, in place of what else travels and is received; then
   2 u m for a moment.
 

@@ -314,7 +314,9 @@ class HeldUnit:
         )
         """Whether a gather takes the full weights, and a release frees them."""
         bits = element.bits_of(size)
-        self.packed_weights = packed_bytes(self.full, bits) if bits and shared.partitioned and self.comes else 0
+        self.packed_weights = (
+            packed_bytes(self.full + self.part, bits) if bits and shared.partitioned and self.comes else 0
+        )
         """Bytes of a gather of rounded weights, beside the weights; 0 for exact ones."""
         self.is_packed = False
         """Whether its gather is under way."""

@@ -202,11 +202,12 @@ class FlatStorage:
         self.catch_up()
         self._holders.add(who)
         if self.gathering is None and self.gathers and (self.stale or not self.resident):
-            self._start_gather(exact)
+            self._start_gather(exact or (self.resident and not self.rounded))
 
     def start_copy(self) -> None:
-        """Starts to copy the gathered parameters to the host, unless it has them."""
-        if self._copy is not None:
+        """Starts to copy the gathered parameters to the host, unless it has them. Exact ones that somebody else has
+        gathered are no such, if others are rounded."""
+        if self._copy is not None and self.rounded == (self._bits is not None):
             self._copy.store(self.flat, self.rounded)
 
     def finish_copy(self) -> None:

@@ -121,7 +121,7 @@ class Unit:
     def thaw(self, name: str) -> list["Unit"]:
         """Returns the units that take the place of this one, which is frozen: one of the ``name``, of the parameters
         that need a gradient now, and one of the others. All data-parallel ranks call it together."""
-        self.storage.hold(self)
+        self.storage.hold(self, exact=True)
         self.storage.finish_gather()
         entries = self.storage.parameters
         for entry in entries:

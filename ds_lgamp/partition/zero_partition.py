@@ -141,9 +141,10 @@ class ZeroPartition:
         names, made = {unit.name for unit in self.units}, {}
         for unit in self.units:
             if unit.thawed:
-                thawed = f"{unit.name.removesuffix(' frozen')} thawed"
+                thawed = f"{unit.name.partition(' frozen')[0]} thawed"
                 earlier = sum(name == thawed or name.startswith(f"{thawed} ") for name in names)
                 made[unit] = unit.thaw(f"{thawed} {earlier + 1}" if earlier else thawed)
+                names.update(new.name for new in made[unit])
         self._take(
             {
                 chunk: [new for unit in units for new in made.get(unit, [unit])]
@@ -322,9 +323,10 @@ def _kinds(
         for entry in own:
             if not entry.parameter.requires_grad:
                 frozen.setdefault(entry.parameter.dtype, []).append(entry)
+        ordinary = next((dtype for dtype in frozen if dtype.is_floating_point), None)
         for dtype, members in frozen.items():
-            packed = "" if dtype.is_floating_point else f" {str(dtype).removeprefix('torch.')}"
-            yield f"{of} frozen{packed}", sharing, members
+            other = "" if dtype is ordinary else f" {str(dtype).removeprefix('torch.')}"
+            yield f"{of} frozen{other}", sharing, members
 
 
 def build_partition(

@@ -23,8 +23,11 @@ _TOGETHER = 7
 """How many tensors' kinds, each one byte, are one number of a header."""
 LEAST_ELEMENTS = 1024
 """A tensor with fewer travels as it is: sums, such as of losses or of a router's choices, are no hidden states."""
-OF_HIDDEN_STATES = 1e30
-"""No hidden state is larger, but masks are: the lowest number of fp32 would be infinite in bfloat16."""
+OF_HIDDEN_STATES: dict[ActivationType, float] = {"bf16": 1e30, "fp8": 1e4}
+"""What is larger in the first message is a mask: the lowest number of fp32 would be infinite in bfloat16, and one
+number of a mask takes the digits of all others in its block of fp8."""
+_LARGEST_SHARED = {torch.float16: 6e4}
+"""By type, the largest number that shares a block of fp8 with others; 1e8 for other types."""
 _LARGEST_FP8 = 448.0
 """The largest number of float8_e4m3fn."""
 _ALIGNMENT = 16
@@ -211,7 +214,7 @@ class Ways:
         if not could_travel_rounded(member, self._narrow):
             return Way.EXACT
         if (chunk, index) not in self._is_mask:
-            self._is_mask[chunk, index] = bool(member.detach().abs().amax() > OF_HIDDEN_STATES)
+            self._is_mask[chunk, index] = bool(member.detach().abs().amax() > OF_HIDDEN_STATES[self._narrow])
         return Way.EXACT if self._is_mask[chunk, index] else Way.NARROW
 
 
@@ -256,7 +259,8 @@ def narrowed(tensor: torch.Tensor, narrow: ActivationType | None) -> torch.Tenso
       each element divided by its scale, in float8_e4m3fn. The last block may be shorter.
 
     A value that is infinite or no number arrives as such a one, or makes its whole block no numbers. So does one of
-    more than 1e30 under fp8: a block of such a value and of ordinary ones would lose these without a word.
+    more than 1e8 under fp8, or 6e4 if the tensor is fp16: a block of such a value and of ordinary ones would lose these
+    without a word.
     """
     if narrow == "bf16":
         return tensor.to(torch.bfloat16)
@@ -265,7 +269,7 @@ def narrowed(tensor: torch.Tensor, narrow: ActivationType | None) -> torch.Tenso
     padded = torch.nn.functional.pad(flat, (0, blocks * FP8_BLOCK - flat.numel())).view(blocks, FP8_BLOCK)
     largest = padded.abs().amax(dim=1, keepdim=True)
     scales = (largest / _LARGEST_FP8).clamp_min(torch.finfo(torch.float32).tiny)
-    scales.masked_fill_(largest > OF_HIDDEN_STATES, torch.nan)
+    scales.masked_fill_(largest > _LARGEST_SHARED.get(tensor.dtype, 1e8), torch.nan)
     values = (padded / scales).to(torch.float8_e4m3fn).view(torch.uint8).view(-1)[: flat.numel()]
     return torch.cat([scales.view(-1).view(torch.uint8), values])
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from ds_lgamp.cost.units import Travel
 from ds_lgamp.partition import flat_storage
 from ds_lgamp.partition.bus import Bus, Transfer
 from ds_lgamp.partition.flat_storage import UnitParameter
@@ -29,9 +30,9 @@ def data_group():
     dist.destroy_process_group()
 
 
-def unit_of(data_group, zero_stage, dtype=torch.float32, bus=None):
+def unit_of(data_group, zero_stage, dtype=torch.float32, **policy):
     weight = torch.nn.Parameter(torch.zeros(ELEMENTS, dtype=dtype))
-    return Unit("chunk 0", [UnitParameter("0.weight", weight, 0)], ZeroPolicy(data_group, zero_stage, bus=bus)), weight
+    return Unit("chunk 0", [UnitParameter("0.weight", weight, 0)], ZeroPolicy(data_group, zero_stage, **policy)), weight
 
 
 def test_full_parameters_stay_until_the_last_who_holds_them_drops_them(data_group):
@@ -244,3 +245,39 @@ def test_what_is_unfrozen_gets_a_unit_that_trains_or_is_refused(data_group):
     ]
     assert [segment.group for segment in partition.segments()] == [1, 1]
     assert all(torch.equal(each, torch.full((ELEMENTS,), float(number))) for number, each in enumerate(frozen))
+
+
+def test_what_is_unfrozen_trains_on_exact_weights(data_group):
+    weight = torch.nn.Parameter(torch.linspace(-1, 1, ELEMENTS), requires_grad=False)
+    policy = ZeroPolicy(data_group, 3, travel=Travel(weights=8, frozen=8))
+    unit = Unit("chunk 0 frozen", [UnitParameter("0.weight", weight, None)], policy)
+    before = unit.storage.shard.clone()
+    unit.storage.release()
+    weight.requires_grad_()
+    (made,) = unit.thaw("chunk 0 thawed")
+    assert torch.equal(made.storage.shard, before) and torch.equal(made.master.values, before)
+
+
+def test_what_somebody_else_gathered_exactly_is_not_kept_among_rounded_weights(data_group):
+    unit, _ = unit_of(data_group, 3, bus=Bus(torch.device("cpu")), travel=Travel(weights=8))
+    unit.storage.release()
+    unit.storage.hold("block", exact=True)
+    unit.storage.finish_gather()
+    unit.storage.hold(0)
+    unit.storage.start_copy()
+    unit.storage.finish_copy()
+    unit.storage.release()
+    unit.storage.hold(0)
+    assert unit.storage.rounded and not isinstance(unit.storage.gathering, Transfer)
+
+
+def test_frozen_units_of_several_types_have_names_of_their_own(data_group):
+    dtypes = torch.bfloat16, torch.float32, torch.uint8
+    entries = [
+        UnitParameter(f"0.{number}", torch.nn.Parameter(torch.zeros(4, dtype=dtype), requires_grad=False), None)
+        for number, dtype in enumerate(dtypes)
+    ]
+    partition = build_partition({0: entries}, [], ZeroPolicy(data_group, 3), torch.device("cpu"))
+    assert [unit.name for unit in partition.units] == [
+        *("chunk 0 frozen", "chunk 0 frozen float32", "chunk 0 frozen uint8")
+    ]

@@ -49,6 +49,7 @@ from ds_lgamp.partition.agreement import (
     process_terms,
     raise_everywhere,
 )
+from ds_lgamp.partition.quantised import is_packed
 
 _OF_ONE_RANK = ("tensorboard", "wandb", "csv_monitor", "comet")
 """Sections that may differ, because only one rank heeds them."""
@@ -249,9 +250,12 @@ def _refuse_module(module: PipelineModule) -> None:
 
 
 def complaint_about_freezing(module: PipelineModule) -> str | None:
-    """The sentence that refuses a parameter which is frozen on one rank only; None if there is none. Collective over
-    the ranks that have copies: data-parallel and tensor-parallel ranks have the same parameters, pipeline ranks share
-    tied modules only."""
+    """The sentence that refuses a parameter of packed bytes that requires a gradient, or one that is frozen on one rank
+    only; None if there is none. Collective over the ranks that have copies: data-parallel and tensor-parallel ranks
+    have the same parameters, pipeline ranks share tied modules only."""
+    for name, tensor in global_names(module):
+        if tensor.requires_grad and isinstance(tensor, torch.nn.Parameter) and is_packed(tensor):
+            return f"parameter {shown_name(module, name)} holds quantised bytes, which cannot train; freeze it"
     own = {
         name: tensor.requires_grad for name, tensor in global_names(module) if isinstance(tensor, torch.nn.Parameter)
     }

@@ -257,6 +257,8 @@ class Training:
         if self.partition.frees_weights:
             self.executor.owns = self.partition.owns
         self.program_spec = replace(self.program_spec, first_trained=min(first, self.program_spec.first_trained))
+        # Other tensors may need gradients now.
+        self.executor.links.reset()
 
     # One batch
 

@@ -207,6 +207,10 @@ def refuse():
     engine.module.merge_adapter()
     with pytest.raises(ValueError, match="was replaced since the engine was built"):
         quantised.train(engine, range(1, 2))
+    stored = Case("fp4 stored in fp32", 1, 2)
+    trained = quantised.quantised(stored).requires_grad_(True)
+    with pytest.raises(ConfigError, match="holds quantised bytes, which cannot train; freeze it"):
+        quantised.engine_of(stored, trained)
     import bitsandbytes
 
     model = quantised.quantised(case)
