@@ -39,10 +39,6 @@ def sentences(folder: str) -> list[str]:
     model.blocks[1].linear.weight.data = model.blocks[2].linear.weight.data
     told.append(sentence_of(lambda: initialize(model, config)))
 
-    model = model_of()
-    model.blocks[1].whole = torch.nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)
-    told.append(sentence_of(lambda: initialize(model, config)))
-
     engine = initialize(model_of(), config)
     engine.save_checkpoint(folder)
     engine.wait_for_checkpoint()
@@ -59,10 +55,9 @@ def _initialize(model: torch.nn.Module, groups: list, config: dict) -> None:
 
 
 def test_sentences_have_the_names_of_the_model(tmp_path):
-    for grouped, tied, whole, loaded in run_on_ranks(1, sentences, str(tmp_path)):
+    for grouped, tied, loaded in run_on_ranks(1, sentences, str(tmp_path)):
         assert "parameter blocks.1.linear.weight is in parameter groups 0 and 1" in grouped
         assert tied.startswith("blocks.1.linear.weight and blocks.2.linear.weight share memory")
-        assert whole.startswith("parameter blocks.1.whole is torch.int8, which does not train")
         assert "(blocks.0.trained.0 is [] there, [12, 12] here" in loaded
-        for sentence in (grouped, tied, whole, loaded):
+        for sentence in (grouped, tied, loaded):
             assert ".blocks." not in sentence
