@@ -61,15 +61,16 @@ def agree(own: Next, *numbers: float, terms: Terms = MappingProxyType({}), thawe
     ranks. Hosts talk, devices do not."""
     if dist.get_world_size() == 1:
         return thawed
-    # Equally many for every Next, because ranks may disagree.
-    padded = torch.tensor([digest(terms), own, *numbers, 0.0, 0.0][:4], dtype=torch.float64, device="cpu")
-    extremes = torch.cat([padded, -padded, torch.tensor([thawed], dtype=torch.float64, device="cpu")])
+    # Equally many for every Next, because ranks may disagree. A half says that something was unfrozen.
+    padded = [digest(terms), own + thawed / 2, *numbers, 0.0, 0.0][:4]
+    extremes = torch.tensor([*padded, *(-each for each in padded)], dtype=torch.float64, device="cpu")
     dist.all_reduce(extremes, dist.ReduceOp.MAX, host_group())
-    if not torch.equal(extremes[1:4], -extremes[5:8]):
+    largest, least = extremes[:4], -extremes[4:]
+    if largest[1].floor() != least[1].floor() or not torch.equal(largest[2:], least[2:]):
         raise ConfigError(_difference(everyone((own, numbers), host_group())))
-    if extremes[0] != -extremes[4]:
+    if largest[0] != least[0]:
         raise ConfigError(difference(everyone(terms, host_group())))
-    return bool(extremes[8])
+    return bool(largest[1] % 1)
 
 
 def agree_at_the_end() -> None:
