@@ -7,25 +7,22 @@ loopback and over slow networks. ``--part`` does one part alone.
 
 from collections.abc import Sequence
 from functools import partial
-from statistics import mean, median
-from unittest.mock import patch
+from statistics import median
 
 from benchmarks.communication import moved, predicted
-from benchmarks.contenders import Contender, Layout, stock_pipeline
+from benchmarks.contenders import Contender, Layout
 from benchmarks.contenders.lgamp import Layered
 from benchmarks.counting import Step
-from benchmarks.model import ModelSize, predictable
+from benchmarks.curves import CURVES, EXACT, SECONDS, STEPS, Comparison, compare_losses
+from benchmarks.model import ModelSize
 from benchmarks.record import OURS, PART, REPETITIONS, Record, begin
 from benchmarks.training import LOOPBACK, SMALL, Found, compete
 from benchmarks.training_slow import SLOW, SLOW_RATE
 from ds_lgamp.runtime.measure import CollectiveCounter
-from testing.deepspeed_rank import prepare_rank
 from testing.namespaces import NetworkUnavailable, throttled_network
-from testing.ranks import run_on_ranks
 
 NAME = "quantised"
-CURVES, SECONDS = "curves", "seconds"
-RANKS, STEPS, LAST = 2, 500, 50
+RANKS = 2
 LEARNS = ModelSize(blocks=4, width=128, sequence=64, samples=4, vocabulary=256)
 """The model of the curves."""
 ACCUMULATION = (1, 4, 16)
@@ -33,14 +30,12 @@ RATES = {SLOW: (SLOW_RATE, 25e6), "50 Mbit/s": ("50mbit", 6.25e6)}
 """By link: the rate of the network, for the kernel and in bytes per second."""
 IS_LIMIT = 0.7
 """The network is the limit if its bytes take this part of an exact step at least."""
-EXACT = f"{OURS}, exact"
 BITS = {f"{OURS}, weights in 8 bits, gradients in {bits}": bits for bits in (8, 4)}
 """Those that round, and in how many bits their gradients travel."""
 HELD = f"{OURS}, second gather from the host"
-LIMITED, FEWER, ELSEWHERE, DIFFERENCE = 0.6, 0.8, 1.02, 0.005
+LIMITED, FEWER, ELSEWHERE = 0.6, 0.8, 1.02
 """The parts of an exact step that a rounded one may take where the network is the limit, and one with copies on the
-host, which sends 16 of 22 parts; the part of either on loopback; and the largest relative difference of the mean of the
-last losses."""
+host, which sends 16 of 22 parts; and the part of either on loopback."""
 
 
 def contenders() -> list[Contender]:
@@ -64,38 +59,16 @@ def run(
     """Compares the losses of ``steps`` steps and the seconds of one; or does the ``part`` that is named."""
     record = begin(NAME)
     if part in (None, CURVES):
-        _compare_losses(record, Layout(1, RANKS, learns), steps)
+        comparison = Comparison(contenders, 1, _sent, "bytes sent", ranks=1)
+        compare_losses(record, Layout(1, RANKS, learns), comparison, steps)
     if part in (None, SECONDS):
         for micro_batches in accumulation:
             _time(record, Layout(1, RANKS, size), micro_batches, repetitions)
     return record
 
 
-def _compare_losses(record: Record, layout: Layout, steps: int) -> None:
-    config = {PART: CURVES, **layout.config(1)}
-    found = run_on_ranks(RANKS, _learn, layout, steps, seconds=3600)
-    last = {}
-    for name, (losses, sent) in found[0].items():
-        last[name] = mean(losses[-LAST:])
-        record.add(name, config, "loss of the first step", losses[:1], "")
-        record.add(name, config, f"mean loss of the last {LAST} of {steps} steps", [last[name]], "")
-        record.add(name, config, "bytes sent", [sent], "bytes")
-    for name in BITS:
-        record.aim(f"{CURVES}: difference of {name}, relative", abs(last[name] / last[EXACT] - 1), DIFFERENCE)
-
-
-def _learn(layout: Layout, steps: int) -> dict[str, tuple[list[float], int]]:
-    """Returns the losses and the bytes of the last step of every contender."""
-    prepare_rank()
-    found = {}
-    with patch.object(stock_pipeline, "micro_batch", predictable):
-        for contender in contenders():
-            training = contender.build(layout)
-            losses = [training.step(step, 1) for step in range(steps)]
-            with CollectiveCounter() as counter:
-                training.step(steps, 1)
-            found[contender.name] = losses, moved(Step(counter.log, 0)).collective_bytes
-    return found
+def _sent(counter: CollectiveCounter) -> int:
+    return moved(Step(counter.log, 0)).collective_bytes
 
 
 def _time(record: Record, layout: Layout, micro_batches: int, repetitions: int) -> None:

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Sequence
 
 from benchmarks import unlike as unlike_networks
+from benchmarks.curves import LAST, STEPS
 from benchmarks.record import PART, Row, read
-from benchmarks.rounded import LAST, RATES, STEPS
+from benchmarks.rounded import RATES
 from benchmarks.training import LOOPBACK
 from docs.pivot import CONTENDER, Label, by_metric, median, metric, pivot, setting, with_spread
 from docs.tables import MB

@@ -67,7 +67,8 @@ class ZeroPartition:
         """Units that several chunks use, here or on other pipeline ranks."""
 
     def gather(self, chunk: int) -> None:
-        """Launches the gathers that ``chunk`` needs. A unit that is complete and current moves nothing."""
+        """Launches the gathers that ``chunk`` needs, or the loads of what the host has a copy of. A unit that is
+        complete and current moves nothing."""
         for unit in self.chunk_units[chunk]:
             unit.storage.hold(chunk)
 
@@ -84,7 +85,7 @@ class ZeroPartition:
             unit.storage.finish_load()
 
     def wait_gather(self, chunk: int) -> None:
-        """Waits for the gathers of ``chunk`` in flight."""
+        """Waits for the gathers of ``chunk`` in flight, and for the loads of copies."""
         for unit in self.chunk_units[chunk]:
             unit.storage.finish_gather()
 
@@ -97,14 +98,6 @@ class ZeroPartition:
         """Waits for what :meth:`store_weights` started."""
         for unit in self.chunk_units[chunk]:
             unit.storage.finish_copy()
-
-    def load_weights(self, chunk: int) -> None:
-        """Launches the loads that ``chunk`` needs: gathers find what the host has."""
-        self.gather(chunk)
-
-    def wait_load_weights(self, chunk: int) -> None:
-        """Waits for the loads of ``chunk`` under way."""
-        self.wait_gather(chunk)
 
     def release(self, chunk: int) -> None:
         """Frees the units that ``chunk`` held, except those that somebody else holds."""

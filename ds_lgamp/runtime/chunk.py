@@ -122,7 +122,7 @@ def as_leaves(inputs: Tensors, marked: bool = False) -> Tensors:
 
 
 def _as_leaf(member: torch.Tensor, marked: bool) -> torch.Tensor:
-    return member.detach().requires_grad_(member.requires_grad if marked else member.is_floating_point())
+    return member.detach().requires_grad_(needs_gradient(member, marked))
 
 
 def needs_gradient(member: torch.Tensor, marked: bool) -> bool:

@@ -370,7 +370,7 @@ def _of_partition(name: str, kind: str = "") -> Callable[[Executor, Action], Non
 
 _LAUNCHES = (
     *(Kind.GATHER, Kind.RELEASE, Kind.REDUCE, Kind.REFRESH, Kind.COMBINE),
-    *(Kind.LOAD, Kind.STORE, Kind.LOAD_WEIGHTS, Kind.STORE_WEIGHTS),
+    *(Kind.LOAD, Kind.STORE, Kind.STORE_WEIGHTS),
 )
 """What the partition does by a method of the same name."""
 _WAITS = {
@@ -380,7 +380,6 @@ _WAITS = {
     Kind.WAIT_COMBINE: "reduce",
     Kind.WAIT_LOAD: "load",
     Kind.WAIT_STORE: "store",
-    Kind.WAIT_LOAD_WEIGHTS: "load",
     Kind.WAIT_STORE_WEIGHTS: "store",
 }
 """What the partition waits for by a method of the same name, and how that is timed."""
@@ -393,6 +392,9 @@ _EXECUTE: dict[Kind, Callable[[Executor, Action], None]] = {
     Kind.RECV_BACKWARD: Executor.receive_backward,
     **{kind: _of_partition(kind.name.lower()) for kind in _LAUNCHES},
     **{wait: _of_partition(wait.name.lower(), kind) for wait, kind in _WAITS.items()},
+    # The partition knows what the host has a copy of.
+    Kind.LOAD_WEIGHTS: _of_partition("gather"),
+    Kind.WAIT_LOAD_WEIGHTS: _of_partition("wait_gather", "load"),
     Kind.STORE_INPUT: Executor.store_input,
     Kind.LOAD_INPUT: Executor.load_input,
     Kind.WAIT_STORE_INPUT: Executor.wait_store_input,

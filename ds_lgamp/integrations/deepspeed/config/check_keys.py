@@ -39,10 +39,9 @@ WEIGHTS, FROZEN, GRADIENTS = QUANTISED = (
     "zero_quantized_gradients",
 )
 """The keys of zero_optimization that let weights and gradients travel rounded."""
-_REMOVED = (MICS, "mics_hierarchical_params_gather")
-_OURS_ALONE = (*_REMOVED, *QUANTISED)
-"""Keys of zero_optimization that DeepSpeed does not get. For some of the others, it would make groups of its own."""
-"""Keys of zero_optimization that DeepSpeed 0.19.8 refuses, because it has removed them."""
+_OURS_ALONE = (MICS, "mics_hierarchical_params_gather", *QUANTISED)
+"""Keys of zero_optimization that DeepSpeed does not get. It has removed the first two, and refuses them. For some of
+the others, it would make groups of its own."""
 _SHOWN = 60
 _BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 

@@ -148,7 +148,7 @@ def refuse_unsupported(config: Any, module: PipelineModule, optimizer: Any) -> N
     _refuse_module(module)
     refuse_differing_models(module)
     raise_everywhere(_complaint_about_tensors(module), ConfigError)
-    raise_everywhere(complaint_about_freezing(module), ConfigError)
+    refuse_differing_freezing(module)
     raise_everywhere(_complaint_about_ties(module), ConfigError)
     raise_everywhere(complaint_about_tensor_ranks(module), ConfigError)
     for name, info in announced_tensors(module).items():
@@ -249,13 +249,25 @@ def _refuse_module(module: PipelineModule) -> None:
         )
 
 
-def complaint_about_freezing(module: PipelineModule) -> str | None:
-    """The sentence that refuses a parameter of packed bytes that requires a gradient, or one that is frozen on one rank
-    only; None if there is none. Collective over the ranks that have copies: data-parallel and tensor-parallel ranks
-    have the same parameters, pipeline ranks share tied modules only."""
+def refuse_differing_freezing(module: PipelineModule) -> None:
+    """Raises ConfigError on all ranks if a parameter is frozen on one rank only, or if one of packed bytes requires a
+    gradient. Collective over all ranks."""
+    raise_everywhere(_complaint_about_packed(module), ConfigError)
+    raise_everywhere(_complaint_about_freezing(module), ConfigError)
+
+
+def _complaint_about_packed(module: PipelineModule) -> str | None:
+    """The sentence that refuses a parameter of packed bytes that requires a gradient; None if there is none."""
     for name, tensor in global_names(module):
         if tensor.requires_grad and isinstance(tensor, torch.nn.Parameter) and is_packed(tensor):
             return f"parameter {shown_name(module, name)} holds quantised bytes, which cannot train; freeze it"
+    return None
+
+
+def _complaint_about_freezing(module: PipelineModule) -> str | None:
+    """The sentence that refuses a parameter which is frozen on one rank only; None if there is none. Collective over
+    the ranks that have copies: data-parallel and tensor-parallel ranks have the same parameters, pipeline ranks share
+    tied modules only."""
     own = {
         name: tensor.requires_grad for name, tensor in global_names(module) if isinstance(tensor, torch.nn.Parameter)
     }

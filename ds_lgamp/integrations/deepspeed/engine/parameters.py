@@ -10,7 +10,7 @@ from deepspeed.utils.logging import logger
 
 from ds_lgamp.config import ConfigError, LgampConfig
 from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype
-from ds_lgamp.integrations.deepspeed.config.run_checks import complaint_about_freezing, refuse_irreproducible
+from ds_lgamp.integrations.deepspeed.config.run_checks import refuse_differing_freezing, refuse_irreproducible
 from ds_lgamp.integrations.deepspeed.config.zero import Home, disk_path, on_disk_of
 from ds_lgamp.integrations.deepspeed.engine.optimizer import PartitionedOptimizer
 from ds_lgamp.integrations.deepspeed.model.experts import expert_group, place_among_experts, whole_names
@@ -129,7 +129,7 @@ def thaw(
         optimizer: steps the partition.
         config: the DeepSpeedConfig.
     """
-    raise_everywhere(complaint_about_freezing(module), ConfigError)
+    refuse_differing_freezing(module)
     raise_everywhere(optimizer.complaint_about_thawed(), ConfigError)
     refuse_irreproducible(settings, config, module)
     for entry in partition.thawed():

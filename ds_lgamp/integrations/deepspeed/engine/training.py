@@ -241,7 +241,8 @@ class Training:
         """The program of a training step on every data-parallel rank, for the current batch size."""
         # Gradients of arguments go through frozen chunks.
         first = 0 if self.computes_input_gradients else self.program_spec.first_trained
-        return [replace(spec, first_trained=first) for spec in self._replicas(self.door.micro_batches)]
+        specs = self._replicas(self.door.micro_batches)
+        return specs if specs[0].first_trained == first else [replace(spec, first_trained=first) for spec in specs]
 
     @property
     def own_spec(self) -> ProgramSpec:

@@ -163,8 +163,8 @@ def follow(partition, actions, updates, look=lambda: None):
         Kind.WAIT_STORE: partition.wait_store,
         Kind.STORE_WEIGHTS: partition.store_weights,
         Kind.WAIT_STORE_WEIGHTS: partition.wait_store_weights,
-        Kind.LOAD_WEIGHTS: partition.load_weights,
-        Kind.WAIT_LOAD_WEIGHTS: partition.wait_load_weights,
+        Kind.LOAD_WEIGHTS: partition.gather,
+        Kind.WAIT_LOAD_WEIGHTS: partition.wait_gather,
     }
     for action in actions:
         if action.kind in run:
