@@ -211,11 +211,11 @@ def as_stored(model: nn.Module) -> None:
 
 def _scales(part: Any) -> Tensor | None:
     """Returns the scales of an 8 bit layer; None for other modules."""
-    parameter: Any = part._parameters.get("weight")
-    state: Any = getattr(part, "state", None)
-    if not hasattr(parameter, "SCB") or not hasattr(state, "SCB"):
+    # TorchScript's container of parameters has no get.
+    parameter: Any = part._parameters["weight"] if "weight" in part._parameters else None
+    if not hasattr(parameter, "SCB") or not hasattr(getattr(part, "state", None), "SCB"):
         return None
-    return parameter.SCB if parameter.SCB is not None else state.SCB
+    return parameter.SCB if parameter.SCB is not None else part.state.SCB
 
 
 def compute_with_parameters(model: nn.Module) -> None:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from ds_lgamp.cost.units import Travel, packed_bytes
 from ds_lgamp.partition.flat_storage import UnitParameter
 from ds_lgamp.partition.policy import ZeroPolicy
-from ds_lgamp.partition.quantised import pack, unpack
+from ds_lgamp.partition.quantised import as_stored, pack, unpack
 from ds_lgamp.partition.unit import Unit
 from ds_lgamp.runtime.measure import CollectiveCounter
 from testing.ranks import run_on_ranks
@@ -117,3 +117,9 @@ def test_what_is_not_finite_stays_so_and_touches_its_block_alone(bits, bad):
     unpack(packed, bits, found)
     assert not found[0, 40].isfinite() and torch.equal(found[0, :32], given[0, :32])
     assert torch.equal(found[0, 64:], given[0, 64:])
+
+
+def test_layers_in_torchscript_are_no_quantised_ones():
+    layer = torch.jit.script(torch.nn.Linear(2, 2))
+    as_stored(layer)
+    assert layer.weight.dtype == torch.float32

@@ -1,5 +1,6 @@
 """Under NCCL's rules experts that ranks divide train as on gloo, to the bit, however streams share hardware queues."""
 
+import re
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
@@ -83,6 +84,7 @@ def test_no_wait_among_experts_is_dispensable(operation):
     try:
         courses = run_on_ranks(RANKS, train_all, "smallest", QUEUES[:1], before_init=prepare, backend=simnccl.NAME)
     except AssertionError as error:
-        assert "of step 1: " in str(error)
+        # The host learns of a fault when it launches again, which may be in the next step.
+        assert re.search("of step [12]: ", str(error))
     else:
         assert all(norm != norm for (course,) in courses for _, norm in course)
