@@ -57,7 +57,8 @@ IN_PARTS = {
     "unlike": _PLACES,
     "islands": _PLACES,
     "divided_experts": ("counts", "seconds of two ranks", "seconds of four ranks"),
+    "adapters": ("counts", "loopback", "200 Mbit/s", "50 Mbit/s"),
     "rounded": ("curves", "seconds"),
-    "quantised": ("curves", "seconds"),
+    "quantised": ("curves", "seconds", "peers"),
 }
 """Benchmarks that take long, and what ``--part`` of ``python -m benchmarks run`` may name of them."""

@@ -2,7 +2,8 @@
 and with gathered weights that wait on the host. ``python -m benchmarks run quantised``.
 
 It trains 500 steps on text that can be learned and compares the losses; counts the bytes of a step; and times steps on
-loopback and over slow networks. ``--part`` does one part alone.
+loopback and over slow networks. Then it times stock DeepSpeed's and PyTorch's beside them. ``--part`` does one part
+alone.
 """
 
 from collections.abc import Sequence
@@ -11,11 +12,13 @@ from statistics import median
 
 from benchmarks.communication import moved, predicted
 from benchmarks.contenders import Contender, Layout
+from benchmarks.contenders.fsdp import Accumulation
 from benchmarks.contenders.lgamp import Layered
+from benchmarks.contenders.zero import Zero
 from benchmarks.counting import Step
 from benchmarks.curves import CURVES, EXACT, SECONDS, STEPS, Comparison, compare_losses
 from benchmarks.model import ModelSize
-from benchmarks.record import OURS, PART, REPETITIONS, Record, begin
+from benchmarks.record import OURS, PART, REPETITIONS, Config, Record, begin
 from benchmarks.training import LOOPBACK, SMALL, Found, compete
 from benchmarks.training_slow import SLOW, SLOW_RATE
 from ds_lgamp.runtime.measure import CollectiveCounter
@@ -26,6 +29,7 @@ RANKS = 2
 LEARNS = ModelSize(blocks=4, width=128, sequence=64, samples=4, vocabulary=256)
 """The model of the curves."""
 ACCUMULATION = (1, 4, 16)
+PEERS = "peers"
 RATES = {SLOW: (SLOW_RATE, 25e6), "50 Mbit/s": ("50mbit", 6.25e6)}
 """By link: the rate of the network, for the kernel and in bytes per second."""
 IS_LIMIT = 0.7
@@ -48,6 +52,19 @@ def contenders() -> list[Contender]:
     return [Contender(EXACT, layered), Contender(HELD, partial(layered, regather="host")), *rounded]
 
 
+def peers() -> list[Contender]:
+    """Returns what others send whole, beside ours with whole and with the fewest bytes. Over two ranks, HSDP shards
+    inside groups of one."""
+    ours = contenders()
+    return [
+        Contender("DeepSpeed ZeRO-3", partial(Zero, stage=3)),
+        Contender("FSDP2, deferred sync", partial(Accumulation, deferred_sync=True)),
+        Contender("FSDP2 HSDP, deferred sync", partial(Accumulation, deferred_sync=True, replicas=RANKS)),
+        ours[0],
+        ours[-1],
+    ]
+
+
 def run(
     part: str | None = None,
     size: ModelSize = SMALL,
@@ -64,6 +81,9 @@ def run(
     if part in (None, SECONDS):
         for micro_batches in accumulation:
             _time(record, Layout(1, RANKS, size), micro_batches, repetitions)
+    if part in (None, PEERS):
+        for micro_batches in accumulation:
+            _time_peers(record, Layout(1, RANKS, size), micro_batches, repetitions)
     return record
 
 
@@ -77,10 +97,7 @@ def _time(record: Record, layout: Layout, micro_batches: int, repetitions: int) 
     sent = predicted(layout, 0, micro_batches, 3, 2).collective_bytes
 
     def enter(link: str, found: Found, seconds: float | None = None) -> None:
-        config = {PART: SECONDS, **layout.config(micro_batches), "link": link}
-        for name, durations in found[NAME].items():
-            record.add(name, config, "step", [duration.wall for duration in durations], "s")
-            record.add(name, config, "CPU", [duration.cpu for duration in durations], "s")
+        _enter(record, {PART: SECONDS, **layout.config(micro_batches), "link": link}, found)
         compared = EXACT, HELD, next(iter(BITS))
         exact, held, best = (median(duration.wall for duration in found[NAME][name]) for name in compared)
         if seconds is None or seconds >= IS_LIMIT * exact:
@@ -95,3 +112,20 @@ def _time(record: Record, layout: Layout, micro_batches: int, repetitions: int) 
                 enter(link, compete(*arguments, network.enter), sent / speed)
         except NetworkUnavailable as reason:
             record.lack_network(f"nothing measured at {link}", reason)
+
+
+def _time_peers(record: Record, layout: Layout, micro_batches: int, repetitions: int) -> None:
+    """Enters the seconds of a step over every slow network."""
+    for link, (rate, _) in RATES.items():
+        try:
+            with throttled_network(layout.data_ranks, rate) as network:
+                found = compete({NAME: peers()}, layout, micro_batches, repetitions, network.enter)
+                _enter(record, {PART: PEERS, **layout.config(micro_batches), "link": link}, found)
+        except NetworkUnavailable as reason:
+            record.lack_network(f"nothing measured at {link}", reason)
+
+
+def _enter(record: Record, config: Config, found: Found) -> None:
+    for name, durations in found[NAME].items():
+        record.add(name, config, "step", [duration.wall for duration in durations], "s")
+        record.add(name, config, "CPU", [duration.cpu for duration in durations], "s")

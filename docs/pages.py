@@ -67,6 +67,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "rounded": network_tables.rounded,
         "quantised-curves": network_tables.quantised_curves,
         "quantised-seconds": network_tables.quantised_seconds,
+        "quantised-peers": partial(network_tables.quantised_seconds, "peers"),
         "gathers": tables.gathers,
         "overhead": tables.overhead,
         **{f"growth-{part}": partial(tables.growth, metrics) for part, metrics in tables.GROWTH.items()},

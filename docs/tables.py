@@ -8,6 +8,7 @@ from itertools import chain
 from typing import Any
 
 from benchmarks import NAMES, ON_ACCELERATOR
+from benchmarks.adapters import LINKS
 from benchmarks.gpu_day.findings import NAME as GPU_DAY
 from benchmarks.quickstart import quickstart_rows
 from benchmarks.record import OURS, PARTS, RESULTS, TYPICAL, Config, Row, is_recorded, read
@@ -234,7 +235,7 @@ def adapters() -> str:
         [("accumulation", setting("micro_batches")), CONTENDER],
         lambda row: f"{row.config.get('link', row.metric)}",
         lambda rows: cells.get(rows[0].metric, with_spread(".2f"))(rows),
-        {"gathers": "gathers", "bytes sent": "MB sent", **{link: f"{link}, s" for link in (LOOPBACK, SLOW)}},
+        {"gathers": "gathers", "bytes sent": "MB sent", **{link: f"{link}, s" for link in LINKS}},
         numbers_from=2,
     )
 
