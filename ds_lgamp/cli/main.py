@@ -17,7 +17,7 @@ from ds_lgamp.version import __version__
 
 _OF_TRAINING = ("measure", "trace", "trace_steps")
 """Options of ``run`` that watch a training."""
-_OF_SEARCH = ("batch_size", "tokens", "objective", "top", "plot", "write", "gpus", "sequence_length", "law")
+_OF_SEARCH = ("batch_size", "tokens", "objective", "top", "plot", "write", "gpus", "sequence_length", "law", "rounded")
 """Options that belong to --model."""
 
 
@@ -85,6 +85,15 @@ def _add_plan_command(commands: Any) -> None:
     command.add_argument("--plot", type=Path, metavar="FILE", help="draw the step over the network's bandwidth as SVG")
     command.add_argument(
         "--write", type=Path, metavar="DIR", help="write ds_config.json and launch.sh of the best plan"
+    )
+    command.add_argument(
+        "--rounded",
+        type=int,
+        nargs="?",
+        const=8,
+        choices=(8, 4),
+        help="plan also with weights in 8 bits, gradients in so many (default: 8) and hidden states in fp8 while they "
+        "travel, where that shortens a step",
     )
     command.add_argument(
         "--law",
@@ -262,7 +271,7 @@ def _search(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int
     if options.gpus not in (None, cluster.gpus):
         parser.error(f"--gpus is {options.gpus}, but {options.cluster} has {cluster.gpus}; use a multiple of a node")
     if options.law is not None:
-        others = ("batch_size", "gpus", "objective", "top", "plot", "write")
+        others = ("batch_size", "gpus", "objective", "top", "plot", "write", "rounded")
         _refuse(parser, options, others, "{} does not go with --law, which looks for the shortest training")
         if options.tokens is None:
             parser.error("--law needs --tokens, such as 300e9")
@@ -275,7 +284,7 @@ def _search_islands(parser: argparse.ArgumentParser, options: argparse.Namespace
     from ds_lgamp.cli.plan_search import search_on_islands
     from ds_lgamp.planner.islands import read_islands
 
-    others = ("law", "plot", "gpus")
+    others = ("law", "plot", "gpus", "rounded")
     _refuse(parser, options, others, f"{{}} does not go with islands, as {options.cluster} has; remove it")
     if options.objective not in (None, "time"):
         parser.error(f"--objective is '{options.objective}', but plans for islands are ranked by time; remove it")

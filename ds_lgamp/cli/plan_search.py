@@ -40,7 +40,7 @@ def run_search(options: argparse.Namespace, model: Model, cluster: Cluster) -> i
     Raises ValueError, with a sentence, if nothing fits.
     """
     with at_work("comparing configurations"):
-        plans = search(model, cluster, options.batch_size, options.objective, options.top)
+        plans = search(model, cluster, options.batch_size, options.objective, options.top, rounded=options.rounded)
     if options.json:
         print(json.dumps(as_json(model, cluster, plans, options.tokens)))
     else:
@@ -129,6 +129,11 @@ def print_table(model: Model, cluster: Cluster, plans: Sequence[Plan], tokens: f
     console = print_rows(title(model, f"{best.gpus} of {cluster.gpus}", cluster.name, best), heads, rows, sys.stdout)
     for sentence in reasons(plans):
         console.print(sentence)
+    if any(plan.configuration.rounds for plan in plans):
+        console.print(
+            'What travels rounded changes results a little: docs/partition.md, "Rounded travel", and docs/networks.md, '
+            '"Hidden states that travel rounded".'
+        )
     needed = bandwidth_needed(model, cluster, best, LOSS)
     if needed is not None:
         console.print(
@@ -204,6 +209,7 @@ def best_runnable(model: Model, cluster: Cluster, plans: Sequence[Plan], options
             options.objective,
             best=1,
             suits=lambda configuration: why_not(model, configuration) is None,
+            rounded=options.rounded,
         )[0]
     except NothingFits as error:
         raise ValueError(f"--write finds no plan that a script can run: {complaint}") from error

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import gcd
+from typing import Any
 
 from ds_lgamp.planner.cluster import Cluster, Efficiency
 from ds_lgamp.planner.configuration import Configuration
@@ -135,6 +136,26 @@ class Bound:
 
 MOST_OFFLOADED_COMPUTES = 10_000
 """Forwards and backwards of a step that a search runs on the clock. Offloading has no closed form."""
+
+
+def gathers_again(of: Configuration) -> bool:
+    """Whether the layered schedule gathers chunks twice in a step, and a search can run it on the clock."""
+    gathers = of.zero_stage == 3 and of.data_ranks > 1 and of.hierarchy is None
+    quick = is_layered(of) and of.computes <= MOST_OFFLOADED_COMPUTES
+    return gathers and quick and of.chunks_per_rank > of.resident_chunks
+
+
+def ways_to_round(of: Configuration, gradient_bits: int) -> list[dict[str, Any]]:
+    """Returns, for each thing that the ranks send and may round, the changed fields of the configuration."""
+    if of.micro_batch_outer:
+        return []
+    shares = of.data_ranks > 1 and of.hierarchy is None and of.expert_ranks == 1
+    changes: list[tuple[bool, dict[str, Any]]] = [
+        (shares and of.zero_stage == 3, {"weight_bits": 8}),
+        (shares and of.zero_stage > 0, {"gradient_bits": gradient_bits}),
+        (of.pipeline_ranks > 1, {"activation_dtype": "fp8"}),
+    ]
+    return [change for is_possible, change in changes if is_possible]
 
 
 def ways_to_offload(configuration: Configuration) -> list[Configuration]:

@@ -5,14 +5,18 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
+from ds_lgamp.cost.units import Travel
 from ds_lgamp.planner.fields import count
 from ds_lgamp.planner.model import Model
 from ds_lgamp.schedule.orders import SCHEDULES, default_placement
 from ds_lgamp.schedule.placement import Placement, place_chunks, split_by_speed, split_evenly
-from ds_lgamp.schedule.spec import Hierarchy, Offload, ProgramSpec
+from ds_lgamp.schedule.spec import ActivationType, Hierarchy, Offload, ProgramSpec
 
 RECOMPUTE = ("full", "none")
 OFFLOAD = (None, "optimizer", "parameters")
+_WEIGHT_BITS, _GRADIENT_BITS, _ACTIVATIONS = (None, 8), (None, 8, 4), (None, "fp8")
+ROUNDED = ("weight_bits", "gradient_bits", "activation_dtype")
+"""The fields that say what travels rounded."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +64,18 @@ class Configuration:
     """The relative speed of each pipeline rank, by which they share layers; empty if all have equally many."""
     expert_ranks: int = 1
     """Data-parallel ranks that divide the experts of a layer; neighbours. 1: every rank has all of them."""
+    weight_bits: int | None = None
+    """In how many bits weights are gathered at stage 3; None as they are. This project's engine alone rounds."""
+    gradient_bits: int | None = None
+    """In how many bits gradients are reduced from stage 1 on; None as they are."""
+    activation_dtype: ActivationType | None = None
+    """In which type hidden states and their gradients travel between pipeline ranks; None as they are, in 16 bits."""
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the fields, as JSON has them."""
+        """Returns the fields, as JSON has them: of what travels rounded, only what does."""
         hierarchy = None if self.hierarchy is None else self.hierarchy._asdict()
-        return {**asdict(self), "hierarchy": hierarchy}
+        named = {**asdict(self), "hierarchy": hierarchy}
+        return {name: value for name, value in named.items() if value is not None or name not in ROUNDED}
 
     def __post_init__(self) -> None:
         if self.overlap_update and self.micro_batch_outer:
@@ -117,6 +128,38 @@ class Configuration:
                 f"hierarchy.node_ranks is {self.hierarchy.node_ranks}; use a divisor of the {self.data_ranks} "
                 "data_ranks that is neither 1 nor all of them"
             )
+        self._refuse_rounding()
+
+    def _refuse_rounding(self) -> None:
+        """Raises ValueError if something shall travel rounded that the engine does not round."""
+        allowed = dict(zip(ROUNDED, (_WEIGHT_BITS, _GRADIENT_BITS, _ACTIVATIONS)))
+        impossible = {
+            "weight_bits": (self.zero_stage < 3, "zero_stage below 3 gathers exact weights"),
+            "gradient_bits": (self.zero_stage < 1, "zero_stage 0 reduces exact gradients"),
+            "activation_dtype": (self.pipeline_ranks == 1, "one pipeline rank sends no hidden states"),
+        }
+        for field, (is_so, why) in impossible.items():
+            given = getattr(self, field)
+            if given not in allowed[field]:
+                raise ValueError(f"{field} is {given!r}; use one of {', '.join(map(str, allowed[field]))}")
+            if given is None:
+                continue
+            if self.micro_batch_outer:
+                is_so, why = True, "micro_batch_outer is stock DeepSpeed's way, of which nothing is planned rounded"
+            elif field != "activation_dtype" and (self.hierarchy is not None or self.expert_ranks > 1):
+                is_so, why = True, "shards of nodes and experts that ranks divide travel exactly"
+            if is_so:
+                raise ValueError(f"{field} is {given!r}, but {why}; use None")
+
+    @property
+    def travel(self) -> Travel:
+        """In how many bits weights and gradients travel, as the memory formula has it."""
+        return Travel(self.weight_bits, self.weight_bits, self.gradient_bits)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether something travels rounded, which changes results a little."""
+        return any(getattr(self, name) is not None for name in ROUNDED)
 
     @property
     def uses_host(self) -> bool:
@@ -220,6 +263,14 @@ class Configuration:
 
 def method_of(configuration: Configuration) -> str:
     """Returns the name of the method, as tables show it."""
+    of = configuration
+    rounded = [f"{of.weight_bits}-bit weights"] if of.weight_bits else []
+    rounded += [f"{of.gradient_bits}-bit gradients"] if of.gradient_bits else []
+    rounded += [f"{of.activation_dtype} hidden states"] if of.activation_dtype else []
+    return ", ".join([_exact_method_of(of), *([" and ".join(rounded)] if rounded else [])])
+
+
+def _exact_method_of(configuration: Configuration) -> str:
     if configuration.micro_batch_outer:
         return f"ZeRO-{configuration.zero_stage}"
     if configuration.hierarchy is not None:

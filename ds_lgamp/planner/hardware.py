@@ -35,6 +35,12 @@ UPDATE_BYTES = 40
 HOST_UPDATE_BYTES = 30
 """Bytes per parameter of an Adam update on the host: gradient, master and both moments read (16), master and both
 moments written (12), weights of 16 bits written (2)."""
+ROUND_BYTES, RESTORE_BYTES = 41, 25
+"""Bytes per element that move where numbers of 16 bits are rounded to travel, and where they arrive, by operations in
+fp32: conversion (6), magnitude (8), maximum (4), quotient (8), rounding (8), whole numbers (7); then whole numbers to
+fp32 (5), product (8), and 16 bits (6) or a sum (12). These are counted, not compared with a measurement."""
+ROUNDING_KERNELS = 10
+"""Kernels of either."""
 BUS_REACHED, HOST_MEMORY_REACHED = 0.8, 0.5
 """Fractions of the bandwidths that copies of pinned memory and the host's update reach. These are assumptions, not
 compared with a measurement."""
@@ -122,6 +128,12 @@ class Compute:
     def transfer(self, size: float) -> float:
         """Returns the seconds of a copy of ``size`` bytes between a GPU and its host, in one direction."""
         return size / (self.cluster.host.bus * BUS_REACHED)
+
+    def rounding(self, rounded: float, restored: float) -> float:
+        """Returns the seconds in which so many elements are rounded to travel, and so many that arrive are restored."""
+        # The host launches these kernels while others run.
+        gaps = 2 * ROUNDING_KERNELS * self.efficiency.gap_seconds
+        return self._moved(ROUND_BYTES * rounded + RESTORE_BYTES * restored) + gaps
 
     def _product(self, rows: float, inner: float, columns: float) -> float:
         """Seconds of a product of matrices. A small dimension fills the GPU's tiles and pipelines badly."""

@@ -13,7 +13,14 @@ from ds_lgamp.cost.traffic import bytes_between_nodes, collective_bytes, hop_byt
 from ds_lgamp.planner.cluster import Link
 from ds_lgamp.planner.configuration import Configuration
 from ds_lgamp.planner.islands import IslandCluster
-from ds_lgamp.planner.memory import as_executed, chunk_bytes_of, default_software, sharding_of, units_of
+from ds_lgamp.planner.memory import (
+    as_executed,
+    chunk_bytes_of,
+    default_software,
+    element_bytes,
+    sharding_of,
+    units_of,
+)
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.models import Flags, model_of_flags
 from ds_lgamp.schedule.orders import SINGLE_CHUNK_SCHEDULES
@@ -40,7 +47,7 @@ def demand_of(model: Model, configuration: Configuration, splits_sequence: bool 
     ranks, hierarchy = range(executed.pipeline_ranks), executed.hierarchy
     activations = ActivationBytes(0, 0, chunk_bytes_of(model, executed, software))
     programs = [build_rank_program(executed.spec, rank) for rank in ranks]
-    units, size = [units_of(model, executed, rank) for rank in ranks], software.element
+    units, size = [units_of(model, executed, rank) for rank in ranks], element_bytes(executed, software)
     sharding = sharding_of(executed)
     return Demand(
         executed.pipeline_ranks,

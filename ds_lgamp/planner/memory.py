@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from ds_lgamp.cost.activations import ActivationBytes, ChunkBytes
 from ds_lgamp.cost.memory import Memory, held_between_steps, rank_memory
-from ds_lgamp.cost.units import Sharding, UnitSize, aligned
+from ds_lgamp.cost.traffic import LEAST_ELEMENTS, narrow_bytes
+from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize, aligned
 from ds_lgamp.planner.activations import Software, chunk_bytes, end_bytes, layer_bytes, share
 from ds_lgamp.planner.cluster import Cluster
 from ds_lgamp.planner.configuration import Configuration
@@ -79,7 +80,21 @@ def chunk_bytes_of(model: Model, configuration: Configuration, software: Softwar
     layers = configuration.kinds_of_chunks(model)
     sorts = [(layers[chunk], chunk == 0, chunk == last, spec.is_recomputed(chunk)) for chunk in range(last + 1)]
     made = {sort: chunk_bytes(of_kinds, ends, *sort) for sort in set(sorts)}
+    if configuration.activation_dtype is not None:
+        for sort, whole in made.items():
+            made[sort] = replace(whole, sent=message_bytes(configuration, whole.result // software.element.weights))
     return [made[sort] for sort in sorts]
+
+
+def message_bytes(configuration: Configuration, elements: int) -> int | None:
+    """Returns the bytes of hidden states of so many ``elements`` in a message; None if they travel as they are."""
+    narrow = configuration.activation_dtype
+    return None if narrow is None or elements < LEAST_ELEMENTS else narrow_bytes(elements, narrow)
+
+
+def element_bytes(configuration: Configuration, software: Software) -> ElementBytes:
+    """Returns the bytes of an element, also where it travels rounded."""
+    return replace(software.element, travel=configuration.travel)
 
 
 def sharding_of(configuration: Configuration) -> Sharding:
@@ -97,7 +112,7 @@ def followed(
         _program(spec, rank),
         units_of(model, configuration, rank),
         sharding_of(configuration)._replace(all_to_all=software.all_to_all),
-        software.element,
+        element_bytes(configuration, software),
         ActivationBytes(0, 0, chunks),
         offload=spec.offload,
     )

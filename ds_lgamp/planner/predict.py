@@ -8,7 +8,7 @@ from operator import add
 
 from ds_lgamp.planner.cluster import Cluster
 from ds_lgamp.planner.configuration import Configuration
-from ds_lgamp.planner.hardware import ELEMENT, Seconds
+from ds_lgamp.planner.hardware import Seconds
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.work import Work, exact_seconds, is_layered, total
 from ds_lgamp.schedule.closed_form import Shape, step_time
@@ -198,7 +198,7 @@ def _layered_waits(work: Work, stages: Sequence[_Stage]) -> dict[str, float]:
     computes = Durations(forward, slowest.seconds / chunks - forward - recompute, recompute=recompute)
     hop, message = work.message
     own, experts = max(stage.parameters for stage in stages), max(stage.experts for stage in stages)
-    moves = work.collectives(ELEMENT * own / chunks, ELEMENT * experts / chunks)
+    moves = work.collectives(own / chunks, experts / chunks)
     beside = configuration.micro_batches * message if work.messages_cross_nodes else 0.0
     alone = moves.gather, moves.reduce
     gathers, reductions = (min(2 * each, each + beside) for each in alone)
@@ -282,7 +282,7 @@ def _exposed(work: Work, compute: Seconds, stages: Sequence[_Stage]) -> tuple[fl
         return 0.0, 0.0
     pieces = MODULES * ceil(work.model.layers / of.pipeline_ranks) if stage == 3 else 1
     parameters, experts = max(stage.parameters for stage in stages), max(stage.experts for stage in stages)
-    sizes, rounds = (ELEMENT * parameters / pieces, ELEMENT * experts / pieces), 1
+    sizes, rounds = (parameters / pieces, experts / pieces), 1
     if of.micro_batch_outer:
         rounds = of.micro_batches
     gather, reduction = pieces * work.gather(*sizes), pieces * work.reduction(*sizes)

@@ -8,13 +8,13 @@ from itertools import islice, takewhile
 from math import inf
 from typing import TypeVar
 
-from ds_lgamp.planner.candidates import MOST_OFFLOADED_COMPUTES, Bound, candidates, ways_to_offload, with_room
+from ds_lgamp.planner.candidates import Bound, candidates, gathers_again, ways_to_offload, ways_to_round, with_room
 from ds_lgamp.planner.cluster import Cluster
 from ds_lgamp.planner.configuration import Configuration, describe, method_of
 from ds_lgamp.planner.memory import ConfigurationMemory, fits, least, memory
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.predict import Prediction, predict, scaled
-from ds_lgamp.planner.work import exact_seconds, is_layered, is_quick
+from ds_lgamp.planner.work import exact_seconds, is_quick
 from ds_lgamp.schedule.spec import Hierarchy
 
 OBJECTIVES = ("time", "cost", "memory")
@@ -58,6 +58,7 @@ def search(
     best: int = 10,
     offload: bool = True,
     suits: Suits = lambda _: True,
+    rounded: int | None = None,
 ) -> list[Plan]:
     """Returns the ``best`` plans for steps of ``sequences`` sequences, best first, and the best of each other method.
 
@@ -65,7 +66,7 @@ def search(
     only in ZeRO stage, chunks, resident chunks, recomputation or ranks that divide experts, only the best is returned,
     so that the table shows different ways to train. Only layouts and schedules that ``suits`` accepts count. With
     ``offload``, layered plans may hold state on the host where the GPUs lack memory. Layered plans take the seconds of
-    the clock.
+    the clock. With ``rounded``, the bits of gradients, weights, gradients and hidden states may travel rounded too.
 
     Raises NothingFits if no configuration divides the batch, or if none fits into the GPUs' memory.
     """
@@ -73,7 +74,7 @@ def search(
         raise ValueError(f"objective is {objective!r}; use one of {', '.join(OBJECTIVES)}")
     if objective == "cost" and cluster.price is None:
         raise ValueError("price is missing in the cluster, which the objective cost needs; add it, as in '2.5 USD/h'")
-    looks = _Search(model, cluster, sequences, offload, suits, [])
+    looks = _Search(model, cluster, sequences, offload, suits, [], rounded)
     plans: list[Plan] = []
     if objective == "memory":
         plans = looks.by_memory(best)
@@ -84,6 +85,7 @@ def search(
         raise NothingFits(_why_nothing_fits(model, cluster, sequences, looks.tried))
     plans.sort(key=_RANK[objective])
     plans += looks.with_nodes(plans) + looks.with_copies(plans)
+    plans += looks.with_rounding(sorted(plans, key=_RANK[objective]))
     if objective != "memory":
         plans = looks.on_the_clock(sorted(plans, key=_RANK[objective]))
     different = distinct(sorted(plans, key=_RANK[objective]))
@@ -102,6 +104,9 @@ MOST_WITH_NODES = 24
 """How many layouts of ranks a search tries with shards of nodes."""
 MOST_WITH_COPIES = 24
 """How many layouts of ranks a search tries with gathered weights on the host."""
+MOST_ROUNDED, WORTH_ROUNDING = 24, 0.99
+"""How many layouts of ranks a search tries with rounded travel, and the share of a step's seconds that may remain where
+something is rounded. Rounding changes results a little, so it must pay."""
 FAR_BEHIND = 2.5
 """Plans that take more than so many times as long as the best one by the formula are not run on the clock. On slow
 links, the formula gives 0.5 to 1.2 times the clock's seconds."""
@@ -120,6 +125,8 @@ class _Search:
     suits: Suits
     tried: list[Configuration]
     """What it has looked at."""
+    rounded: int | None = None
+    """In how many bits gradients travel where something is rounded; None if nothing may be."""
 
     def by_bound(self) -> list[Plan]:
         """Returns the plans that may be among the fastest, beginning with those that have the shortest compute."""
@@ -207,11 +214,25 @@ class _Search:
         """Returns the first layered plans at stage 3 with gathered weights that wait on the host, as far as they fit
         and take less time so. ``plans`` are sorted."""
         found = []
-        for plan in distinct([plan for plan in plans if _gathers_again(plan.configuration)])[:MOST_WITH_COPIES]:
+        for plan in distinct([plan for plan in plans if gathers_again(plan.configuration)])[:MOST_WITH_COPIES]:
             copying = self._predicted(replace(plan.configuration, stores_weights=True))
             seconds = exact_seconds(self.model, self.cluster, plan.configuration)
             if copying.prediction.seconds < seconds and self._fits(copying.configuration):
                 found.append(copying)
+        return found
+
+    def with_rounding(self, plans: Sequence[Plan]) -> list[Plan]:
+        """Returns the first plans of this project's engine with as much of what travels rounded as shortens their
+        steps, as far as they fit. ``plans`` are sorted."""
+        found = []
+        for plan in distinct(plans)[:MOST_ROUNDED] if self.rounded else []:
+            best = plan
+            for change in ways_to_round(plan.configuration, self.rounded):
+                changed = self._predicted(replace(best.configuration, **change))
+                pays = changed.prediction.seconds < WORTH_ROUNDING * best.prediction.seconds
+                if pays and self.suits(changed.configuration) and self._fits(changed.configuration):
+                    best = changed
+            found += [best] if best is not plan else []
         return found
 
     def on_the_clock(self, plans: Sequence[Plan]) -> list[Plan]:
@@ -285,13 +306,6 @@ def _why_nothing_fits(model: Model, cluster: Cluster, sequences: int, tried: Seq
         f"{smallest} {needed.total / 1e9:.3g} GB per GPU, {needed.missing(cluster) / 1e9:.3g} GB more {lacking}; most "
         f"is {kind.replace('_', ' ')} with {most / 1e9:.3g} GB. Use more GPUs, or a smaller model, batch or sequence"
     )
-
-
-def _gathers_again(of: Configuration) -> bool:
-    """Whether the layered schedule gathers chunks twice in a step, and a search can run it on the clock."""
-    gathers = of.zero_stage == 3 and of.data_ranks > 1 and of.hierarchy is None
-    quick = is_layered(of) and of.computes <= MOST_OFFLOADED_COMPUTES
-    return gathers and quick and of.chunks_per_rank > of.resident_chunks
 
 
 def _is_by_formula(of: Configuration) -> bool:

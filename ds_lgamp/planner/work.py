@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from ds_lgamp.cost.units import ALIGNMENT, packed_bytes
 from ds_lgamp.planner.activations import layer_bytes
 from ds_lgamp.planner.cluster import Cluster, Efficiency
 from ds_lgamp.planner.configuration import Configuration
 from ds_lgamp.planner.hardware import ELEMENT, Compute, Group, Network, Seconds, group_of, network_of
-from ds_lgamp.planner.memory import default_software
+from ds_lgamp.planner.memory import default_software, message_bytes
 from ds_lgamp.planner.model import Model
 from ds_lgamp.schedule.costs import Costs, links_of
 from ds_lgamp.schedule.program import build_timed_program
@@ -142,9 +143,12 @@ class Work:
         if self.configuration.pipeline_ranks == 1:
             return 0.0, 0.0
         # Under sequence parallelism each tensor rank has and sends a part (arXiv 2205.05198).
-        size = ELEMENT * self._tokens * self.model.hidden_size / self.configuration.tensor_ranks
+        elements = self._tokens * self.model.hidden_size / self.configuration.tensor_ranks
+        rounded = message_bytes(self.configuration, round(elements))
+        size = ELEMENT * elements if rounded is None else rounded
         hop = self.network.message(self.messages_cross_nodes, size)
-        return hop, hop - self.network.message(self.messages_cross_nodes, 0)
+        transfer = hop - self.network.message(self.messages_cross_nodes, 0)
+        return hop if rounded is None else hop + self.compute.rounding(elements, elements), transfer
 
     @cached_property
     def data_group(self) -> Group:
@@ -158,23 +162,34 @@ class Work:
         of = self.configuration
         return group_of(self.cluster, of.gpus, of.data_ranks // of.expert_ranks, of.tensor_ranks * of.expert_ranks)
 
-    def gather(self, size: float, experts: float = 0.0) -> float:
-        """Returns the seconds of a gather of ``size`` bytes of weights over the data-parallel ranks, and then of so
-        many bytes of experts over those that have the same ones."""
-        gather = self.network.all_gather
-        return gather(self.data_group, size) + (gather(self.expert_group, experts) if experts else 0.0)
+    def gather(self, parameters: float, experts: float = 0.0) -> float:
+        """Returns the seconds of a gather of so many weights over the data-parallel ranks, and then of so many of
+        experts over those that have the same ones. Each rank rounds its part and restores all."""
+        gather, ranks, bits = self.network.all_gather, self.data_group.size, self.configuration.weight_bits
+        if bits is not None and ranks > 1:
+            return gather(self.data_group, _rounded_bytes(parameters, bits)) + self.compute.rounding(
+                parameters / ranks, parameters
+            )
+        seconds = gather(self.data_group, ELEMENT * parameters)
+        return seconds + (gather(self.expert_group, ELEMENT * experts) if experts else 0.0)
 
-    def reduction(self, size: float, experts: float = 0.0) -> float:
-        """Returns the seconds of the reduction of as many bytes of gradients."""
+    def reduction(self, parameters: float, experts: float = 0.0) -> float:
+        """Returns the seconds of the reduction of as many gradients. Rounded ones take an all-to-all, because nothing
+        adds them up on their way."""
+        bits = self.configuration.gradient_bits
+        if bits is not None and self.data_group.size > 1:
+            seconds = self.network.all_to_all(self.data_group, _rounded_bytes(parameters, bits))
+            return seconds + self.compute.rounding(parameters, parameters)
         reduce = self.network.all_reduce if self.configuration.zero_stage == 0 else self.network.reduce_scatter
-        return reduce(self.data_group, size) + (reduce(self.expert_group, experts) if experts else 0.0)
+        seconds = reduce(self.data_group, ELEMENT * parameters)
+        return seconds + (reduce(self.expert_group, ELEMENT * experts) if experts else 0.0)
 
-    def collectives(self, size: float, experts: float = 0.0) -> Collectives:
-        """Returns what a chunk with ``size`` bytes of weights, as many of gradients, and so many of ``experts`` that
-        ranks divide takes."""
+    def collectives(self, parameters: float, experts: float = 0.0) -> Collectives:
+        """Returns what a chunk with so many parameters, and so many of ``experts`` that ranks divide, takes."""
         of, network, hierarchy = self.configuration, self.network, self.configuration.hierarchy
         if hierarchy is None:
-            return Collectives(self.gather(size, experts), self.reduction(size, experts))
+            return Collectives(self.gather(parameters, experts), self.reduction(parameters, experts))
+        size = ELEMENT * parameters
         node = group_of(self.cluster, of.gpus, hierarchy.node_ranks, of.tensor_ranks)
         stride = of.tensor_ranks * hierarchy.node_ranks
         peers = group_of(self.cluster, of.gpus, hierarchy.nodes(of.data_ranks), stride)
@@ -214,7 +229,7 @@ class Work:
             forward[chunk] += end.forward + self.tensor_sum / 2
             backward[chunk] += end.backward + self.tensor_sum / 2
             elements[chunk] += own
-        moves = [self.collectives(ELEMENT * own, ELEMENT * more) for own, more in zip(elements, experts)]
+        moves = [self.collectives(own, more) for own, more in zip(elements, experts)]
         spec, parts = of.spec, list(map(of.part, elements, experts))
         hosts = [host_seconds(compute, part) for part in parts] if spec.offload else []
         updates = [compute.update(part) for part in parts]
@@ -247,6 +262,11 @@ class Work:
         of = self.configuration
         layer = layer_bytes(self.model, of.micro_batch, of.tensor_ranks, default_software(of))
         return self.compute.transfer(layer.result)
+
+
+def _rounded_bytes(elements: float, bits: int) -> float:
+    """Returns the bytes in which ``elements`` travel in blocks with scales."""
+    return elements * packed_bytes(ALIGNMENT, bits) / ALIGNMENT
 
 
 def host_seconds(compute: Compute, part: float) -> HostSeconds:

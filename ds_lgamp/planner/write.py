@@ -73,7 +73,8 @@ def why_not(model: Model, configuration: Configuration) -> str | None:
         return None if stock else "micro_batch_outer is True; stock ZeRO-3 needs pipeline_ranks 1 and tensor_ranks 1"
     if _is_for_megatron_lm(model, configuration):
         held = "shards lie inside nodes" if configuration.hierarchy is not None else "the host holds something"
-        if configuration.takes_clock:
+        held = "something travels rounded" if configuration.rounds else held
+        if configuration.takes_clock or configuration.rounds:
             return f"{held}, which Megatron-LM's training loop, for {model.name}, does not know; use another plan"
         return None
     if configuration.tensor_ranks > 1:
@@ -119,6 +120,7 @@ def ds_config(model: Model, configuration: Configuration) -> dict[str, Any]:
             **({"overlap_comm": True} if configuration.micro_batch_outer and configuration.zero_stage < 3 else {}),
             **_node_shards(configuration),
             **_offload(configuration),
+            **_rounded(configuration),
         },
         **_divided_experts(model, configuration),
         "ds_lgamp": {"enabled": False} if configuration.micro_batch_outer else _block(model, configuration),
@@ -146,6 +148,14 @@ def _node_shards(configuration: Configuration) -> dict[str, int]:
 def _offload(configuration: Configuration) -> dict[str, dict[str, str]]:
     parts = {None: (), "optimizer": ("optimizer",), "parameters": ("optimizer", "param")}[configuration.offload]
     return {f"offload_{part}": {"device": "cpu"} for part in parts}
+
+
+def _rounded(configuration: Configuration) -> dict[str, bool]:
+    keys = {
+        "zero_quantized_weights": configuration.weight_bits,
+        "zero_quantized_gradients": configuration.gradient_bits,
+    }
+    return {key: True for key, bits in keys.items() if bits is not None}
 
 
 def launch_script(
@@ -213,6 +223,10 @@ def _block(model: Model, configuration: Configuration) -> dict[str, Any]:
         block["offload_activations"] = "cpu"
     if configuration.stores_weights:
         block["regather"] = "host"
+    if configuration.gradient_bits == 4:
+        block["quantised_gradient_bits"] = 4
+    if configuration.activation_dtype is not None:
+        block["activation_dtype"] = configuration.activation_dtype
     return block
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ds_lgamp.cost.traffic import narrow_bytes
+from ds_lgamp.cost.traffic import LEAST_ELEMENTS, narrow_bytes
 from ds_lgamp.runtime.chunk import Tensors, as_tuple
 from ds_lgamp.schedule.spec import FP8_BLOCK, ActivationType
 
@@ -21,8 +21,6 @@ HEADER_ELEMENTS = 128
 """Of every header, all int64."""
 _TOGETHER = 7
 """How many tensors' kinds, each one byte, are one number of a header."""
-LEAST_ELEMENTS = 1024
-"""A tensor with fewer travels as it is: sums, such as of losses or of a router's choices, are no hidden states."""
 OF_HIDDEN_STATES: dict[ActivationType, float] = {"bf16": 1e30, "fp8": 1e4}
 """What is larger in the first message is a mask: the lowest number of fp32 would be infinite in bfloat16, and one
 number of a mask takes the digits of all others in its block of fp8."""

@@ -34,16 +34,20 @@ def configurations(draw) -> Configuration:
         group = draw(st.sampled_from([None, None, 1, 2, 4]))
     elif schedule == "interleaved_1f1b":
         micro_batches = ranks * draw(st.integers(1, 3))
+    zero_stage = draw(st.integers(0, 3))
     return Configuration(
         draw(st.sampled_from([1, 2, 8])),
         ranks,
         draw(st.sampled_from([1, 1, 2])),
         draw(st.sampled_from([1, 4])),
         micro_batches,
-        zero_stage=draw(st.integers(0, 3)),
+        zero_stage=zero_stage,
         schedule=schedule,
         chunks_per_rank=1 if schedule in ("1f1b", "gpipe") else draw(st.integers(1, 8 // ranks)),
         resident_chunks=draw(st.integers(1, 5)),
         recompute=draw(st.sampled_from(["full", "none"])),
         micro_batch_group=group,
+        weight_bits=draw(st.sampled_from([None, 8])) if zero_stage == 3 else None,
+        gradient_bits=draw(st.sampled_from([None, None, 8, 4])) if zero_stage > 0 else None,
+        activation_dtype=draw(st.sampled_from([None, "fp8"])) if ranks > 1 else None,
     )

@@ -28,13 +28,13 @@ def cluster(between, memory=80e9):
 def test_what_travels_between_nodes_is_one_nth_of_a_chunk():
     here = cluster(1e9)
     network = network_of(here, 8, Efficiency())
-    moved = Work(MODEL, here, REFRESHED).collectives(4e9)
+    moved = Work(MODEL, here, REFRESHED).collectives(2e9)
     node, peers = Group(4, 1), Group(1, 2)
     assert moved.gather == network.all_gather(node, 4e9) and moved.reduce == network.reduce_scatter(node, 4e9)
     assert moved.refresh == moved.combine == network.all_gather(peers, 1e9)
-    moved = Work(MODEL, here, REPLICATED).collectives(4e9)
+    moved = Work(MODEL, here, REPLICATED).collectives(2e9)
     assert (moved.refresh, moved.combine) == (0, network.all_reduce(peers, 1e9))
-    assert Work(MODEL, here, PLAIN).collectives(4e9).combine == 0
+    assert Work(MODEL, here, PLAIN).collectives(2e9).combine == 0
 
 
 def test_on_a_slow_network_between_nodes_a_step_is_shorter_and_the_clock_agrees():
