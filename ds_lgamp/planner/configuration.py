@@ -14,8 +14,8 @@ from ds_lgamp.schedule.spec import ActivationType, Hierarchy, Offload, ProgramSp
 
 RECOMPUTE = ("full", "none")
 OFFLOAD = (None, "optimizer", "parameters")
-_WEIGHT_BITS, _GRADIENT_BITS, _ACTIVATIONS = (None, 8), (None, 8, 4), (None, "fp8")
-ROUNDED = ("weight_bits", "gradient_bits", "activation_dtype")
+_BITS = {"weight_bits": (None, 8), "gradient_bits": (None, 8, 4), "activation_dtype": (None, "fp8")}
+ROUNDED = tuple(_BITS)
 """The fields that say what travels rounded."""
 
 
@@ -132,24 +132,29 @@ class Configuration:
 
     def _refuse_rounding(self) -> None:
         """Raises ValueError if something shall travel rounded that the engine does not round."""
-        allowed = dict(zip(ROUNDED, (_WEIGHT_BITS, _GRADIENT_BITS, _ACTIVATIONS)))
-        impossible = {
-            "weight_bits": (self.zero_stage < 3, "zero_stage below 3 gathers exact weights"),
-            "gradient_bits": (self.zero_stage < 1, "zero_stage 0 reduces exact gradients"),
-            "activation_dtype": (self.pipeline_ranks == 1, "one pipeline rank sends no hidden states"),
-        }
-        for field, (is_so, why) in impossible.items():
-            given = getattr(self, field)
-            if given not in allowed[field]:
-                raise ValueError(f"{field} is {given!r}; use one of {', '.join(map(str, allowed[field]))}")
-            if given is None:
-                continue
-            if self.micro_batch_outer:
-                is_so, why = True, "micro_batch_outer is stock DeepSpeed's way, of which nothing is planned rounded"
-            elif field != "activation_dtype" and (self.hierarchy is not None or self.expert_ranks > 1):
-                is_so, why = True, "shards of nodes and experts that ranks divide travel exactly"
-            if is_so:
-                raise ValueError(f"{field} is {given!r}, but {why}; use None")
+        for field, allowed in _BITS.items():
+            if getattr(self, field) not in allowed:
+                raise ValueError(f"{field} is {getattr(self, field)!r}; use one of {', '.join(map(str, allowed))}")
+        if self.rounds and self.micro_batch_outer:
+            raise ValueError(
+                "micro_batch_outer is True, which is stock DeepSpeed's way; use it with exact travel alone"
+            )
+        if self.weight_bits is not None and self.zero_stage < 3:
+            raise ValueError(
+                f"weight_bits is {self.weight_bits}, which weights have in gathers of zero_stage 3; use that"
+            )
+        if self.gradient_bits is not None and self.zero_stage == 0:
+            raise ValueError(
+                f"gradient_bits is {self.gradient_bits}, but zero_stage 0 sums exact gradients; use 1 to 3"
+            )
+        if self.activation_dtype is not None and self.pipeline_ranks == 1:
+            raise ValueError(
+                f"activation_dtype is '{self.activation_dtype}', but one pipeline rank sends no hidden states; use None"
+            )
+        if any(self.travel) and (self.hierarchy is not None or self.expert_ranks > 1):
+            raise ValueError(
+                "weight_bits or gradient_bits is set, but shards of nodes and divided experts travel exactly; use None"
+            )
 
     @property
     def travel(self) -> Travel:
@@ -263,11 +268,11 @@ class Configuration:
 
 def method_of(configuration: Configuration) -> str:
     """Returns the name of the method, as tables show it."""
-    of = configuration
-    rounded = [f"{of.weight_bits}-bit weights"] if of.weight_bits else []
-    rounded += [f"{of.gradient_bits}-bit gradients"] if of.gradient_bits else []
-    rounded += [f"{of.activation_dtype} hidden states"] if of.activation_dtype else []
-    return ", ".join([_exact_method_of(of), *([" and ".join(rounded)] if rounded else [])])
+    of, words = configuration, [_exact_method_of(configuration)]
+    words += [f"{of.weight_bits}-bit weights"] if of.weight_bits else []
+    words += [f"{of.gradient_bits}-bit gradients"] if of.gradient_bits else []
+    words += [f"{of.activation_dtype} hidden states"] if of.activation_dtype else []
+    return ", ".join(words)
 
 
 def _exact_method_of(configuration: Configuration) -> str:

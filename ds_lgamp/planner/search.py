@@ -224,8 +224,10 @@ class _Search:
     def with_rounding(self, plans: Sequence[Plan]) -> list[Plan]:
         """Returns the first plans of this project's engine with as much of what travels rounded as shortens their
         steps, as far as they fit. ``plans`` are sorted."""
-        found = []
-        for plan in distinct(plans)[:MOST_ROUNDED] if self.rounded else []:
+        found: list[Plan] = []
+        if self.rounded is None:
+            return found
+        for plan in distinct(plans)[:MOST_ROUNDED]:
             best = plan
             for change in ways_to_round(plan.configuration, self.rounded):
                 changed = self._predicted(replace(best.configuration, **change))

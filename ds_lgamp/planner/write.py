@@ -73,8 +73,12 @@ def why_not(model: Model, configuration: Configuration) -> str | None:
         return None if stock else "micro_batch_outer is True; stock ZeRO-3 needs pipeline_ranks 1 and tensor_ranks 1"
     if _is_for_megatron_lm(model, configuration):
         held = "shards lie inside nodes" if configuration.hierarchy is not None else "the host holds something"
-        held = "something travels rounded" if configuration.rounds else held
-        if configuration.takes_clock or configuration.rounds:
+        if configuration.rounds:
+            return (
+                f"something travels rounded, which Megatron-LM's training loop, for {model.name}, does not do; use "
+                "another plan"
+            )
+        if configuration.takes_clock:
             return f"{held}, which Megatron-LM's training loop, for {model.name}, does not know; use another plan"
         return None
     if configuration.tensor_ranks > 1:

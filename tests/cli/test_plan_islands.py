@@ -51,6 +51,7 @@ def test_json_has_the_same_with_units_in_the_names(words, capsys):
         (["--gpus", "4"], "--gpus does not go with islands"),
         (["--plot", "steps.svg"], "--plot does not go with islands"),
         (["--law", "kaplan"], "--law does not go with islands"),
+        (["--rounded"], "--rounded does not go with islands"),
     ],
 )
 def test_what_plans_for_islands_cannot_do_is_refused(words, more, sentence, capsys):

@@ -77,6 +77,20 @@ def test_files_of_the_best_plan_that_a_script_can_run_and_a_plot_are_written(cap
     assert "</svg>" in (tmp_path / "steps.svg").read_text()
 
 
+def test_rounded_plans_are_told_and_written_where_they_are_asked_for(capsys, tmp_path):
+    link = {"bandwidth": "1 Gbit/s", "latency": "30 us"}
+    rates = {"peak": "300 TFLOP/s", "memory": "20 GB", "memory_bandwidth": "2 TB/s", "inside": link, "between": link}
+    (tmp_path / "slow.json").write_text(json.dumps({"name": "slow", "nodes": 4, "gpus_per_node": 1, **rates}))
+    words = ["plan", "--model", "gpt2", "--cluster", str(tmp_path / "slow.json"), "--batch-size", "16", "--top", "1"]
+    assert "rounded" not in out_of(capsys, *words)
+    table = out_of(capsys, *words, "--rounded", "4")
+    assert "4-bit gradients" in table and "What travels rounded changes results a little" in table
+    told = json.loads(out_of(capsys, *words, "--rounded", "--json", "--write", str(tmp_path / "run")))["plans"]
+    assert {plan.get("gradient_bits") for plan in told} == {None, 8}
+    config = json.loads((tmp_path / "run" / "ds_config.json").read_text())
+    assert told[0]["activation_dtype"] == config["ds_lgamp"]["activation_dtype"] == "fp8"
+
+
 def test_if_no_script_can_run_a_printed_plan_the_best_of_all_others_is_written(capsys, tmp_path, monkeypatch):
     refuse = "ds_lgamp.cli.plan_search.why_not"
     monkeypatch.setattr(refuse, lambda model, of: why_not(model, of) if of.tensor_ranks == 2 else "not so")
@@ -123,6 +137,8 @@ LAW = ["--model", "x32", "--cluster", "a100", "--law", "width"]
         ([*GPT2, "--gpus", "12"], "--gpus is 12, but a100 has 16"),
         (LAW, "--law needs --tokens"),
         ([*LAW, "--top", "3"], "--top does not go with --law"),
+        ([*LAW, "--rounded"], "--rounded does not go with --law"),
+        ([*GPT2, "--rounded", "2"], "invalid choice: 2 (choose from 8, 4)"),
         (["--runs", "runs.csv", "--cluster", "a100", "--top", "3"], "--top belongs to --model; remove it"),
         (["--cluster", "a100"], "one of the arguments --model --runs --calibrate is required"),
     ],

@@ -5,6 +5,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import assume, given
 
 from ds_lgamp.config import read_block
@@ -14,24 +15,25 @@ from ds_lgamp.planner.cluster import Cluster, Link
 from ds_lgamp.planner.configuration import ROUNDED, Configuration, describe, method_of
 from ds_lgamp.planner.hardware import RESTORE_BYTES, ROUND_BYTES, Group
 from ds_lgamp.planner.load import demand_of
-from ds_lgamp.planner.memory import memory
+from ds_lgamp.planner.memory import default_software, followed, memory
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.models import model_of_flags
 from ds_lgamp.planner.search import search
-from ds_lgamp.planner.work import Work, exact_seconds
+from ds_lgamp.planner.work import Work, exact_seconds, is_quick
 from ds_lgamp.planner.write import ds_config, why_not
+from ds_lgamp.runtime.messages import message_bytes
 from ds_lgamp.schedule.spec import Hierarchy
 from testing import ROOT
-from testing.launching import run_module
+from testing.forks import run_module
 from tests.planner.configurations import configurations, models
 from tests.planner.test_memory_measured import config_of
 from tests.planner.training import LAYERS, Case, model_of
 from tests.slow import slow_except
 
-MODEL = Model.gpt("medium", 16, 2048, 16, 1024, 50304)
-PLAIN = Configuration(4, 1, 1, 1, 4, zero_stage=3, schedule="layered", chunks_per_rank=16)
+MODEL = Model.gpt("medium", 4, 2048, 16, 1024, 5000)
+PLAIN = Configuration(4, 1, 1, 1, 4, zero_stage=3, schedule="layered", chunks_per_rank=4)
 WEIGHTS, GRADIENTS = {"weight_bits": 8}, {"gradient_bits": 8}
-PIPELINE = replace(PLAIN, data_ranks=2, pipeline_ranks=2, chunks_per_rank=8)
+PIPELINE = replace(PLAIN, data_ranks=2, pipeline_ranks=2, chunks_per_rank=2)
 ALL = replace(PIPELINE, **WEIGHTS, gradient_bits=4, activation_dtype="fp8")
 EXACT = replace(ALL, **dict.fromkeys(ROUNDED))
 IDEAL = {"matmul": 1.0, "memory": 1.0, "inside": 1.0, "between": 1.0, "crowding": 0.0, "gap_seconds": 0.0}
@@ -81,6 +83,21 @@ def test_a_message_of_rounded_hidden_states_keeps_its_link_for_half_as_long():
     assert hop - message == pytest.approx((ROUND_BYTES + RESTORE_BYTES) * elements / 2e12)
 
 
+def test_hidden_states_have_the_bytes_of_the_engines_messages():
+    """Two chunks of the first rank, and one of the second, send their results of every micro-batch."""
+    result = torch.empty(1, MODEL.sequence_length, MODEL.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    of = replace(ALL, chunks_per_rank=2)
+    each = message_bytes(result, "fp8")
+    assert demand_of(MODEL, of).hop_bytes == (2 * of.micro_batches * each, of.micro_batches * each)
+    # Below 1,024 elements they travel as they are.
+    small = Model.gpt("small", 4, 32, 4, 16, 128)
+    result = torch.empty(1, 16, 32, dtype=torch.bfloat16, requires_grad=True)
+    assert demand_of(small, of).hop_bytes[1] == of.micro_batches * message_bytes(result, "fp8") == 4 * result.nbytes
+    assert (
+        Work(small, cluster(), of).message[1] == Work(small, cluster(), replace(of, activation_dtype=None)).message[1]
+    )
+
+
 @given(models(), configurations())
 def test_nothing_that_travels_rounded_has_more_bytes_or_keeps_a_network_for_longer(model, configuration):
     assume(configuration.rounds)
@@ -127,12 +144,13 @@ def test_a_search_rounds_only_where_it_is_asked_to_and_where_that_pays():
 
 def test_plans_that_round_are_faster_than_themselves_without_and_others_stay():
     without, found = (search(MODEL, cluster(), 16, best=3, rounded=bits) for bits in (None, 8))
-    exact = [plan.configuration for plan in found if not plan.configuration.rounds]
     assert {plan.method for plan in without} <= {plan.method for plan in found}
-    assert found[0].configuration.rounds and exact
-    best = found[0].configuration
-    assert found[0].prediction.seconds == pytest.approx(exact_seconds(MODEL, cluster(), best))
-    assert found[0].prediction.seconds < exact_seconds(MODEL, cluster(), replace(best, **dict.fromkeys(ROUNDED)))
+    assert found[0].prediction.seconds < without[0].prediction.seconds
+    for plan in (plan for plan in found if plan.configuration.rounds and is_quick(plan.configuration)):
+        of, exact = plan.configuration, replace(plan.configuration, **dict.fromkeys(ROUNDED))
+        seconds = exact_seconds(MODEL, cluster(), of)
+        assert plan.prediction.seconds == pytest.approx(seconds)
+        assert seconds < exact_seconds(MODEL, cluster(), exact)
 
 
 def test_a_search_adds_no_rounded_plan_that_does_not_suit():
@@ -141,7 +159,7 @@ def test_a_search_adds_no_rounded_plan_that_does_not_suit():
 
 
 def test_the_words_and_json_tell_what_is_rounded():
-    assert method_of(ALL) == "layered, 8-bit weights and 4-bit gradients and fp8 hidden states"
+    assert method_of(ALL) == "layered, 8-bit weights, 4-bit gradients, fp8 hidden states"
     assert describe(replace(PLAIN, **WEIGHTS, stores_weights=True)).startswith(
         "layered, gathered weights on the host, 8-bit weights, W4"
     )
@@ -174,12 +192,15 @@ def test_megatrons_own_loop_rounds_nothing():
         ({"weight_bits": 4}, "weight_bits is 4; use one of None, 8"),
         ({"gradient_bits": 2}, "gradient_bits is 2; use one of None, 8, 4"),
         ({"activation_dtype": "bf16"}, "activation_dtype is 'bf16'; use one of None, fp8"),
-        ({**WEIGHTS, "zero_stage": 2}, "weight_bits is 8, but zero_stage below 3 gathers exact weights"),
-        ({**GRADIENTS, "zero_stage": 0}, "gradient_bits is 8, but zero_stage 0 reduces exact gradients"),
+        ({**WEIGHTS, "zero_stage": 2}, "weight_bits is 8, which weights have in gathers of zero_stage 3"),
+        ({**GRADIENTS, "zero_stage": 0}, "gradient_bits is 8, but zero_stage 0 sums exact gradients"),
         ({"activation_dtype": "fp8"}, "activation_dtype is 'fp8', but one pipeline rank sends no hidden states"),
-        ({**WEIGHTS, "hierarchy": Hierarchy(2, False)}, "weight_bits is 8, but shards of nodes"),
-        ({**GRADIENTS, "expert_ranks": 2}, "gradient_bits is 8, but shards of nodes and experts"),
-        ({**GRADIENTS, "micro_batch_outer": True}, "gradient_bits is 8, but micro_batch_outer is stock DeepSpeed's"),
+        ({**WEIGHTS, "hierarchy": Hierarchy(2, False)}, "weight_bits or gradient_bits is set, but shards"),
+        (
+            {**GRADIENTS, "expert_ranks": 2},
+            "weight_bits or gradient_bits is set, but shards of nodes and divided experts",
+        ),
+        ({**GRADIENTS, "micro_batch_outer": True}, "micro_batch_outer is True, which is stock DeepSpeed's way"),
     ],
 )
 def test_what_the_engine_does_not_round_is_refused(changes, said):
@@ -218,15 +239,12 @@ def explained(folder, of):
 
 @pytest.mark.parametrize("name", slow_except([*TOLD][:1], [*TOLD]))
 def test_a_step_sends_and_holds_what_explain_says(tmp_path, name):
-    """Beside hidden states, positions cross from rank to rank, which the planner leaves out and nothing rounds."""
     model = model_of("Llama")
     of = replace(Configuration(2, 2, 1, 4, 4, schedule="layered", chunks_per_rank=LAYERS // 2), **TOLD[name])
     exact = replace(of, **dict.fromkeys(ROUNDED))
-    told, whole = explained(tmp_path, of), explained(tmp_path, exact)
     sent, as_it_is = demand_of(model, of), demand_of(model, exact)
-    for rank, (rounded, plain) in enumerate(zip(told, whole)):
-        assert rounded["collective_bytes_sent"] == sent.data_bytes[rank]
-        assert plain["collective_bytes_sent"] == as_it_is.data_bytes[rank] > sent.data_bytes[rank]
-        saved = as_it_is.hop_bytes[rank] - sent.hop_bytes[rank]
-        assert plain["hop_bytes"] - rounded["hop_bytes"] == saved
-        assert (saved > 0) == (of.activation_dtype is not None and as_it_is.hop_bytes[rank] > 0)
+    for rank, told in enumerate(explained(tmp_path, of)):
+        assert told["collective_bytes_sent"] == sent.data_bytes[rank] < as_it_is.data_bytes[rank]
+        held = followed(model, of, rank, replace(default_software(of), all_to_all=True))
+        for kind in ("weights", "master_weights", "resident_weights", "gradients", "gradient_buffers"):
+            assert told["memory"][kind] == getattr(held, kind), kind
