@@ -235,11 +235,6 @@ def weights_on_host(
     )
 
 
-LEAST_ELEMENTS = 1024
-"""A tensor with fewer travels between pipeline ranks as it is: sums, such as of losses or of a router's choices, are no
-hidden states."""
-
-
 def narrow_bytes(elements: int, activation_dtype: ActivationType) -> int:
     """Returns the bytes that a tensor of so many elements takes in a message, in the type in which hidden states
     travel: 2 each in bf16; in fp8 1 each, and 4 for every block."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ds_lgamp.cost.activations import ActivationBytes, ChunkBytes
 from ds_lgamp.cost.memory import Memory, held_between_steps, rank_memory
-from ds_lgamp.cost.traffic import LEAST_ELEMENTS, narrow_bytes
+from ds_lgamp.cost.traffic import narrow_bytes
 from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize, aligned
 from ds_lgamp.planner.activations import Software, chunk_bytes, end_bytes, layer_bytes, share
 from ds_lgamp.planner.cluster import Cluster
@@ -19,7 +19,7 @@ from ds_lgamp.planner.model import Model
 from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.orders import chunks_of
 from ds_lgamp.schedule.program import build_rank_program
-from ds_lgamp.schedule.spec import RECEIVES_POSTED, ProgramSpec
+from ds_lgamp.schedule.spec import LEAST_ROUNDED, RECEIVES_POSTED, ProgramSpec
 
 
 def as_executed(model: Model, configuration: Configuration) -> Configuration:
@@ -89,7 +89,7 @@ def chunk_bytes_of(model: Model, configuration: Configuration, software: Softwar
 def message_bytes(configuration: Configuration, elements: int) -> int | None:
     """Returns the bytes of hidden states of so many ``elements`` in a message; None if they travel as they are."""
     narrow = configuration.activation_dtype
-    return None if narrow is None or elements < LEAST_ELEMENTS else narrow_bytes(elements, narrow)
+    return None if narrow is None or elements < LEAST_ROUNDED else narrow_bytes(elements, narrow)
 
 
 def element_bytes(configuration: Configuration, software: Software) -> ElementBytes:

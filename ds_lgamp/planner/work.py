@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from ds_lgamp.cost.units import ALIGNMENT, packed_bytes
+from ds_lgamp.cost.units import aligned, packed_bytes
 from ds_lgamp.planner.activations import layer_bytes
 from ds_lgamp.planner.cluster import Cluster, Efficiency
 from ds_lgamp.planner.configuration import Configuration
@@ -266,7 +266,8 @@ class Work:
 
 def _rounded_bytes(elements: float, bits: int) -> float:
     """Returns the bytes in which ``elements`` travel in blocks with scales."""
-    return elements * packed_bytes(ALIGNMENT, bits) / ALIGNMENT
+    block = aligned(1)
+    return elements * packed_bytes(block, bits) / block
 
 
 def host_seconds(compute: Compute, part: float) -> HostSeconds:

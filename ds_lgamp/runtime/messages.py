@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ds_lgamp.cost.traffic import LEAST_ELEMENTS, narrow_bytes
+from ds_lgamp.cost.traffic import narrow_bytes
 from ds_lgamp.runtime.chunk import Tensors, as_tuple
-from ds_lgamp.schedule.spec import FP8_BLOCK, ActivationType
+from ds_lgamp.schedule.spec import FP8_BLOCK, LEAST_ROUNDED, ActivationType
 
 HEADER_ELEMENTS = 128
 """Of every header, all int64."""
@@ -219,7 +219,7 @@ class Ways:
 def could_travel_rounded(tensor: torch.Tensor, narrow: ActivationType) -> bool:
     """Whether a ``tensor`` travels rounded unless it is a mask."""
     width = (torch.bfloat16 if narrow == "bf16" else torch.float8_e4m3fn).itemsize
-    is_hidden = tensor.is_floating_point() and tensor.requires_grad and tensor.numel() >= LEAST_ELEMENTS
+    is_hidden = tensor.is_floating_point() and tensor.requires_grad and tensor.numel() >= LEAST_ROUNDED
     return is_hidden and tensor.element_size() > width
 
 

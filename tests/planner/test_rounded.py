@@ -9,7 +9,7 @@ import torch
 from hypothesis import assume, given
 
 from ds_lgamp.config import read_block
-from ds_lgamp.cost.units import ALIGNMENT, packed_bytes
+from ds_lgamp.cost.units import aligned, packed_bytes
 from ds_lgamp.integrations.deepspeed.config.zero import travel_of
 from ds_lgamp.planner.cluster import Cluster, Link
 from ds_lgamp.planner.configuration import ROUNDED, Configuration, describe, method_of
@@ -55,7 +55,7 @@ def test_a_gather_of_rounded_weights_takes_their_bytes_and_the_kernels_around_it
 @pytest.mark.parametrize(("bits", "each"), [(8, 1.0625), (4, 0.5625)])
 def test_rounded_gradients_take_an_all_to_all(bits, each):
     """On nodes with several GPUs it sends more through their cards than a ring, which sends each byte out once."""
-    assert each == packed_bytes(ALIGNMENT, bits) / ALIGNMENT
+    assert each == packed_bytes(aligned(1), bits) / aligned(1)
     here, rounding = cluster(), replace(PLAIN, gradient_bits=bits)
     kernels = (ROUND_BYTES + RESTORE_BYTES) * 3.2e9 / 2e12
     assert Work(MODEL, here, rounding).reduction(3.2e9) == pytest.approx(each * 3.2e9 * 3 / 4 / 1e9 + kernels)
