@@ -20,8 +20,8 @@ from ds_lgamp.schedule.placement import Placement, place_chunks
 ActivationType = Literal["bf16", "fp8"]
 """In which type hidden states and their gradients travel between pipeline ranks, if not as they are."""
 LEAST_ROUNDED = 1024
-"""A tensor with fewer elements travels between pipeline ranks as it is: sums, such as of losses or of a router's choices,
-are no hidden states."""
+"""A tensor with fewer elements travels between pipeline ranks as it is: sums, such as of losses or of a router's
+choices, are no hidden states."""
 FP8_BLOCK = 128
 """How many elements share a scale in fp8."""
 SENDS_IN_FLIGHT = 2
