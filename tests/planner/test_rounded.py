@@ -25,9 +25,10 @@ from ds_lgamp.runtime.messages import message_bytes
 from ds_lgamp.schedule.spec import Hierarchy
 from testing import ROOT
 from testing.forks import run_module
+from testing.ranks import run_on_ranks
 from tests.planner.configurations import configurations, models
-from tests.planner.test_memory_measured import config_of
-from tests.planner.training import LAYERS, Case, model_of
+from tests.planner.test_memory_measured import LARGEST_DEVIATION, config_of
+from tests.planner.training import LAYERS, Case, measure_all_on_rank, model_of
 from tests.slow import slow_except
 
 MODEL = Model.gpt("medium", 4, 2048, 16, 1024, 5000)
@@ -248,3 +249,12 @@ def test_a_step_sends_and_holds_what_explain_says(tmp_path, name):
         held = followed(model, of, rank, replace(default_software(of), all_to_all=True))
         for kind in ("weights", "master_weights", "resident_weights", "gradients", "gradient_buffers"):
             assert told["memory"][kind] == getattr(held, kind), kind
+
+
+@pytest.mark.slow
+def test_a_training_that_rounds_takes_the_memory_that_the_planner_tells():
+    of = Configuration(2, 2, 1, 1, 2, 3, "layered", LAYERS // 2, weight_bits=8, gradient_bits=4, activation_dtype="fp8")
+    case = Case("Llama", of, True)
+    measured = max(peak for (peak,) in run_on_ranks(4, measure_all_on_rank, [(case, config_of(case))], seconds=600))
+    software = replace(default_software(of), all_to_all=True)
+    assert memory(model_of("Llama"), of, software).total == pytest.approx(measured, rel=LARGEST_DEVIATION)
