@@ -36,6 +36,7 @@ NAMES = (
     "megatron_slow",
     "planner_fit",
     "prediction",
+    "one_machine",
     "sources",
     "gpu",
     "gpu_memory",
@@ -48,9 +49,9 @@ ON_ACCELERATOR = "gpu"
 OF_BERT = ("bert", "bert_learning", "bert_plan")
 """The benchmarks whose tables stand in docs/bert.md."""
 
-ELSEWHERE = ("prediction", "sources", "optimizers", "offload", "bus", "restart", "tracing", *OF_BERT)
-"""The benchmarks whose tables stand in docs/planner.md, docs/optimizers.md, docs/offload.md, docs/failures.md,
-docs/tracing.md and docs/bert.md."""
+ELSEWHERE = ("prediction", "one_machine", "sources", "optimizers", "offload", "bus", "restart", "tracing", *OF_BERT)
+"""The benchmarks whose tables stand in docs/planner.md, docs/one_machine.md, docs/optimizers.md, docs/offload.md,
+docs/failures.md, docs/tracing.md and docs/bert.md."""
 
 _PLACES = ("two islands, 200mbit", "two islands, 50mbit", "three islands, 100mbit", "one slow node, 100mbit")
 IN_PARTS = {

@@ -10,13 +10,13 @@ The defaults of ``ds_lgamp/planner/cluster.py`` are the result over all rows.
 
 import csv
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from math import exp, log
 from statistics import fmean
 from typing import NamedTuple
 
 from benchmarks.record import OURS, ROOT, Record, begin
-from ds_lgamp.planner.cluster import Efficiency, named_cluster
+from ds_lgamp.planner.cluster import named_cluster
 from ds_lgamp.planner.runs import Run, read_runs
 
 NAME = "planner_fit"
@@ -71,8 +71,8 @@ def run() -> Record:
     rows = {kind: read_rows(kind) for kind in FILES}
     constants = fit(rows)
     enter(record, "all rows", rows, constants)
-    for field in fields(Efficiency):
-        record.add(OURS, {"fitted": "all rows"}, field.name, [constants[field.name]], "constant")
+    for name, constant in constants.items():
+        record.add(OURS, {"fitted": "all rows"}, name, [constant], "constant")
     for kind in FILES:
         errors = []
         for size in dict.fromkeys(row.size for row in rows[kind]):

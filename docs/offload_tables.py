@@ -5,7 +5,7 @@ from dataclasses import replace
 from docs.policy import picture
 from ds_lgamp.planner.cluster import Cluster, Efficiency, named_cluster
 from ds_lgamp.planner.configuration import Configuration
-from ds_lgamp.planner.hardware import BUS_REACHED, HOST_MEMORY_REACHED, HOST_UPDATE_BYTES
+from ds_lgamp.planner.hardware import HOST_UPDATE_BYTES
 from ds_lgamp.planner.memory import memory
 from ds_lgamp.planner.models import read_model
 from testing.markdown import table
@@ -34,8 +34,9 @@ _CLUSTERS = ("a100", "h100", "h200", "b200")
 
 
 def _tokens(cluster: Cluster) -> list[float]:
-    rate, host = cluster.peak * Efficiency().matmul, cluster.host
-    bus, processor = host.bus * BUS_REACHED, host.memory_bandwidth * HOST_MEMORY_REACHED
+    reached, host = Efficiency(), cluster.host
+    rate = cluster.peak * reached.matmul
+    bus, processor = host.bus * reached.bus, host.memory_bandwidth * reached.host_memory
     return [
         rate * WEIGHT / bus / FORWARD,
         rate * WEIGHT / bus / BACKWARD,

@@ -103,6 +103,10 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/megatron.md": {"megatron": tables.megatron},
     "docs/networks.md": {"speeds": speeds.by_speed},
     "docs/performance.md": {"overhead": tables.overhead},
+    "docs/one_machine.md": {
+        "machine": partial(tables.machine, "one_machine"),
+        "one-machine": planner_tables.one_machine,
+    },
     "docs/planner.md": {
         "machine-sources": partial(tables.machine, "sources"),
         "sources": planner_tables.sources,

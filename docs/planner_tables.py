@@ -19,6 +19,21 @@ def planner_constants() -> str:
     return table(["constant", "value"], [[row.metric, f"{row.median:g}"] for row in rows], numbers_from=1)
 
 
+def one_machine() -> str:
+    """Tokens per second of the fastest plan, by machine and model; h: with state on the host."""
+    rows = [row for row in read("one_machine").rows if row.metric == "tokens"]
+    labels = [
+        ("cards", lambda row: "{cards} x {card}".format(**row.config)),
+        ("host, GB", setting("host")),
+    ]
+
+    def cell(found: list[Row]) -> str:
+        (row,) = found
+        return f"{row.median:,.0f}{' h' if 'on the host' in row.contender else ''}"
+
+    return pivot(rows, labels, setting("model"), cell)
+
+
 def sources() -> str:
     """What sources say, and the planner's numbers."""
     rows = read("sources").rows

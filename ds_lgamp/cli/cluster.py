@@ -22,7 +22,7 @@ from ds_lgamp.integrations.cluster_file import install_transports
 from ds_lgamp.integrations.user_script import failures_end_the_process
 from ds_lgamp.partition.agreement import everyone, raise_everywhere
 from ds_lgamp.planner.assign import Presence, as_launched, assign, places_of, ranked
-from ds_lgamp.planner.cluster import Link, named_cluster
+from ds_lgamp.planner.cluster import Cluster, Link, named_cluster, parse_cluster
 from ds_lgamp.planner.fields import read_json, with_unit
 from ds_lgamp.planner.island_search import Exposed, exposed
 from ds_lgamp.planner.islands import IslandCluster, Node, cluster_text, read_islands
@@ -31,6 +31,7 @@ from ds_lgamp.runtime.node import (
     Calibration,
     calibrate,
     interfaces,
+    link_between,
     measure_nodes,
     network_kind,
     node_name,
@@ -214,6 +215,26 @@ def calibrate_cluster(path: Path, as_json: bool, output: TextIO) -> int:
     return 0
 
 
+def here() -> Cluster:
+    """Measures this machine and returns it as a cluster of one node. Raises ValueError if it has no accelerator."""
+    device = _begin(1)
+    if device.type == "cpu":
+        raise ValueError("--here finds no GPU on this machine; name one with --cluster, such as rtx4090")
+    gpus = device_count(device)
+    with at_work("measuring this machine"):
+        found = calibrate(device)
+        if gpus > 1:
+            found = found._replace(ranks_per_node=gpus, inside=link_between(device, torch.device(device.type, 1)))
+    # It has one node, and with one GPU no link inside it either.
+    own = {"name": "this machine", "between": _link(1e9, 1e-5), "inside": _link(1e9, 1e-5)}
+    return parse_cluster(merged(own, found))
+
+
+def device_count(device: torch.device) -> int:
+    """Returns how many devices of that kind this process sees."""
+    return int(torch.get_device_module(device).device_count())
+
+
 def _begin(ranks: int = 2) -> torch.device:
     """Returns the device of this process. Initialises ``torch.distributed`` if there are several ``ranks``."""
     # Imported late: it may be missing, and takes seconds.
@@ -236,6 +257,12 @@ def merged(text: dict[str, Any], found: Calibration) -> dict[str, Any]:
     text["peak"] = with_unit(found.flops, "FLOP/s")
     text["memory"] = with_unit(found.memory, "B")
     text["memory_bandwidth"] = with_unit(found.memory_bandwidth, "B/s")
+    if found.host is not None:
+        text["host"] = {
+            "memory": with_unit(found.host.memory, "B"),
+            "memory_bandwidth": with_unit(found.host.memory_bandwidth, "B/s"),
+            "bus": with_unit(found.host.bus, "B/s"),
+        }
     assumed = named_cluster("a100")
     for name, link in (("inside", found.inside), ("between", found.between)):
         if link is not None:
@@ -248,6 +275,8 @@ def merged(text: dict[str, Any], found: Calibration) -> dict[str, Any]:
             print(f"{name} was not measured: the file has that of {assumed.name}; correct it", file=sys.stderr)
     # The rates above were reached, so nothing remains to be lost but what small products lose.
     reached = {"matmul": 1.0, "memory": 1.0, "dimension": round(found.half_size, 1)}
+    if found.host is not None:
+        reached |= {"bus": 1.0, "host_memory": 1.0}
     if found.between is not None:
         reached["between"] = 1.0
     if found.gather_inside is not None:

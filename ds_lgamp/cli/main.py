@@ -17,7 +17,10 @@ from ds_lgamp.version import __version__
 
 _OF_TRAINING = ("measure", "trace", "trace_steps")
 """Options of ``run`` that watch a training."""
-_OF_SEARCH = ("batch_size", "tokens", "objective", "top", "plot", "write", "gpus", "sequence_length", "law", "rounded")
+_OF_SEARCH = (
+    *("batch_size", "tokens", "objective", "top", "plot", "write", "gpus", "host_memory", "sequence_length", "law"),
+    "rounded",
+)
 """Options that belong to --model."""
 
 
@@ -70,11 +73,16 @@ def _add_plan_command(commands: Any) -> None:
     task.add_argument(
         "--calibrate", action="store_true", help="measure this machine, and write the file that --cluster names"
     )
-    command.add_argument(
-        "--cluster", required=True, metavar="NAME|FILE", help="such as a100 or a100-25gbit, or a JSON file"
-    )
+    place = command.add_mutually_exclusive_group(required=True)
+    place.add_argument("--cluster", metavar="NAME|FILE", help="such as a100 or a100-25gbit, or a JSON file")
+    place.add_argument("--here", action="store_true", help="measure this machine first, and plan for its GPUs")
     command.add_argument("--json", action="store_true", help="print JSON")
-    command.add_argument("--gpus", type=count, metavar="N", help="GPUs of a cluster given by name (default: one node)")
+    command.add_argument("--gpus", type=count, metavar="N", help="GPUs of a cluster given by name, or of this machine")
+    command.add_argument(
+        "--host-memory",
+        metavar="SIZE",
+        help="memory of the host of one node, such as '128 GB' (default: the cluster's)",
+    )
     command.add_argument("--batch-size", type=count, metavar="B", help="sequences of a step, over all GPUs")
     command.add_argument("--sequence-length", type=count, metavar="S", help="default: what the model says")
     command.add_argument("--tokens", type=_positive, help="tokens to train on, such as 300e9; tells days and cost")
@@ -244,6 +252,8 @@ def _refuse(parser: argparse.ArgumentParser, options: argparse.Namespace, names:
 def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if options.model is None:
         _refuse(parser, options, _OF_SEARCH, "{} belongs to --model; remove it")
+        if options.here:
+            parser.error("--here belongs to --model; give --cluster")
     try:
         if options.runs is not None:
             from ds_lgamp.cli.plan_search import predict_runs
@@ -261,15 +271,19 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 def _search(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     from ds_lgamp.cli.plan_search import run_search, run_shortest
-    from ds_lgamp.planner.cluster import GPUS_PER_NODE, has_islands, read_cluster
+    from ds_lgamp.planner.cluster import GPUS_PER_NODE, has_islands, read_cluster, with_part
     from ds_lgamp.planner.models import read_model
 
     model = read_model(options.model, options.sequence_length)
-    if has_islands(options.cluster):
+    if not options.here and has_islands(options.cluster):
         return _search_islands(parser, options, model)
-    cluster = read_cluster(options.cluster, options.gpus or GPUS_PER_NODE)
-    if options.gpus not in (None, cluster.gpus):
-        parser.error(f"--gpus is {options.gpus}, but {options.cluster} has {cluster.gpus}; use a multiple of a node")
+    if options.here:
+        from ds_lgamp.cli.cluster import here
+
+        cluster = here()
+    else:
+        cluster = read_cluster(options.cluster, options.gpus or GPUS_PER_NODE)
+    cluster = with_part(cluster, options.gpus, options.host_memory)
     if options.law is not None:
         others = ("batch_size", "gpus", "objective", "top", "plot", "write", "rounded")
         _refuse(parser, options, others, "{} does not go with --law, which looks for the shortest training")
@@ -284,7 +298,7 @@ def _search_islands(parser: argparse.ArgumentParser, options: argparse.Namespace
     from ds_lgamp.cli.plan_search import search_on_islands
     from ds_lgamp.planner.islands import read_islands
 
-    others = ("law", "plot", "gpus", "rounded")
+    others = ("law", "plot", "gpus", "host_memory", "rounded")
     _refuse(parser, options, others, f"{{}} does not go with islands, as {options.cluster} has; remove it")
     if options.objective not in (None, "time"):
         parser.error(f"--objective is '{options.objective}', but plans for islands are ranked by time; remove it")

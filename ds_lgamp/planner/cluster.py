@@ -8,6 +8,10 @@ Nodes of later GPUs have one of 400 Gbit/s per GPU.
 Hosts are those of the DGX of that GPU: 2 TB for 8 GPUs, two processors of 8 channels each, with DDR4-3200 (A100),
 DDR5-4800 (H100, H200) or DDR5-5600 (B200), 8 bytes per transfer. A GPU has 16 lanes of PCIe 4.0 (A100) or 5.0 to its
 host: 16 or 32 GT/s per lane, of which 128 bits in 130 are data.
+
+The GPUs of ``rtx4090`` exchange data through the memory of their host, because consumer cards have neither NVLink nor
+access to each other's memory: each byte crosses the bus twice. Its host, price and 8 cards of a node are assumptions:
+512 GB and 8 channels of DDR4-3200.
 """
 
 from collections.abc import Mapping
@@ -38,6 +42,11 @@ class Efficiency:
     """Fraction of the bandwidth inside a node."""
     between: float = 0.923
     """Fraction of the bandwidth between nodes."""
+    bus: float = 0.8
+    """Fraction of the bandwidth between a GPU and its host that copies of pinned memory reach. An assumption, as
+    ``host_memory``."""
+    host_memory: float = 0.5
+    """Fraction of the host's memory bandwidth that its updates reach."""
     crowding: float = 0.733
     """How much collectives over a part of a node disturb each other: among k of its n GPUs, they reach (k/n)**crowding
     of the bandwidth that one over all n GPUs reaches."""
@@ -187,9 +196,10 @@ class _Gpu:
     host: Host
 
 
-def _host_share(transfers: float, bus: float) -> Host:
-    """Returns a GPU's share of a host with 16 channels of so many ``transfers`` per second."""
-    return Host(bus, 2e12 / GPUS_PER_NODE, 16 * 8 * transfers / GPUS_PER_NODE)
+def _host_share(transfers: float, bus: float, memory: float = 2e12, channels: int = 16) -> Host:
+    """Returns a GPU's share of a host with so many bytes of ``memory``, behind ``channels`` of so many ``transfers``
+    per second."""
+    return Host(bus, memory / GPUS_PER_NODE, channels * 8 * transfers / GPUS_PER_NODE)
 
 
 PCIE_4, PCIE_5 = 31.5e9, 63e9
@@ -199,6 +209,7 @@ _GPUS = {
     "h100": _Gpu(989e12, 80e9, 3.35e12, 450e9, 400 * GBIT, 8, 3.0, _host_share(4.8e9, PCIE_5)),
     "h200": _Gpu(989e12, 141e9, 4.8e12, 450e9, 400 * GBIT, 8, 3.5, _host_share(4.8e9, PCIE_5)),
     "b200": _Gpu(2250e12, 180e9, 7.7e12, 900e9, 400 * GBIT, 8, 5.5, _host_share(5.6e9, PCIE_5)),
+    "rtx4090": _Gpu(165e12, 24e9, 1.008e12, PCIE_4 / 2, 200 * GBIT, 1, 0.4, _host_share(3.2e9, PCIE_4, 512e9, 8)),
 }
 CLUSTERS = tuple(f"{gpu}{network}" for gpu in _GPUS for network in ("", *(f"-{name}" for name in ETHERNET)))
 """The names that :func:`named_cluster` knows."""
@@ -248,3 +259,19 @@ def has_islands(source: str) -> bool:
 def sized(cluster: Cluster, gpus: int) -> Cluster:
     """Returns the cluster with as many of its nodes as ``gpus`` GPUs need."""
     return replace(cluster, nodes=ceil(gpus / cluster.gpus_per_node))
+
+
+def with_part(cluster: Cluster, gpus: int | None, host_memory: str | None) -> Cluster:
+    """Returns the cluster with ``gpus`` of the GPUs of its only node, which keep their shares of the host, and with
+    ``host_memory``, such as "128 GB", on the host of every node. None changes nothing.
+
+    Raises ValueError if the cluster has another number of GPUs, or if ``host_memory`` is no size.
+    """
+    if gpus is not None and cluster.nodes == 1 and gpus < cluster.gpus_per_node:
+        cluster = replace(cluster, gpus_per_node=gpus)
+    if gpus not in (None, cluster.gpus):
+        raise ValueError(f"--gpus is {gpus}, but {cluster.name} has {cluster.gpus}; use a multiple of a node")
+    if host_memory is None:
+        return cluster
+    own = parse_quantity("--host-memory", host_memory, "bytes") / cluster.gpus_per_node
+    return replace(cluster, host=replace(cluster.host, memory=own))

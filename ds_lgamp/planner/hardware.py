@@ -41,9 +41,6 @@ fp32: conversion (6), magnitude (8), maximum (4), quotient (8), rounding (8), wh
 fp32 (5), product (8), and 16 bits (6) or a sum (12). These are counted, not compared with a measurement."""
 ROUNDING_KERNELS = 10
 """Kernels of either."""
-BUS_REACHED, HOST_MEMORY_REACHED = 0.8, 0.5
-"""Fractions of the bandwidths that copies of pinned memory and the host's update reach. These are assumptions, not
-compared with a measurement."""
 
 
 @dataclass(frozen=True)
@@ -123,11 +120,11 @@ class Compute:
 
     def host_update(self, parameters: float) -> float:
         """Returns the seconds of the update of ``parameters`` on the share of the host that one GPU has."""
-        return HOST_UPDATE_BYTES * parameters / (self.cluster.host.memory_bandwidth * HOST_MEMORY_REACHED)
+        return HOST_UPDATE_BYTES * parameters / (self.cluster.host.memory_bandwidth * self.efficiency.host_memory)
 
     def transfer(self, size: float) -> float:
         """Returns the seconds of a copy of ``size`` bytes between a GPU and its host, in one direction."""
-        return size / (self.cluster.host.bus * BUS_REACHED)
+        return size / (self.cluster.host.bus * self.efficiency.bus)
 
     def rounding(self, rounded: float, restored: float) -> float:
         """Returns the seconds in which so many elements are rounded to travel, and so many that arrive are restored."""

@@ -135,8 +135,8 @@ VOCABULARY = 51200
 """GPT-2's 50257 words, padded as Megatron-LM pads them."""
 
 
-def _llama(name: str, layers: int, hidden: int, heads: int, wide: int) -> Model:
-    """Llama 3.1, trained on sequences of 8192 tokens (arXiv 2407.21783, table 3)."""
+def _llama(name: str, layers: int, hidden: int, heads: int, wide: int, tied: bool = False) -> Model:
+    """Llama 3.1, trained on sequences of 8192 tokens (arXiv 2407.21783, table 3), and the small ones of Llama 3.2."""
     return Model(
         name=name,
         layers=layers,
@@ -145,12 +145,18 @@ def _llama(name: str, layers: int, hidden: int, heads: int, wide: int) -> Model:
         vocabulary_size=128256,
         sequence_length=8192,
         key_value_heads=8,
-        head_size=128,
+        head_size=hidden // heads,
         feed_forward_size=wide,
         gated=True,
-        tied_embeddings=False,
+        tied_embeddings=tied,
         biases=False,
     )
+
+
+def _qwen(name: str, layers: int, wide: int) -> Model:
+    """Qwen2.5 with 5120 hidden sizes (arXiv 2412.15115, table 1), whose queries, keys and values have biases."""
+    llama = _llama(name, layers, 5120, 40, wide)
+    return replace(llama, vocabulary_size=152064, layer_extras=(40 + 2 * 8) * 128)
 
 
 _NAMED: dict[str, Callable[[str], Model]] = {
@@ -161,8 +167,12 @@ _NAMED: dict[str, Callable[[str], Model]] = {
     "gpt-530b": lambda name: Model.gpt(name, 105, 20480, 128, 2048, VOCABULARY),
     # arXiv 2104.04473, table 1
     "megatron-1t": lambda name: Model.gpt(name, 128, 25600, 160, 2048, VOCABULARY),
+    "llama-1b": lambda name: _llama(name, 16, 2048, 32, 8192, tied=True),
+    "llama-3b": lambda name: _llama(name, 28, 3072, 24, 8192, tied=True),
     "llama-8b": lambda name: _llama(name, 32, 4096, 32, 14336),
     "llama-70b": lambda name: _llama(name, 80, 8192, 64, 28672),
+    "qwen-14b": lambda name: _qwen(name, 48, 13824),
+    "qwen-32b": lambda name: _qwen(name, 64, 27648),
 }
 NAMES = (*_NAMED, "x160")
 """The names that :func:`read_model` knows. Any number may follow the x."""

@@ -96,10 +96,12 @@ def search(
 WORTH_A_LOOK = 1.5
 """Plans that take more than so many times as long as the best one of their method are left out."""
 MOST_ON_HOST, MOST_ALIKE = 24, 3
-"""How many configurations with offloading a search tries, and how many of one method and layout of ranks. Each takes
-the clock some ten milliseconds."""
+"""How many configurations with offloading that fit a search predicts, and how many of one method and layout of ranks.
+Each takes the clock some ten milliseconds."""
 _SIMILAR = 20
 """How many plans of a method a search keeps for each that is returned, because similar ones are left out."""
+TRIES = 4
+"""How many of these it tries for each that may fit, because it knows only the least memory that they need before."""
 MOST_WITH_NODES = 24
 """How many layouts of ranks a search tries with shards of nodes."""
 MOST_WITH_COPIES = 24
@@ -179,16 +181,18 @@ class _Search:
         """Returns plans with offloading of the first ``ways`` that fit, and of the first that also store inputs."""
         plans = []
         for stores in (False, True):
-            counts: Counter[tuple] = Counter()
+            tried: Counter[tuple] = Counter()
+            fitting: Counter[tuple] = Counter()
             for configuration in with_room(self.model, ways(), self.cluster):
                 layout = _layout(configuration)
-                if configuration.stores_inputs != stores or counts[layout] == MOST_ALIKE:
+                if configuration.stores_inputs != stores or MOST_ALIKE in (fitting[layout], tried[layout] / TRIES):
                     continue
-                counts[layout] += 1
+                tried[layout] += 1
                 self.tried.append(configuration)
                 if self._fits(configuration):
+                    fitting[layout] += 1
                     plans.append(self._predicted(configuration))
-                if counts.total() == MOST_ON_HOST:
+                if MOST_ON_HOST in (fitting.total(), tried.total() / TRIES):
                     break
         return plans
 

@@ -8,6 +8,7 @@ import struct
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from statistics import median
@@ -118,6 +119,16 @@ def _siblings(number: int, system: Path) -> str:
     return str(number)
 
 
+def host_memory(system: Path = _SYSTEM) -> int:
+    """Returns the bytes that processes here may use of the host's memory: all of it, or what the control group of a
+    container grants, in either version of control groups."""
+    own = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):
+            return min(own, int((system / "fs/cgroup" / name).read_text()))
+    return own
+
+
 def _limit(groups: Path) -> float:
     """Returns how many cores' time the control group of a container grants, in either version of control groups."""
     with suppress(OSError, ValueError):
@@ -132,6 +143,8 @@ def _limit(groups: Path) -> float:
 REPETITIONS = 7
 SQUARES = {"cpu": (128, 1024), "accelerator": (1024, 8192)}
 """Sizes of the square matrices that are multiplied."""
+UPDATED = 1 << 24
+"""Elements that an update on the host has, in measuring it."""
 COPIED = {"cpu": 1 << 26, "accelerator": 1 << 30}
 """Bytes of the copy that measures memory."""
 MESSAGES = 1 << 10, 1 << 24
@@ -147,6 +160,17 @@ class LinkRate(NamedTuple):
     """Bytes per second in each direction."""
     latency: float
     """Seconds of a very small message."""
+
+
+class HostRates(NamedTuple):
+    """The memory of a node outside its devices, and what is reached between the two."""
+
+    memory: int
+    """Bytes that processes may use."""
+    bus: float
+    """Bytes per second of a copy of pinned memory to a device, or from it, whichever is slower."""
+    memory_bandwidth: float
+    """Bytes per second that an optimizer's update on all cores moves."""
 
 
 class Calibration(NamedTuple):
@@ -168,6 +192,8 @@ class Calibration(NamedTuple):
     """Of messages between two nodes, while no other nodes send; None on one node."""
     gather_inside: float | None
     """Bytes per second that each rank of a node receives in a gather over the node, over ``inside.bandwidth``."""
+    host: HostRates | None = None
+    """None where the device is the CPU, or where ranks measure at once and disturb each other."""
 
 
 def calibrate(device: torch.device) -> Calibration:
@@ -176,7 +202,7 @@ def calibrate(device: torch.device) -> Calibration:
     flops, half_size = _products(device, dtype)
     mine = flops, half_size, memory_of(device), _memory_bandwidth(device)
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return Calibration(1, 1, *mine, None, None, None)
+        return Calibration(1, 1, *mine, None, None, None, None if device.type == "cpu" else host_rates(device))
     nodes = list(_ranks_by_node().values())
     first = nodes[0]
     # The slowest rank counts, because all ranks wait for it.
@@ -255,7 +281,7 @@ def _product_rate(size: int, repeats: int, device: torch.device, dtype: torch.dt
 def memory_of(device: torch.device) -> int:
     """Returns the bytes of memory that ``device`` has; the CPU has that of the host."""
     if device.type == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return host_memory()
     return torch.get_device_module(device).get_device_properties(device).total_memory
 
 
@@ -263,6 +289,38 @@ def _memory_bandwidth(device: torch.device) -> float:
     source = torch.zeros(COPIED[_kind(device)], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * source.numel() / _seconds(lambda: target.copy_(source), device)
+
+
+def host_rates(device: torch.device) -> HostRates:
+    """Measures the host of ``device``, with this process alone."""
+    here = torch.empty(COPIED[_kind(device)], dtype=torch.uint8, pin_memory=device.type != "cpu")
+    there = torch.empty_like(here, device=device)
+    slower = max(_seconds(partial(to.copy_, source), device) for to, source in ((there, here), (here, there)))
+    return HostRates(host_memory(), here.numel() / slower, _update_rate())
+
+
+def _update_rate() -> float:
+    """Returns the bytes per second that torch's fused AdamW moves on all cores but one, which launches kernels:
+    gradient, master weight and both moments are read, and all but the gradient written."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, usable_cores(os.sched_getaffinity(0)) - 1))
+    try:
+        master = torch.zeros(UPDATED, requires_grad=True)
+        master.grad = torch.zeros_like(master)
+        optimizer = torch.optim.AdamW([master], fused=True)
+        return 7 * 4 * UPDATED / _seconds(optimizer.step, torch.device("cpu"))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def link_between(first: torch.device, second: torch.device) -> LinkRate:
+    """Measures copies from one device of this machine to another one, which may go through the host."""
+    seconds = []
+    for size in MESSAGES[0], COPIED["accelerator"]:
+        source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for device in (first, second))
+        seconds.append(_seconds(partial(target.copy_, source), second))
+    small, large = seconds
+    return LinkRate((COPIED["accelerator"] - MESSAGES[0]) / max(large - small, 1e-9), small)
 
 
 def _link(first: int, second: int, device: torch.device) -> LinkRate:

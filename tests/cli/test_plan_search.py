@@ -2,15 +2,18 @@
 
 import json
 import re
+from dataclasses import replace
 from io import StringIO
 
 import pytest
+import torch
 
+from ds_lgamp.cli.cluster import here
 from ds_lgamp.cli.main import main
 from ds_lgamp.cli.terminal import plain, print_rows
-from ds_lgamp.planner.cluster import parse_cluster
+from ds_lgamp.planner.cluster import named_cluster, parse_cluster, with_part
 from ds_lgamp.planner.write import why_not
-from ds_lgamp.runtime.node import Calibration
+from ds_lgamp.runtime.node import Calibration, HostRates, LinkRate
 
 WORDS = ["plan", "--model", "gpt2", "--cluster", "a100-25gbit", "--gpus", "8", "--batch-size", "16", "--top", "3"]
 
@@ -135,6 +138,10 @@ LAW = ["--model", "x32", "--cluster", "a100", "--law", "width"]
         ([*GPT2, "--tokens", "-1"], "'-1' must be a number above 0"),
         ([*GPT2, "--objective", "x"], "invalid choice: 'x' (choose from"),
         ([*GPT2, "--gpus", "12"], "--gpus is 12, but a100 has 16"),
+        ([*GPT2, "--host-memory", "much"], "--host-memory is 'much'"),
+        ([*GPT2, "--here"], "argument --here: not allowed with argument --cluster"),
+        (["--model", "gpt2", "--here", "--batch-size", "8"], "--here finds no GPU on this machine; name one with"),
+        (["--calibrate", "--here"], "--here belongs to --model; give --cluster"),
         (LAW, "--law needs --tokens"),
         ([*LAW, "--top", "3"], "--top does not go with --law"),
         ([*LAW, "--rounded"], "--rounded does not go with --law"),
@@ -212,6 +219,29 @@ def test_one_process_calibrates_a_file_of_many_gpus(capfd, tmp_path, monkeypatch
     assert (written["nodes"], written["gpus_per_node"]) == (16, 8) and json.loads(path.read_text()) == written
     # The network of the ready cluster was not reached, and its nodes have four cards.
     assert "between" not in written["efficiency"] and written["between"]["cards_per_node"] == 4
+
+
+def test_here_plans_for_what_was_measured(capsys, monkeypatch):
+    """Two GPUs of 8 GB, and a host of 64 GB that takes no part in reaching its rates."""
+    found = Calibration(1, 1, 1e14, 50.0, 8 * 10**9, 1e12, None, None, None, HostRates(64 * 10**9, 2e10, 5e10))
+    monkeypatch.setattr("ds_lgamp.cli.cluster.calibrate", lambda device: found)
+    monkeypatch.setattr("ds_lgamp.cli.cluster._begin", lambda ranks: torch.device("meta"))
+    monkeypatch.setattr("ds_lgamp.cli.cluster.device_count", lambda device: 2)
+    monkeypatch.setattr("ds_lgamp.cli.cluster.link_between", lambda first, second: LinkRate(1e10, 1e-5))
+    cluster = here()
+    assert (cluster.gpus, cluster.memory, cluster.inside.bandwidth) == (2, 8e9, 1e10)
+    assert (cluster.host.memory, cluster.host.bus) == (32e9, 2e10), "two GPUs share the host's memory"
+    assert (cluster.efficiency["bus"], cluster.efficiency["host_memory"]) == (1, 1)
+    text = out_of(capsys, "plan", "--model", "gpt2", "--here", "--gpus", "1", "--batch-size", "8")
+    assert "on 1 of 1 GPUs of this machine" in text
+
+
+def test_host_memory_says_what_the_gpus_of_a_node_share():
+    node = named_cluster("rtx4090", 8)
+    assert with_part(node, 2, "128 GB").host.memory == 64e9
+    assert with_part(node, 2, None) == replace(node, gpus_per_node=2)
+    with pytest.raises(ValueError, match="--gpus is 9, but rtx4090 has 8"):
+        with_part(node, 9, None)
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(capsys, tmp_path, monkeypatch):

@@ -59,7 +59,8 @@ def test_nodes_of_a100_have_four_cards_and_younger_ones_a_card_per_gpu():
 
 
 def test_every_gpu_comes_with_infiniband_and_three_kinds_of_ethernet():
-    assert len(CLUSTERS) == 16 and {name.partition("-")[0] for name in CLUSTERS} == {"a100", "h100", "h200", "b200"}
+    gpus = {"a100", "h100", "h200", "b200", "rtx4090"}
+    assert len(CLUSTERS) == 4 * len(gpus) and {name.partition("-")[0] for name in CLUSTERS} == gpus
     for name in CLUSTERS:
         cluster = read_cluster(name)
         if "-" in name:

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from ds_lgamp.planner.candidates import Bound, ways_to_offload, with_room
-from ds_lgamp.planner.cluster import named_cluster
+from ds_lgamp.planner.cluster import Efficiency, named_cluster, with_part
 from ds_lgamp.planner.configuration import Configuration, describe
-from ds_lgamp.planner.hardware import BUS_REACHED, HOST_MEMORY_REACHED, HOST_UPDATE_BYTES
+from ds_lgamp.planner.hardware import HOST_UPDATE_BYTES
 from ds_lgamp.planner.memory import batch_bytes, default_software, followed, memory
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.models import read_model
@@ -49,7 +49,7 @@ def test_on_a_slow_bus_inputs_take_as_long_as_their_bytes():
     """Two bytes of every hidden value go there and come back. Inputs of chunk 0 stay, and those whose backward follows
     at once: all of the last chunk, and some of the chunk before it."""
     sequences = IN_MEMORY.micro_batch * IN_MEMORY.micro_batches
-    one_way = 14 * 2 * 2048 * MODEL.sequence_length * sequences / (1e8 * BUS_REACHED)
+    one_way = 14 * 2 * 2048 * MODEL.sequence_length * sequences / (1e8 * Efficiency.bus)
     assert one_way < predict(MODEL, with_host(bus=1e8), INPUTS).bus < 2.2 * one_way
 
 
@@ -66,13 +66,13 @@ def test_on_a_slow_bus_a_step_takes_as_long_as_its_loads_and_then_its_stores(of)
     """Two bytes of every weight before its forward, and four of every gradient behind its backward. These take longer
     than the loads for backwards, which travel beside them."""
     own = MODEL.layers * MODEL.layer_parameters / 4
-    moved = (2 + 4) * own / (1e8 * BUS_REACHED)
+    moved = (2 + 4) * own / (1e8 * Efficiency.bus)
     assert moved < predict(MODEL, with_host(bus=1e8), of).bus < 1.15 * moved
 
 
 def test_a_slow_host_lets_the_first_forward_of_every_chunk_wait_for_its_update():
     slow = with_host(memory_bandwidth=1e9)
-    update = HOST_UPDATE_BYTES * MODEL.layers * MODEL.layer_parameters / 4 / (1e9 * HOST_MEMORY_REACHED)
+    update = HOST_UPDATE_BYTES * MODEL.layers * MODEL.layer_parameters / 4 / (1e9 * Efficiency.host_memory)
     told = predict(MODEL, slow, PARAMETERS)
     assert 0.8 * update < told.optimizer < 1.2 * update
     assert told.optimizer > 10 * predict(MODEL, CLUSTER, PARAMETERS).optimizer
@@ -101,7 +101,7 @@ def test_what_no_gpu_holds_trains_with_its_state_on_the_host():
     plans = search(read_model("llama-8b"), ONE_GPU, 16)
     assert {plan.configuration.offload for plan in plans} == {"optimizer", "parameters"}
     best = plans[0]
-    assert best.method == "layered, optimizer on the host" and best.method in describe(best.configuration)
+    assert best.method == "layered, parameters and inputs on the host" and best.method in describe(best.configuration)
     assert all(plan.memory.fits(ONE_GPU) and plan.memory.host > 140e9 for plan in plans)
     with pytest.raises(NothingFits, match=r"needs \S+ GB on the host for each GPU, \S+ GB more than there are. Use"):
         search(read_model("llama-8b"), replace(ONE_GPU, host=replace(CLUSTER.host, memory=100e9)), 16)
@@ -191,3 +191,10 @@ def test_impossible_combinations_are_refused(changes, message):
 def test_stages_that_cannot_offload_are_refused_with_their_program():
     with pytest.raises(ValueError, match="offloading of parameters needs 3"):
         _ = replace(PARAMETERS, zero_stage=2).spec
+
+
+def test_a_search_tries_further_ways_where_the_first_ones_do_not_fit():
+    """On one card of 24 GB only some of the ways to have all state on the host leave room for activations."""
+    card = with_part(named_cluster("rtx4090"), 1, "256 GB")
+    plan = search(read_model("llama-8b", 4096), card, 16, best=1)[0]
+    assert plan.memory.fits(card) and plan.configuration.offload == "parameters"

@@ -10,7 +10,7 @@ FITTED = {row.metric: row.median for row in read("planner_fit").rows if row.unit
 
 
 def test_the_defaults_are_the_recorded_fit():
-    assert vars(Efficiency()) == FITTED
+    assert FITTED.items() <= vars(Efficiency()).items()
 
 
 @pytest.mark.parametrize(("kind", "rows"), [(MULTI, 73), (ONE, 360)])

@@ -21,6 +21,14 @@ def test_ranks_agree_on_what_was_measured():
     assert first.gather_inside > 0
 
 
+def test_a_host_is_measured_by_copies_and_updates(monkeypatch):
+    monkeypatch.setattr(node, "COPIED", {"cpu": 1 << 16})
+    monkeypatch.setattr(node, "UPDATED", 1 << 12)
+    threads = torch.get_num_threads()
+    found = node.host_rates(torch.device("cpu"))
+    assert 1e6 < found.bus < 1e13 and 1e5 < found.memory_bandwidth < 1e13 and torch.get_num_threads() == threads
+
+
 def measured_on_alternating_nodes():
     node.node_name = lambda: f"node {dist.get_rank() % 2}"
     pairs, link = [], node._link

@@ -105,3 +105,10 @@ def test_loopback_is_no_interface_to_others():
 
 def test_an_address_of_nobody_has_no_interface():
     assert interface_of("203.0.113.7") is None
+
+
+@pytest.mark.parametrize("name", ["memory.max", "memory/memory.limit_in_bytes"])
+def test_a_container_may_grant_a_part_of_the_memory(tmp_path, name):
+    whole = node.host_memory(tmp_path)
+    for limit, expected in ((str(whole // 2), whole // 2), ("max", whole), (str(1 << 62), whole)):
+        assert node.host_memory(written(tmp_path, {f"fs/cgroup/{name}": limit})) == expected
