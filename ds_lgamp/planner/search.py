@@ -236,7 +236,7 @@ class _Search:
             for change in ways_to_round(plan.configuration, self.rounded):
                 changed = self._predicted(replace(best.configuration, **change))
                 pays = changed.prediction.seconds < WORTH_ROUNDING * best.prediction.seconds
-                if pays and self.suits(changed.configuration) and self._fits(changed.configuration):
+                if pays and self._fits(changed.configuration):
                     best = changed
             found += [best] if best is not plan else []
         return found
@@ -265,7 +265,8 @@ class _Search:
         return [one for one in candidates(self.model, self.cluster, self.sequences) if self.suits(one)]
 
     def _fits(self, configuration: Configuration) -> bool:
-        return fits(self.model, configuration, self.cluster)
+        """Whether a configuration may be a plan, and the cluster has the memory."""
+        return self.suits(configuration) and fits(self.model, configuration, self.cluster)
 
     def _predicted(self, configuration: Configuration) -> Plan:
         return self._plan(configuration, predict(self.model, self.cluster, configuration))

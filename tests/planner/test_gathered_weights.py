@@ -67,3 +67,8 @@ def test_the_block_asks_for_it():
 def test_impossible_ways_are_refused(changes):
     with pytest.raises(ValueError, match="stores_weights is True"):
         replace(STORING, **changes)
+
+
+def test_a_search_adds_no_copies_that_do_not_suit():
+    plans = search(MODEL, cluster(1e9), 16, suits=lambda one: one.pipeline_ranks == 1 and not one.stores_weights)
+    assert plans and not any(plan.configuration.stores_weights for plan in plans)
