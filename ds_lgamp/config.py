@@ -84,10 +84,15 @@ class LgampConfig(BaseModel):
     fp16, bf16.check_grad_overflow, reproducible, models that are no PipelineModule), each update runs in the next step,
     before the chunk's forwards; stages 1 and 2 then gather as with defer_gathers. false: all updates run in the step,
     after the last reduction."""
-    recompute: Literal["full", "selective", "none"] = "full"
+    recompute: Literal["full", "selective", "none", "auto"] = "full"
     """full: the backward pass recomputes chunks from their stored input, except the last chunk if its backward follows
     its forward at once; selective: layers that offer it recompute a part of themselves, and everything else that
-    autograd saves is kept; none: everything that autograd saves is kept."""
+    autograd saves is kept; none: everything that autograd saves is kept; auto: as full in the first batch, which
+    measures what autograd saves of each chunk, and from then on every rank recomputes only what it must to stay within
+    recompute_memory."""
+    recompute_memory: str | None = None
+    """The most memory that tensors may take on a rank's device with recompute "auto", such as "60 GB". The default is
+    what the device has left, less a twentieth for what lies between tensors; a CPU needs a value."""
     blocks: str | None = None
     """The name in the model of the list of modules at which to split it, such as "model.layers"; not for a
     PipelineModule or an nn.Sequential. The default is the one that the model's own pipeline plan names, or else the one
@@ -193,10 +198,15 @@ class LgampConfig(BaseModel):
                 "outputs is 'loss', but the code around model computes the loss of its outputs; use 'all', or remove "
                 "outputs"
             )
-        if self.offload_activations != "none" and self.recompute != "full":
+        if self.offload_activations != "none" and self.recompute not in ("full", "auto"):
             raise ValueError(
                 f"recompute is '{self.recompute}', but offload_activations stores what recomputation starts from; use "
-                "'full', or remove offload_activations"
+                "'full' or 'auto', or remove offload_activations"
+            )
+        if self.recompute_memory is not None and self.recompute != "auto":
+            raise ValueError(
+                f"recompute_memory is {self.recompute_memory!r}, but recompute is '{self.recompute}'; use 'auto', or "
+                "remove recompute_memory"
             )
         if self.activation_dtype is not None and self.reproducible:
             raise ValueError(

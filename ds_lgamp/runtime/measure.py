@@ -4,9 +4,10 @@ the memory that one micro-batch takes on a chunk, without ranks or a schedule.""
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from ds_lgamp.cost.activations import ChunkBytes
 from ds_lgamp.runtime.chunk import as_leaves, cloned
 from ds_lgamp.runtime.graph import backpropagate, begin_graph, end_graph, own_loss
 from ds_lgamp.runtime.recompute import SavedTensors
+from ds_lgamp.schedule.actions import Action
 
 _KINDS = {
     "_allgather_base_": "all_gather",
@@ -135,10 +137,15 @@ class PeakMemory(TorchDispatchMode):
     Args:
         existing: tensors alive already, such as parameters and optimizer state.
         fake: whether fake tensors count, and they alone, with the bytes that real ones would take.
+        only_new: whether only what operations inside blocks of this mode make counts. Then nobody needs to name what
+            exists, and operations that change its size go unseen.
     """
 
-    def __init__(self, existing: Iterable[torch.Tensor] = (), fake: bool = False) -> None:
+    def __init__(self, existing: Iterable[torch.Tensor] = (), fake: bool = False, only_new: bool = False) -> None:
         super().__init__()
+        self._only_new = only_new
+        self._old: dict[int, weakref.ref] = {}
+        """By address: storages that do not count, because they are not new."""
         self._counts = _is_fake if fake else _has_storage
         self.peak = 0
         self._storages: dict[int, tuple[weakref.ref, int]] = {}
@@ -161,7 +168,10 @@ class PeakMemory(TorchDispatchMode):
         if any(map(_wraps, types)):
             # A wrapper unfolds into operations on its inner tensors. Those are dispatched here in turn.
             return NotImplemented
-        self._see(args)
+        if self._only_new:
+            self._leave_out((args, kwargs))
+        else:
+            self._see(args)
         result = function(*args, **(kwargs or {}))
         self._see(result)
         if self._total > self.peak:
@@ -173,12 +183,25 @@ class PeakMemory(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor) and self._counts(leaf):
                 storage = storage_of(leaf)
                 key, now = storage._cdata, storage.nbytes()
+                if key in self._old:
+                    continue
                 reference, known = self._storages.get(key) or (weakref.ref(storage, partial(self._forget, key)), 0)
                 self._storages[key] = reference, now
                 self._total += now - known
 
+    def _leave_out(self, values: Any) -> None:
+        """Leaves out storages that nothing inside a block has made."""
+        for leaf in tree_leaves(values):
+            if isinstance(leaf, torch.Tensor) and self._counts(leaf):
+                storage = storage_of(leaf)
+                key = storage._cdata
+                if key not in self._storages and key not in self._old:
+                    self._old[key] = weakref.ref(storage, partial(self._forget, key))
+
     def _forget(self, key: int, reference: weakref.ref) -> None:
         """Removes a storage that is gone. Its address may already belong to another one."""
+        if self._old.get(key) is reference:
+            del self._old[key]
         if key in self._storages and self._storages[key][0] is reference:
             self._total -= self._storages.pop(key)[1]
 
@@ -274,3 +297,130 @@ def chunk_bytes(
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+class NotedTensors(SavedTensors):
+    """Saved tensors of a forward that is measured: notes what memory they had."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._noted: dict[int, weakref.ref] = {}
+
+    def _drop(self, tensor: torch.Tensor) -> Any:
+        storage = storage_of(tensor)
+        self._noted[storage._cdata] = weakref.ref(storage)
+        return super()._drop(tensor)
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether autograd would keep the memory of ``tensor``, which is alive."""
+        noted = self._noted.get(storage_of(tensor)._cdata)
+        return noted is not None and noted() is not None
+
+
+class ChunkMeter:
+    """Measures the bytes that a micro-batch takes on each chunk of a rank while a batch runs in which every chunk is
+    recomputed that can be. The first micro-batch counts, and every one with a larger input than those before.
+
+    One run tells both ways. The repeated forward saves what a kept one would, up to the last saved tensor, after which
+    it stops. So a kept forward counts as the larger of its peak and all that is kept, beside the result.
+    """
+
+    def __init__(self) -> None:
+        self.inputs: dict[int, int] = {}
+        """Bytes of the largest input of each chunk."""
+        self.chunks: dict[int, ChunkBytes] = {}
+        """Those of each chunk for its largest input."""
+        self._readings: dict[tuple[int, int], _Reading] = {}
+
+    def begin(self, action: Action, inputs: Any) -> AbstractContextManager[Any]:
+        """Returns a context for the forward of ``action``."""
+        size = sum(map(_nbytes, _tensors(inputs)))
+        if size <= self.inputs.get(action.chunk, -1):
+            return nullcontext()
+        self.inputs[action.chunk] = size
+        reading = self._readings[action.chunk, action.micro_batch] = _Reading(size)
+        return reading.block()
+
+    def end_forward(self, action: Action, result: Any, saved: SavedTensors | None, trains: bool) -> None:
+        """Reads the end of a forward.
+
+        Args:
+            result: what another chunk gets; None of the last chunk.
+            saved: of a chunk that is recomputed.
+        """
+        reading = self._readings.get((action.chunk, action.micro_batch))
+        if reading is None:
+            return
+        members = _tensors(result)
+        reading.result = sum(map(_nbytes, members))
+        reading.keeps_result = isinstance(saved, NotedTensors) and any(map(saved.has, members))
+        if not trains:
+            del self._readings[action.chunk, action.micro_batch]
+            self.chunks[action.chunk] = ChunkBytes(reading.result, reading.blocks[0].peak, 0)
+
+    def again(self, action: Action) -> AbstractContextManager[Any]:
+        """Returns a context for the forward that the backward of ``action`` repeats."""
+        reading = self._readings.get((action.chunk, action.micro_batch))
+        if reading is None:
+            return nullcontext()
+        reading.memory = PeakMemory(only_new=True)
+        return reading.block()
+
+    @contextmanager
+    def backward(self, action: Action) -> Iterator[None]:
+        """Measures the backward of ``action`` after what it repeats."""
+        reading = self._readings.pop((action.chunk, action.micro_batch), None)
+        if reading is None:
+            yield
+            return
+        with reading.block():
+            yield
+        self.chunks[action.chunk] = reading.bytes_of_both() if action.recomputed else reading.bytes_of_kept()
+
+
+class _Block(NamedTuple):
+    """What a block of operations took."""
+
+    before: int
+    """Bytes alive when it began."""
+    peak: int
+    after: int
+
+
+class _Reading:
+    """The reading of one chunk and micro-batch.
+
+    Args:
+        size: bytes of the input.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size, self.result, self.keeps_result = size, 0, False
+        self.memory = PeakMemory(only_new=True)
+        self.blocks: list[_Block] = []
+        """Forward, repeated forward if there is one, backward."""
+
+    @contextmanager
+    def block(self) -> Iterator[None]:
+        before = self.memory.peak = self.memory.live()
+        with self.memory:
+            yield
+        self.blocks.append(_Block(before, self.memory.peak, self.memory.live()))
+
+    def bytes_of_both(self) -> ChunkBytes:
+        """Returns the bytes of a chunk that is recomputed, and those if it were kept."""
+        forward, again, backward = self.blocks
+        held = again.after - (self.result if self.keeps_result else 0)
+        kept = ChunkBytes(
+            self.result,
+            max(again.peak - self.size, again.after + self.result),
+            backward.peak - again.after,
+            saved=held,
+            keeps_result=self.keeps_result,
+        )
+        return ChunkBytes(self.result, forward.peak - self.size, max(again.peak, backward.peak) - self.size, kept=kept)
+
+    def bytes_of_kept(self) -> ChunkBytes:
+        """Returns the bytes of a chunk that is never recomputed, as if autograd kept its input."""
+        forward, backward = self.blocks
+        return ChunkBytes(self.result, forward.peak, backward.peak - backward.before, saved=backward.before + self.size)
