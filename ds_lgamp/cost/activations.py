@@ -41,6 +41,19 @@ class ChunkBytes:
     """Of a chunk that is recomputed: the bytes of a micro-batch of which autograd keeps what it has saved; None if
     there is none, or if these are unknown."""
 
+    def most(self, other: "ChunkBytes") -> "ChunkBytes":
+        """Returns the larger number of each kind."""
+        kept = other.kept if self.kept is None or other.kept is None else self.kept.most(other.kept)
+        return ChunkBytes(
+            max(self.result, other.result),
+            max(self.forward, other.forward),
+            max(self.backward, other.backward),
+            max(self.saved, other.saved),
+            self.keeps_result or other.keeps_result,
+            self.sent if other.sent is None else max(other.sent, self.sent or 0),
+            kept or self.kept,
+        )
+
     @property
     def message(self) -> int:
         """The result in a message to another rank."""

@@ -105,7 +105,8 @@ class Executor:
         self.current, self.program, self.row = None, batch.program, batch.row
         this_rank.whereabouts.place = Place.BATCH
         # TorchScript saves other tensors once it has optimized a function, in its second call.
-        as_written = torch.jit.optimized_execution(False) if batch.recomputes else nullcontext()
+        recomputes = batch.recomputes or self.meter is not None
+        as_written = torch.jit.optimized_execution(False) if recomputes else nullcontext()
         try:
             with as_written:
                 yield
@@ -184,6 +185,9 @@ class Executor:
         beginning: Tensors = ()
         trains = batch.training and chunk >= batch.first_trained
         meter = self.meter if batch.training else None
+        if meter is not None and trains and meter.is_outgrown(chunk, inputs):
+            # Nobody knows yet what autograd would keep of it.
+            recomputed, action = True, action._replace(recomputed=True)
         saved = (SavedTensors() if meter is None else NotedTensors()) if recomputed else None
         if saved is not None:
             self.draws.forward(chunk, micro_batch)
@@ -216,7 +220,7 @@ class Executor:
                     self.chunks[chunk].state.moved(state)
                 batch.graphs[chunk, micro_batch] = Graph(beginning, ends, saved, state)
         if meter is not None:
-            meter.end_forward(action, result if chunk < self._last_chunk else None, saved, trains)
+            meter.end_forward(action, result if chunk < self._last_chunk else None, saved)
         if chunk == self._last_chunk:
             if batch.training and not batch.returns_outputs:
                 batch.losses.append(detached(result))
@@ -240,6 +244,7 @@ class Executor:
         graph = batch.graphs.pop((chunk, micro_batch))
         state: Moment | None = None
         if graph.saved is not None:
+            self.current = action = action._replace(recomputed=True)
             self.doing = "backward"
             with self.timing.time("backward"):
                 state = self._recompute(action, graph, graph.saved)

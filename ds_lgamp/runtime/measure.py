@@ -318,35 +318,50 @@ class NotedTensors(SavedTensors):
 
 
 class ChunkMeter:
-    """Measures the bytes that a micro-batch takes on each chunk of a rank while a batch runs in which every chunk is
-    recomputed that can be. The first micro-batch counts, and every one with a larger input than those before.
+    """Measures the bytes that a micro-batch takes on each chunk of a rank while steps run. Only forwards with a larger
+    input than all before are measured, and they are recomputed, whatever the program says.
 
-    One run tells both ways. The repeated forward saves what a kept one would, up to the last saved tensor, after which
+    One run tells both ways: the repeated forward saves what a kept one would, up to the last saved tensor, after which
     it stops. So a kept forward counts as the larger of its peak and all that is kept, beside the result.
     """
 
     def __init__(self) -> None:
+        self.chunks: dict[int, ChunkBytes] = {}
+        """The most of each kind on each chunk."""
         self.inputs: dict[int, int] = {}
         """Bytes of the largest input of each chunk."""
-        self.chunks: dict[int, ChunkBytes] = {}
-        """Those of each chunk for its largest input."""
+        self.has_grown = False
+        """Whether anything was measured since somebody has last set this."""
+        self._shapes: dict[int, list[torch.Size]] = {}
+        """By chunk: the largest sizes that each tensor of its inputs has had, for each number of dimensions."""
         self._readings: dict[tuple[int, int], _Reading] = {}
+
+    def is_outgrown(self, chunk: int, inputs: Any) -> bool:
+        """Whether an input has more bytes, or is longer in any dimension, than all before."""
+        tensors, before = _tensors(inputs), self._shapes.get(chunk, [])
+        if sum(map(_nbytes, tensors)) > self.inputs.get(chunk, -1) or len(tensors) != len(before):
+            return True
+        return any(_largest(tensor.shape, most) != most for tensor, most in zip(tensors, before))
 
     def begin(self, action: Action, inputs: Any) -> AbstractContextManager[Any]:
         """Returns a context for the forward of ``action``."""
-        size = sum(map(_nbytes, _tensors(inputs)))
-        if size <= self.inputs.get(action.chunk, -1):
+        chunk = action.chunk
+        if not self.is_outgrown(chunk, inputs):
             return nullcontext()
-        self.inputs[action.chunk] = size
-        reading = self._readings[action.chunk, action.micro_batch] = _Reading(size)
+        tensors, before = _tensors(inputs), self._shapes.get(chunk, [])
+        size, known = sum(map(_nbytes, tensors)), len(before) == len(tensors)
+        self.inputs[chunk] = max(size, self.inputs.get(chunk, 0))
+        pairs = zip(tensors, before if known else (tensor.shape for tensor in tensors))
+        self._shapes[chunk] = [_largest(tensor.shape, most) for tensor, most in pairs]
+        reading = self._readings[chunk, action.micro_batch] = _Reading(size)
         return reading.block()
 
-    def end_forward(self, action: Action, result: Any, saved: SavedTensors | None, trains: bool) -> None:
+    def end_forward(self, action: Action, result: Any, saved: SavedTensors | None) -> None:
         """Reads the end of a forward.
 
         Args:
             result: what another chunk gets; None of the last chunk.
-            saved: of a chunk that is recomputed.
+            saved: of a chunk with a backward.
         """
         reading = self._readings.get((action.chunk, action.micro_batch))
         if reading is None:
@@ -354,9 +369,9 @@ class ChunkMeter:
         members = _tensors(result)
         reading.result = sum(map(_nbytes, members))
         reading.keeps_result = isinstance(saved, NotedTensors) and any(map(saved.has, members))
-        if not trains:
+        if saved is None:
             del self._readings[action.chunk, action.micro_batch]
-            self.chunks[action.chunk] = ChunkBytes(reading.result, reading.blocks[0].peak, 0)
+            self._enter(action.chunk, ChunkBytes(reading.result, reading.blocks[0].peak, 0))
 
     def again(self, action: Action) -> AbstractContextManager[Any]:
         """Returns a context for the forward that the backward of ``action`` repeats."""
@@ -375,16 +390,25 @@ class ChunkMeter:
             return
         with reading.block():
             yield
-        self.chunks[action.chunk] = reading.bytes_of_both() if action.recomputed else reading.bytes_of_kept()
+        self._enter(action.chunk, reading.chunk_bytes())
+
+    def _enter(self, chunk: int, taken: ChunkBytes) -> None:
+        known = self.chunks.get(chunk)
+        self.chunks[chunk] = taken if known is None else taken.most(known)
+        self.has_grown = True
+
+
+def _largest(shape: torch.Size, most: torch.Size) -> torch.Size:
+    """Returns the larger size in each dimension; ``shape`` if it has other dimensions."""
+    return torch.Size(map(max, shape, most)) if len(shape) == len(most) else shape
 
 
 class _Block(NamedTuple):
     """What a block of operations took."""
 
-    before: int
-    """Bytes alive when it began."""
     peak: int
     after: int
+    """Bytes alive at its end."""
 
 
 class _Reading:
@@ -402,25 +426,20 @@ class _Reading:
 
     @contextmanager
     def block(self) -> Iterator[None]:
-        before = self.memory.peak = self.memory.live()
+        self.memory.peak = self.memory.live()
         with self.memory:
             yield
-        self.blocks.append(_Block(before, self.memory.peak, self.memory.live()))
+        self.blocks.append(_Block(self.memory.peak, self.memory.live()))
 
-    def bytes_of_both(self) -> ChunkBytes:
+    def chunk_bytes(self) -> ChunkBytes:
         """Returns the bytes of a chunk that is recomputed, and those if it were kept."""
         forward, again, backward = self.blocks
-        held = again.after - (self.result if self.keeps_result else 0)
         kept = ChunkBytes(
             self.result,
             max(again.peak - self.size, again.after + self.result),
             backward.peak - again.after,
-            saved=held,
+            saved=again.after - (self.result if self.keeps_result else 0),
             keeps_result=self.keeps_result,
         )
-        return ChunkBytes(self.result, forward.peak - self.size, max(again.peak, backward.peak) - self.size, kept=kept)
-
-    def bytes_of_kept(self) -> ChunkBytes:
-        """Returns the bytes of a chunk that is never recomputed, as if autograd kept its input."""
-        forward, backward = self.blocks
-        return ChunkBytes(self.result, forward.peak, backward.peak - backward.before, saved=backward.before + self.size)
+        most = max(again.peak, backward.peak)
+        return ChunkBytes(self.result, forward.peak - self.size, most - self.size, kept=kept)

@@ -124,8 +124,11 @@ def _ideal(spec: ProgramSpec, costs: Costs) -> float:
     if not spec.forward_only:
         cost += sum(costs.backward[spec.first_trained :])
         cost += sum(costs.recompute[chunk] for chunk in spec.recomputed_chunks)
-    kept = sum(costs.recompute[chunk] for chunk, _ in spec.kept if chunk in spec.recomputed_chunks)
-    return (cost * spec.micro_batches - kept) / spec.pipeline_ranks
+    cost *= spec.micro_batches
+    for chunk, micro_batch in spec.kept:
+        if chunk in spec.recomputed_chunks and micro_batch < spec.micro_batches:
+            cost -= costs.recompute[chunk]
+    return cost / spec.pipeline_ranks
 
 
 def peak_live_activations(actions: Sequence[Action]) -> int:

@@ -151,7 +151,8 @@ class ProgramSpec:
     """Whether backwards compute their chunks again, from stored inputs. :meth:`is_recomputed` says which ones."""
     kept: frozenset[tuple[int, int]] = frozenset()
     """Pairs of chunk and micro-batch that are not recomputed although the spec recomputes: autograd keeps what it has
-    saved of them. A pipeline rank may know its own chunks only, because no other rank depends on it."""
+    saved of them. A pipeline rank may know its own chunks only, because no other rank depends on them. A script may end
+    a batch early, so pairs of micro-batches that the batch does not have mean nothing."""
     first_trained: int = 0
     """The first chunk with something to train. Gradients end there: chunks below it have no backward."""
     returns_outputs: bool = False
@@ -171,8 +172,6 @@ class ProgramSpec:
             _require(self.zero_stage == 3, "zero_stage", self.zero_stage, "only stage 3 gathers weights again")
             _require(self.hierarchy is None, "hierarchy", self.hierarchy, "shards of nodes are gathered inside a node")
         _require(0 <= self.first_trained < self.chunks, "first_trained", self.first_trained, "name a chunk")
-        known = all(0 <= chunk < self.chunks and 0 <= number < self.micro_batches for chunk, number in self.kept)
-        _require(known, "kept", sorted(self.kept), "name pairs of a chunk and a micro-batch")
         _require(self.updates in UPDATES, "updates", self.updates, f"use one of {', '.join(UPDATES)}")
         if self.returns_outputs:
             whole = self.micro_batches % self.pipeline_ranks == 0

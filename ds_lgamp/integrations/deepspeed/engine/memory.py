@@ -6,7 +6,7 @@ which forwards a rank recomputes to stay within a budget.
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -260,8 +260,8 @@ def space_left(memory: int) -> int:
 class Budget:
     """Decides for a rank which forwards autograd keeps, so that the rank stays within its budget.
 
-    The first batch recomputes everything that can be, and measures. Each rank decides alone, because nothing that ranks
-    exchange depends on it.
+    The first batch recomputes everything and measures. Later forwards with a larger input than all before are measured
+    as well. Each rank decides alone, because nothing that ranks exchange depends on it.
 
     Args:
         training: the training of this rank.
@@ -270,52 +270,58 @@ class Budget:
 
     def __init__(self, training: Any, given: int | None) -> None:
         self._training, self._given = training, given
-        self._meter = ChunkMeter()
+        self._meter = training.executor.meter = ChunkMeter()
         self._batch = 0, 0
         """Bytes of the inputs and the labels of a micro-batch."""
-        self._size: ActivationBytes | None = None
-        """What was measured; None before the end of the first batch."""
         self._measured = 0
         """The peak of the device up to the first step, without the optimizer's state; 0 on a CPU."""
-        self._limit = 0
-        """The budget for what the formula covers."""
-        self._kept = lru_cache(maxsize=8)(self._decide)
+        self._limit: int | None = None
+        """The budget for what the formula covers; None before the end of the first batch."""
+        self._kept: tuple[ProgramSpec | None, frozenset[Pair]] = None, frozenset()
+        """What was decided last, and for which program."""
+        self._is_open = False
+        """Whether a batch has begun, whose program may get longer or shorter, but stay as it is up to here."""
 
     def marked(self, spec: ProgramSpec) -> ProgramSpec:
         """Returns the program of a step with what autograd keeps of it."""
-        return spec if self._size is None else replace(spec, kept=self._kept(spec))
+        if self._limit is None:
+            return spec
+        if not self._is_open and (spec != self._kept[0] or self._meter.has_grown):
+            self._meter.has_grown = False
+            self._kept = spec, kept_within(self._limit, partial(self._build, spec), self._during, self._size)
+        return replace(spec, kept=self._kept[1])
 
     def begin_batch(self) -> None:
-        """Measures a batch for training if none has been."""
-        if self._size is None:
-            self._training.executor.meter = self._meter
-            self._batch = self._training.loader.sizes()
-            if self._on_accelerator:
-                get_accelerator().reset_peak_memory_stats()
+        """Begins a batch for training."""
+        self._is_open = True
+        self._batch = tuple(map(max, self._batch, self._training.loader.sizes()))
+        if self._limit is None and self._on_accelerator:
+            get_accelerator().reset_peak_memory_stats()
 
     def before_step(self) -> None:
-        """Reads the peak of a batch that is measured, before the optimizer takes temporary memory."""
-        if self._size is None and self._on_accelerator:
+        """Reads the peak of the first batch, before the optimizer takes temporary memory."""
+        if self._limit is None and self._on_accelerator:
             self._measured = get_accelerator().max_memory_allocated() - self._optimizer_state()
 
     def end_batch(self, spec: ProgramSpec) -> None:
         """Ends a batch with the program of ``spec``. Collective over all ranks after the first one, which may raise
         ConfigError on every rank: then it has taken more than the budget although it recomputed everything."""
-        if self._size is not None:
+        self._is_open = False
+        if self._limit is not None:
             return
-        self._training.executor.meter = None
-        self._size = self._activation_bytes()
         needed, beyond = max(self._during(self._build(spec, frozenset()))), self._beyond(spec)
         left = self._left() if self._given is None else self._given
-        self._limit = left - beyond
         raise_everywhere(over_budget(left, dist.get_rank(), needed + beyond), ConfigError)
-        self._tell(spec, left)
+        self._limit = left - beyond
+        self._tell(self.marked(spec), left)
 
     @property
     def _on_accelerator(self) -> bool:
         return self._training.device.type != "cpu"
 
-    def _activation_bytes(self) -> ActivationBytes:
+    @property
+    def _size(self) -> ActivationBytes:
+        """What was measured."""
         training, meter = self._training, self._meter
         own, chunks = meter.chunks, training.program_spec.chunks
         others = {chunk: ChunkBytes(meter.inputs.get(chunk + 1, 0), 0, 0) for chunk in range(chunks)}
@@ -329,10 +335,6 @@ class Budget:
             random_states=sum(state.nbytes for state in states),
             draws=training.executor.draws.any,
         )
-
-    def _decide(self, spec: ProgramSpec) -> frozenset[Pair]:
-        assert self._size is not None, "the first batch has been measured"
-        return kept_within(self._limit, partial(self._build, spec), self._during, self._size)
 
     def _build(self, spec: ProgramSpec, kept: frozenset[Pair]) -> list[Action]:
         return build_rank_program(replace(spec, kept=kept), self._training.placed.stage_id)
@@ -375,11 +377,10 @@ class Budget:
         return space_left(accelerator.available_memory() + accelerator.memory_reserved())
 
     def _tell(self, spec: ProgramSpec, left: int) -> None:
-        """Says on the first rank what it keeps."""
-        kept = self._kept(spec)
-        own = [chunk for chunk in spec.recomputed_chunks if spec.placement[chunk] == self._training.placed.stage_id]
+        """Says on the first rank what it recomputes from now on."""
         if dist.get_rank() == 0:
+            backwards = [action for action in self._build(spec, spec.kept) if action.kind is Kind.BACKWARD]
             logger.info(
-                f"ds_lgamp: {BLOCK}.recompute 'auto': within {with_unit(left, 'B')}, rank 0 recomputes "
-                f"{len(own) * spec.micro_batches - len(kept)} of {len(own) * spec.micro_batches} forwards"
+                f"ds_lgamp: within {with_unit(left, 'B')} of memory, rank 0 recomputes "
+                f"{sum(action.recomputed for action in backwards)} of {len(backwards)} forwards of a step"
             )
