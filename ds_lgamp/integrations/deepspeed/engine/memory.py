@@ -16,7 +16,7 @@ from deepspeed.utils import logger
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
+from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, with_unit
 from ds_lgamp.cost.activations import ActivationBytes, ChunkBytes
 from ds_lgamp.cost.memory import Memory, Pair, kept_within, memory_over_time
 from ds_lgamp.cost.muon import Iteration, Matrix, exchange_bytes, step_memory
@@ -34,7 +34,7 @@ from ds_lgamp.partition.agreement import raise_everywhere
 from ds_lgamp.partition.quantised import is_packed
 from ds_lgamp.partition.unit import parts_of
 from ds_lgamp.partition.zero_partition import ZeroPartition
-from ds_lgamp.planner.fields import parse_quantity, with_unit
+from ds_lgamp.runtime.batch import ActionError
 from ds_lgamp.runtime.measure import ChunkMeter
 from ds_lgamp.runtime.recompute import read_states
 from ds_lgamp.schedule.actions import Action, Kind
@@ -227,19 +227,14 @@ _SPACE = 0.05
 
 
 def budget_of(settings: LgampConfig, device: torch.device) -> int | None:
-    """Returns the bytes of ``recompute_memory``; None for what the device has left. Raises ConfigError if the key is no
-    number of bytes, or if it is missing where the device is a CPU."""
-    if settings.recompute_memory is not None:
-        try:
-            return int(parse_quantity(f"{BLOCK}.recompute_memory", settings.recompute_memory, "bytes"))
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-    if settings.recompute == "auto" and device.type == "cpu":
+    """Returns the bytes of ``recompute_memory``; None for what the device has left. Raises ConfigError if the key is
+    missing where the device is a CPU."""
+    if settings.recompute == "auto" and settings.recompute_bytes is None and device.type == "cpu":
         raise ConfigError(
             f"{BLOCK}.recompute is 'auto', but a CPU has no memory of its own to fill; set {BLOCK}.recompute_memory, "
             "such as '8 GB'"
         )
-    return None
+    return settings.recompute_bytes
 
 
 def over_budget(limit: int, rank: int, needed: int) -> str | None:
@@ -275,6 +270,8 @@ class Budget:
         """Bytes of the inputs and the labels of a micro-batch."""
         self._measured = 0
         """The peak of the device up to the first step, without the optimizer's state; 0 on a CPU."""
+        self._budget = 0
+        """The bytes that tensors may take, once they are known."""
         self._limit: int | None = None
         """The budget for what the formula covers; None before the end of the first batch."""
         self._kept: tuple[ProgramSpec | None, frozenset[Pair]] = None, frozenset()
@@ -310,10 +307,21 @@ class Budget:
         if self._limit is not None:
             return
         needed, beyond = max(self._during(self._build(spec, frozenset()))), self._beyond(spec)
-        left = self._left() if self._given is None else self._given
-        raise_everywhere(over_budget(left, dist.get_rank(), needed + beyond), ConfigError)
-        self._limit = left - beyond
-        self._tell(self.marked(spec), left)
+        budget = self._budget = self._left() if self._given is None else self._given
+        raise_everywhere(over_budget(budget, dist.get_rank(), needed + beyond), ConfigError)
+        self._limit = budget - beyond
+        self._tell(self.marked(spec), budget)
+
+    def advise(self, error: BaseException) -> None:
+        """Raises an ActionError in place of one that says that the device had too little memory. It also says what to
+        do."""
+        if not isinstance(error.__cause__, torch.OutOfMemoryError):
+            return
+        advice = "nothing was kept yet: use smaller micro-batches, a smaller micro_batch_group, or more ranks"
+        if self._kept[1]:
+            less = with_unit(0.9 * self._budget, "B")
+            advice = f"autograd kept what it saved of {len(self._kept[1])} forwards; set recompute_memory to '{less}'"
+        raise ActionError(f"{error}; with {BLOCK}.recompute 'auto', {advice}") from error.__cause__
 
     @property
     def _on_accelerator(self) -> bool:
@@ -376,11 +384,11 @@ class Budget:
         accelerator = get_accelerator()
         return space_left(accelerator.available_memory() + accelerator.memory_reserved())
 
-    def _tell(self, spec: ProgramSpec, left: int) -> None:
+    def _tell(self, spec: ProgramSpec, budget: int) -> None:
         """Says on the first rank what it recomputes from now on."""
         if dist.get_rank() == 0:
             backwards = [action for action in self._build(spec, spec.kept) if action.kind is Kind.BACKWARD]
             logger.info(
-                f"ds_lgamp: within {with_unit(left, 'B')} of memory, rank 0 recomputes "
+                f"ds_lgamp: within {with_unit(budget, 'B')} of memory, rank 0 recomputes "
                 f"{sum(action.recomputed for action in backwards)} of {len(backwards)} forwards of a step"
             )

@@ -302,9 +302,11 @@ class Training:
                 self._shared_buffers.look()
             try:
                 yield
-            except BaseException:
+            except BaseException as error:
                 if trace is not None:
                     trace.stop()
+                if self.budget is not None:
+                    self.budget.advise(error)
                 raise
             if ends and training:
                 self._shared_buffers.check()
