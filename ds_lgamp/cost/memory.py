@@ -96,7 +96,8 @@ the last.
     chunk on the same rank that is not recomputed either.
 - random states, with recomputation: one set, and one more for every stored input if layers draw.
 
-A last chunk whose backwards directly follow its forwards is never recomputed.
+A last chunk whose backwards directly follow its forwards is never recomputed. Any other may be recomputed for some
+micro-batches and not for others. Each takes what its actions say.
 
 Source: ``ds_lgamp/partition`` and ``ds_lgamp/runtime``; tests compare both with this formula. It holds from the second
 step on, because the first one learns shapes, and while shapes do not change. It does not cover:

@@ -101,7 +101,9 @@ def compare(pipeline_ranks, tries):
     return kept
 
 
-@pytest.mark.parametrize(("pipeline_ranks", "tries"), slow_except([(2, 1)], [(2, 1), (1, 20), (2, 10), (3, 5)]))
+@pytest.mark.parametrize(
+    ("pipeline_ranks", "tries"), slow_except([(2, 1)], [(2, 1), (1, 20), (2, 10), (3, 5)], several=True)
+)
 def test_any_set_of_kept_pairs_trains_to_the_same_bits(pipeline_ranks, tries):
     """With dropout, batch norms, counters, and layers that change their input in place."""
     for kept in run_on_ranks(pipeline_ranks, compare, pipeline_ranks, tries):

@@ -242,8 +242,9 @@ def over_budget(limit: int, rank: int, needed: int) -> str | None:
     if needed <= limit:
         return None
     return (
-        f"{BLOCK}.recompute_memory leaves {with_unit(limit, 'B')}, but rank {rank} needs {with_unit(needed, 'B')} "
-        "although it recomputes everything; use at least that, or smaller micro-batches"
+        f"{BLOCK}.recompute is 'auto', which may take {with_unit(limit, 'B')} of memory, but rank {rank} needs "
+        f"{with_unit(needed, 'B')} although it recomputes everything; set recompute_memory to at least that, or use "
+        "smaller micro-batches"
     )
 
 

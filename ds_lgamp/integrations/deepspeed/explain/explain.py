@@ -95,6 +95,7 @@ def explain(arguments: dict[str, Any], partition_method: str, calls_engine: bool
     """
     module, config = arguments["model"], arguments["config_class"]
     settings = enabled_block(arguments["config"])
+    budget = budget_of(settings, torch.device(get_accelerator().current_device_name()))
     _make_expert_groups(module, module, config)
     if not (calls_engine or arguments.get("optimizer") or config.optimizer_name):
         arguments = {**arguments, "optimizer": comes_later}
@@ -123,7 +124,8 @@ def explain(arguments: dict[str, Any], partition_method: str, calls_engine: bool
     step = Step(spec, settings, config, data_ranks, tensor_ranks, activations, update, plan.home_of_frozen, plan.travel)
     held = model.ranks(settings, config, spec, update.group_of)
     if settings.recompute == "auto" and activations is not None:
-        spec = replace(spec, kept=frozenset().union(*(step.kept(rank, each) for rank, each in enumerate(held))))
+        limit = space_left(get_accelerator().total_memory()) if budget is None else budget
+        spec = replace(spec, kept=frozenset().union(*(step.kept(rank, each, limit) for rank, each in enumerate(held))))
         program = build_program(spec)
         validate(spec, program)
     return Explanation(
@@ -265,16 +267,14 @@ class Step(NamedTuple):
             tokens=self._tokens(actions, held.expert_layers),
         )
 
-    def kept(self, rank: int, held: ImaginedRank) -> frozenset[Pair]:
-        """Returns the pairs of which a rank keeps what autograd saves with recompute "auto". Raises ConfigError if it
-        would need more memory than it may take, although it recomputed everything."""
+    def kept(self, rank: int, held: ImaginedRank, limit: int) -> frozenset[Pair]:
+        """Returns the pairs of which a rank keeps what autograd saves, to stay within a limit. Raises ConfigError if it
+        would need more memory although it recomputed everything."""
         assert self.activations is not None, "the first batch would decide"
-        units, size = (
-            unit_sizes(held.partition, self.home_of_frozen),
+        size, units = (
             element_bytes(self.config, self.update, self.travel),
+            unit_sizes(held.partition, self.home_of_frozen),
         )
-        given = budget_of(self.settings, torch.device(get_accelerator().current_device_name()))
-        limit = space_left(get_accelerator().total_memory()) if given is None else given
 
         def build(kept: frozenset[Pair]) -> list[Action]:
             return build_rank_program(replace(self.spec, kept=kept), rank)

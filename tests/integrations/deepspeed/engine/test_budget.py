@@ -88,7 +88,7 @@ def too_little():
 def test_a_budget_that_no_recomputation_meets_is_refused_on_all_ranks_with_the_number_that_would():
     first, second = run_on_ranks(2, too_little)
     assert first == second
-    assert "recompute_memory leaves 500 kB, but rank 0 needs 1 MB although it recomputes everything" in first
+    assert "which may take 500 kB of memory, but rank 0 needs 1 MB although it recomputes everything" in first
 
 
 def test_a_cpu_needs_a_number_and_other_modes_take_none():
