@@ -105,7 +105,7 @@ class Executor:
         self.current, self.program, self.row = None, batch.program, batch.row
         this_rank.whereabouts.place = Place.BATCH
         # TorchScript saves other tensors once it has optimized a function, in its second call.
-        recomputes = batch.recomputes or self.meter is not None
+        recomputes = batch.recomputes or (batch.training and self.meter is not None)
         as_written = torch.jit.optimized_execution(False) if recomputes else nullcontext()
         try:
             with as_written:
@@ -184,8 +184,8 @@ class Executor:
         state: Moment | None = None
         beginning: Tensors = ()
         trains = batch.training and chunk >= batch.first_trained
-        meter = self.meter if batch.training else None
-        if meter is not None and trains and meter.is_outgrown(chunk, inputs):
+        meter = self._meter_for(chunk, inputs)
+        if meter is not None and trains:
             # Nobody knows yet what autograd would keep of it.
             recomputed, action = True, action._replace(recomputed=True)
         saved = (SavedTensors() if meter is None else NotedTensors()) if recomputed else None
@@ -328,6 +328,11 @@ class Executor:
             return batch.results.pop((Kind.FORWARD, chunk - 1, micro_batch))
         with self._doing("activation"):
             return self.links.take_activations(chunk, micro_batch)
+
+    def _meter_for(self, chunk: int, inputs: Any) -> ChunkMeter | None:
+        """Returns what measures a forward; None if nothing does."""
+        meter = self.meter if self._batch.training else None
+        return meter if meter is not None and meter.is_outgrown(chunk, inputs) else None
 
     def _compute(self, action: Action, inputs: Any) -> Any:
         """Returns the chunk's result; for the last chunk, the loss."""

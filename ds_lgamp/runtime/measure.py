@@ -344,10 +344,8 @@ class ChunkMeter:
         return any(_largest(tensor.shape, most) != most for tensor, most in zip(tensors, before))
 
     def begin(self, action: Action, inputs: Any) -> AbstractContextManager[Any]:
-        """Returns a context for the forward of ``action``."""
+        """Returns a context for the forward of ``action``, which has outgrown all before."""
         chunk = action.chunk
-        if not self.is_outgrown(chunk, inputs):
-            return nullcontext()
         tensors, before = _tensors(inputs), self._shapes.get(chunk, [])
         size, known = sum(map(_nbytes, tensors)), len(before) == len(tensors)
         self.inputs[chunk] = max(size, self.inputs.get(chunk, 0))
@@ -363,9 +361,7 @@ class ChunkMeter:
             result: what another chunk gets; None of the last chunk.
             saved: of a chunk with a backward.
         """
-        reading = self._readings.get((action.chunk, action.micro_batch))
-        if reading is None:
-            return
+        reading = self._readings[action.chunk, action.micro_batch]
         members = _tensors(result)
         reading.result = sum(map(_nbytes, members))
         reading.keeps_result = isinstance(saved, NotedTensors) and any(map(saved.has, members))

@@ -1,20 +1,24 @@
 """With recompute "auto", a rank recomputes only what it must to stay within a budget, and a step stays the same."""
 
 import gc
+import os
 import random
+import sys
 from functools import partial
 from itertools import pairwise, product
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ds_lgamp.config import ConfigError, parse_quantity, read_block
 from ds_lgamp.integrations.deepspeed.engine import memory
+from ds_lgamp.integrations.user_script import failures_end_the_process
 from ds_lgamp.runtime.batch import ActionError
 from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.schedule.actions import Kind
 from testing.deepspeed_rank import prepare_rank
-from testing.ranks import run_on_ranks
+from testing.ranks import run_on_ranks, started_ranks
 from tests.integrations.deepspeed.engine.test_offload_activations import keep_the_host_apart
 from tests.integrations.deepspeed.engine.test_recompute import (
     ATTENDING,
@@ -174,6 +178,34 @@ def test_a_device_without_memory_says_what_would_fit(number, advice):
     (sentence,) = run_on_ranks(1, run_out_of_memory, number)
     assert "OutOfMemoryError: CUDA out of memory" in sentence
     assert sentence.endswith(f"with ds_lgamp.recompute 'auto', {advice}")
+
+
+def one_of_two_runs_out(folder):
+    """Fails on the second pipeline rank alone. Both write what they say to a file."""
+    rank = dist.get_rank()
+    os.dup2(os.open(folder / str(rank), os.O_CREAT | os.O_WRONLY), 2)
+    sys.stderr = os.fdopen(2, "w")
+    prepare_rank()
+    trained = auto(ATTENDING, 2, "4 MB")
+    gradients_of(trained)
+
+    def fail(executor, action):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    with pytest.MonkeyPatch.context() as patch, failures_end_the_process():
+        if rank == 1:
+            patch.setitem(Executor.execute.__globals__["_EXECUTE"], Kind.BACKWARD, fail)
+        gradients_of(trained)
+
+
+def test_if_one_rank_runs_out_of_memory_all_end_and_name_it(tmp_path):
+    with started_ranks(2, one_of_two_runs_out, tmp_path) as (ranks, _):
+        for rank in ranks:
+            rank.join(120)
+        said = [(tmp_path / str(rank)).read_text() for rank in range(2)]
+        assert [rank.exitcode for rank in ranks] == [1, 1], said
+    assert "autograd kept what it saved of" in said[1] and "set recompute_memory to '3.6 MB'" in said[1]
+    assert "rank 1" in said[0], said[0]
 
 
 def longer_and_more():
