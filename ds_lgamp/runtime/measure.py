@@ -18,8 +18,10 @@ from torch.utils._pytree import tree_leaves
 from ds_lgamp.cost.activations import ChunkBytes
 from ds_lgamp.runtime.chunk import as_leaves, cloned
 from ds_lgamp.runtime.graph import backpropagate, begin_graph, end_graph, own_loss
+from ds_lgamp.runtime.messages import message_bytes
 from ds_lgamp.runtime.recompute import SavedTensors
 from ds_lgamp.schedule.actions import Action
+from ds_lgamp.schedule.spec import ActivationType
 
 _KINDS = {
     "_allgather_base_": "all_gather",
@@ -323,9 +325,15 @@ class ChunkMeter:
 
     One run tells both ways: the repeated forward saves what a kept one would, up to the last saved tensor, after which
     it stops. So a kept forward counts as the larger of its peak and all that is kept, beside the result.
+
+    Args:
+        narrow: the type in which hidden states travel, if they travel rounded.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, narrow: ActivationType | None = None) -> None:
+        self._narrow = narrow
+        self.received: dict[int, int] = {}
+        """Bytes of the largest input of each chunk as it travels, if hidden states travel rounded."""
         self.chunks: dict[int, ChunkBytes] = {}
         """The most of each kind on each chunk."""
         self.inputs: dict[int, int] = {}
@@ -352,6 +360,8 @@ class ChunkMeter:
         pairs = zip(tensors, before if known else (tensor.shape for tensor in tensors))
         self._shapes[chunk] = [_largest(tensor.shape, most) for tensor, most in pairs]
         reading = self._readings[chunk, action.micro_batch] = _Reading(size)
+        if self._narrow is not None and chunk > 0:
+            self.received[chunk] = max(message_bytes(inputs, self._narrow), self.received.get(chunk, 0))
         return reading.block()
 
     def end_forward(self, action: Action, result: Any, saved: SavedTensors | None) -> None:
@@ -364,6 +374,8 @@ class ChunkMeter:
         reading = self._readings[action.chunk, action.micro_batch]
         members = _tensors(result)
         reading.result = sum(map(_nbytes, members))
+        if self._narrow is not None and saved is not None and members:
+            reading.sent = message_bytes(result, self._narrow)
         reading.keeps_result = isinstance(saved, NotedTensors) and any(map(saved.has, members))
         if saved is None:
             del self._readings[action.chunk, action.micro_batch]
@@ -416,6 +428,7 @@ class _Reading:
 
     def __init__(self, size: int) -> None:
         self.size, self.result, self.keeps_result = size, 0, False
+        self.sent: int | None = None
         self.memory = PeakMemory(only_new=True)
         self.blocks: list[_Block] = []
         """Forward, repeated forward if there is one, backward."""
@@ -438,4 +451,4 @@ class _Reading:
             keeps_result=self.keeps_result,
         )
         most = max(again.peak, backward.peak)
-        return ChunkBytes(self.result, forward.peak - self.size, most - self.size, kept=kept)
+        return ChunkBytes(self.result, forward.peak - self.size, most - self.size, sent=self.sent, kept=kept)

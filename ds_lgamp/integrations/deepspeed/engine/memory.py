@@ -266,7 +266,7 @@ class Budget:
 
     def __init__(self, training: Any, given: int | None) -> None:
         self._training, self._given = training, given
-        self._meter = training.executor.meter = ChunkMeter()
+        self._meter = training.executor.meter = ChunkMeter(training.settings.activation_dtype)
         self._batch = 0, 0
         """Bytes of the inputs and the labels of a micro-batch."""
         self._measured = 0
@@ -333,7 +333,10 @@ class Budget:
         """What was measured."""
         training, meter = self._training, self._meter
         own, chunks = meter.chunks, training.program_spec.chunks
-        others = {chunk: ChunkBytes(meter.inputs.get(chunk + 1, 0), 0, 0) for chunk in range(chunks)}
+        others = {
+            chunk: ChunkBytes(meter.inputs.get(chunk + 1, 0), 0, 0, sent=meter.received.get(chunk + 1))
+            for chunk in range(chunks)
+        }
         sources = [] if training.settings.reproducible or self._on_accelerator else training.random_sources
         states = [each for each in tree_leaves(read_states(sources)) if isinstance(each, torch.Tensor)]
         inputs, labels = self._batch

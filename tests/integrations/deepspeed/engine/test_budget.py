@@ -6,6 +6,7 @@ import random
 import sys
 from functools import partial
 from itertools import pairwise, product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from ds_lgamp.config import ConfigError, parse_quantity, read_block
 from ds_lgamp.integrations.deepspeed.engine import memory
+from ds_lgamp.integrations.deepspeed.explain.activations import measure_activations
 from ds_lgamp.integrations.user_script import failures_end_the_process
 from ds_lgamp.runtime.batch import ActionError
 from ds_lgamp.runtime.executor import Executor
@@ -22,15 +24,19 @@ from testing.ranks import run_on_ranks, started_ranks
 from tests.integrations.deepspeed.engine.test_offload_activations import keep_the_host_apart
 from tests.integrations.deepspeed.engine.test_recompute import (
     ATTENDING,
+    Attending,
     engine,
     gradients_and_peak_of,
     gradients_of,
+    mean_square,
     micro_batch,
 )
 from tests.integrations.deepspeed.plain.training import train_all_on_rank
 from tests.runtime.assembly import gathered
 
 BUDGETS = ("1.2 MB", "2 MB", "4 MB", "6 MB", "20 MB")
+SCALARS = 8
+"""Bytes of numbers that fake tensors save and real ones do not."""
 STATE_BYTES = 5056
 """A state of torch's generator. The formula takes one for every stored input; equal ones are in fact one."""
 
@@ -178,6 +184,34 @@ def test_a_device_without_memory_says_what_would_fit(number, advice):
     (sentence,) = run_on_ranks(1, run_out_of_memory, number)
     assert "OutOfMemoryError: CUDA out of memory" in sentence
     assert sentence.endswith(f"with ds_lgamp.recompute 'auto', {advice}")
+
+
+def measured_beside_explained():
+    """Returns what the first batch has measured and what fake tensors tell, with hidden states that travel rounded."""
+    prepare_rank()
+    trained = auto(ATTENDING, 2, "1 GB", activation_dtype="bf16")
+    gradients_of(trained)
+    layers = [Attending() for _ in ATTENDING]
+    module = SimpleNamespace(_layer_specs=layers, loss_fn=mean_square)
+    spec, bounds = trained.lgamp.program_spec, range(len(layers) + 1)
+    data, config = micro_batch(0), trained.lgamp.config
+    return trained.lgamp.budget._size, measure_activations(
+        module, layers, bounds, data, spec, trained.lgamp.settings, config
+    )
+
+
+def test_the_first_batch_measures_what_fake_tensors_tell():
+    """Of a chunk that is kept, the forward counts a little more, because its repetition stops early."""
+    for rank, (measured, told) in enumerate(run_on_ranks(2, measured_beside_explained)):
+        assert (measured.inputs, measured.labels) == (told.inputs, told.labels)
+        own = range(3 * rank, 3 * rank + 3)
+        for chunk in own[: len(own) - rank]:
+            found, right = measured.chunks[chunk], told.chunks[chunk]
+            assert (found.result, found.sent, found.backward) == (right.result, right.sent, right.backward), chunk
+            assert found.kept.backward == right.kept.backward
+            assert abs(found.kept.saved - right.kept.saved) <= SCALARS, chunk
+            assert found.forward == right.forward
+            assert -SCALARS <= found.kept.forward - right.kept.forward <= right.result, chunk
 
 
 def one_of_two_runs_out(folder):
