@@ -344,6 +344,10 @@ class ChunkMeter:
         """By chunk: the largest sizes that each tensor of its inputs has had, for each number of dimensions."""
         self._readings: dict[tuple[int, int], _Reading] = {}
 
+    def measure_again(self) -> None:
+        """Measures the next forward of every chunk, because backwards go further down than before."""
+        self._shapes.clear()
+
     def is_outgrown(self, chunk: int, inputs: Any) -> bool:
         """Whether an input has more bytes, or is longer in any dimension, than all before."""
         tensors, before = _tensors(inputs), self._shapes.get(chunk, [])

@@ -284,7 +284,10 @@ class Budget:
         """Returns the program of a step with what autograd keeps of it."""
         if self._limit is None:
             return spec
-        if not self._is_open and (spec != self._kept[0] or self._meter.has_grown):
+        decided = self._kept[0]
+        if not self._is_open and (spec != decided or self._meter.has_grown):
+            if decided is not None and spec.first_trained < decided.first_trained:
+                self._meter.measure_again()
             self._meter.has_grown = False
             self._kept = spec, kept_within(self._limit, partial(self._build, spec), self._during, self._size)
         return replace(spec, kept=self._kept[1])
