@@ -1,6 +1,9 @@
-"""The ``ds_lgamp`` block of ds_config.json."""
+"""The ``ds_lgamp`` block of ds_config.json, and the reader of numbers with units: "25 Gbit/s", "80 GB", "312 TFLOP/s",
+"5 us", "2.5 USD/h"."""
 
 import math
+import re
+from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
@@ -11,10 +14,75 @@ from ds_lgamp.schedule.orders import SINGLE_CHUNK_SCHEDULES
 BLOCK = "ds_lgamp"
 
 
+_PREFIXES = {"": 1.0, "n": 1e-9, "u": 1e-6, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
+_BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+_NUMBER = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z/]*)\s*")
+
+
+def _units(allowed: Mapping[str, float], prefixes: Mapping[str, float]) -> dict[str, float]:
+    return {prefix + unit: factor * size for unit, size in allowed.items() for prefix, factor in prefixes.items()}
+
+
+_LARGE = {prefix: factor for prefix, factor in _PREFIXES.items() if factor >= 1}
+_SMALL = {prefix: factor for prefix, factor in _PREFIXES.items() if factor <= 1 and prefix != "k"}
+UNITS: dict[str, dict[str, float]] = {
+    "bytes": _units({"B": 1.0}, {**_LARGE, **_BINARY}),
+    "bytes per second": _units({"B/s": 1.0, "bit/s": 1 / 8}, {**_LARGE, **_BINARY}),
+    "flops per second": _units({"FLOP/s": 1.0}, _LARGE),
+    "seconds": {**_units({"s": 1.0}, _SMALL), "min": 60.0, "h": 3600.0, "d": 86400.0},
+    "dollars per second": {"USD/h": 1 / 3600, "USD/s": 1.0},
+}
+"""For each kind of quantity, its units and how many of the base unit each is."""
+
+
+def parse_quantity(field: str, value: object, kind: str) -> float:
+    """Returns ``value``, such as "25 Gbit/s", in the base unit of ``kind``.
+
+    Args:
+        field: the name that errors give.
+        kind: a key of :data:`UNITS`.
+
+    Raises ValueError if ``value`` has no unit or an unknown one, or is not finite and above 0.
+    """
+    units = UNITS[kind]
+    match = _NUMBER.fullmatch(value) if isinstance(value, str) else None
+    if match is None or match[2] not in units:
+        example = ", ".join(list(units)[:6])
+        raise ValueError(f"{field} is {value!r}; write a number and a unit of {kind}, such as {example}")
+    number = float(match[1]) * units[match[2]]
+    if not 0 < number < float("inf"):
+        raise ValueError(f"{field} is {value!r}; it must be finite and above 0 {kind}")
+    return number
+
+
+def optional_quantity(field: str, value: object, kind: str) -> float | None:
+    """Returns what :func:`parse_quantity` does; None for None."""
+    return None if value is None else parse_quantity(field, value, kind)
+
+
+def with_unit(number: float, unit: str) -> str:
+    """Returns ``number`` with three digits and a prefix: ``with_unit(2.5e10, "B/s")`` is "25 GB/s"."""
+    if number == 0:
+        return f"0 {unit}"
+    number = float(f"{number:.3g}")
+    for prefix, factor in sorted(_PREFIXES.items(), key=lambda item: -item[1]):
+        if abs(number) >= factor or (prefix == "n"):
+            return f"{number / factor:.3g} {prefix}{unit}"
+    return f"{number:g} {unit}"
+
+
 def _check_trace_steps(text: str) -> str:
     first, colon, last = text.partition(":")
     if not (colon and first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
         raise ValueError('give the first and the last step, from 1, such as "10:12"')
+    return text
+
+
+def _check_memory(text: str) -> str:
+    try:
+        parse_quantity("", text, "bytes")
+    except ValueError as error:
+        raise ValueError(str(error).partition("; ")[2]) from None
     return text
 
 
@@ -84,10 +152,15 @@ class LgampConfig(BaseModel):
     fp16, bf16.check_grad_overflow, reproducible, models that are no PipelineModule), each update runs in the next step,
     before the chunk's forwards; stages 1 and 2 then gather as with defer_gathers. false: all updates run in the step,
     after the last reduction."""
-    recompute: Literal["full", "selective", "none"] = "full"
+    recompute: Literal["full", "selective", "none", "auto"] = "full"
     """full: the backward pass recomputes chunks from their stored input, except the last chunk if its backward follows
     its forward at once; selective: layers that offer it recompute a part of themselves, and everything else that
-    autograd saves is kept; none: everything that autograd saves is kept."""
+    autograd saves is kept; none: everything that autograd saves is kept; auto: as full in the first batch, which
+    measures what autograd saves of each chunk, and from then on every rank recomputes only what it must to stay within
+    recompute_memory."""
+    recompute_memory: Annotated[str, AfterValidator(_check_memory)] | None = None
+    """The most memory that tensors may take on a rank's device with recompute "auto", such as "60 GB". The default is
+    what the device has left, less a twentieth for what lies between tensors; a CPU needs a value."""
     blocks: str | None = None
     """The name in the model of the list of modules at which to split it, such as "model.layers"; not for a
     PipelineModule or an nn.Sequential. The default is the one that the model's own pipeline plan names, or else the one
@@ -162,6 +235,12 @@ class LgampConfig(BaseModel):
         return math.inf if self.hang_timeout is None else self.hang_timeout
 
     @property
+    def recompute_bytes(self) -> int | None:
+        """``recompute_memory`` in bytes, if it is given."""
+        given = self.recompute_memory
+        return None if given is None else int(parse_quantity("recompute_memory", given, "bytes"))
+
+    @property
     def traced_steps(self) -> tuple[int, int]:
         """The first and the last step of ``trace_steps``."""
         first, last = (self.trace_steps or "10:12").split(":")
@@ -193,10 +272,15 @@ class LgampConfig(BaseModel):
                 "outputs is 'loss', but the code around model computes the loss of its outputs; use 'all', or remove "
                 "outputs"
             )
-        if self.offload_activations != "none" and self.recompute != "full":
+        if self.offload_activations != "none" and self.recompute not in ("full", "auto"):
             raise ValueError(
                 f"recompute is '{self.recompute}', but offload_activations stores what recomputation starts from; use "
-                "'full', or remove offload_activations"
+                "'full' or 'auto', or remove offload_activations"
+            )
+        if self.recompute_memory is not None and self.recompute != "auto":
+            raise ValueError(
+                f"recompute_memory is {self.recompute_memory!r}, but recompute is '{self.recompute}'; use 'auto', or "
+                "remove recompute_memory"
             )
         if self.activation_dtype is not None and self.reproducible:
             raise ValueError(

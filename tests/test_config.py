@@ -25,6 +25,12 @@ def test_a_trace_has_its_first_and_its_last_step(keys, steps):
         ({"layers_per_chunk": 0}, "ds_lgamp.layers_per_chunk is 0: input should be greater than 0"),
         ({"micro_batch_group": "some"}, "ds_lgamp.micro_batch_group is 'some'"),
         ({"recompute": "half"}, "ds_lgamp.recompute is 'half'"),
+        (
+            {"recompute": "auto", "recompute_memory": "60 Gigs"},
+            "ds_lgamp.recompute_memory is '60 Gigs': write a number and a unit of bytes, such as B, kB, MB, GB",
+        ),
+        ({"recompute": "auto", "recompute_memory": "0 GB"}, "ds_lgamp.recompute_memory is '0 GB': it must be finite"),
+        ({"recompute_memory": "60 GB"}, "recompute_memory is '60 GB', but recompute is 'full'; use 'auto'"),
         ({"trace": "x", "trace_steps": "3:1"}, "ds_lgamp.trace_steps is '3:1': give the first and the last step, from"),
         ({"trace": "x", "trace_steps": "0:1"}, "ds_lgamp.trace_steps is '0:1': give the first and the last step, from"),
         ({"trace_steps": "1:2"}, "trace_steps is '1:2', but there is no trace; set trace to a folder"),

@@ -18,7 +18,7 @@ class ChunkBytes:
     """Bytes that one micro-batch takes on one chunk. The last chunk includes the loss.
 
     They depend on the chunk's layers and on whether it is recomputed. Of a chunk without a backward, only result and
-    forward count.
+    forward count. A chunk of which only some micro-batches are recomputed has both: ``kept`` are the others.
     """
 
     result: int
@@ -37,6 +37,22 @@ class ChunkBytes:
     sent: int | None = None
     """The result as it travels to another rank, if hidden states travel rounded. It is then a copy. Its gradient takes
     as much."""
+    kept: "ChunkBytes | None" = None
+    """Of a chunk that is recomputed: the bytes of a micro-batch of which autograd keeps what it has saved; None if
+    there is none, or if these are unknown."""
+
+    def most(self, other: "ChunkBytes") -> "ChunkBytes":
+        """Returns the larger number of each kind."""
+        kept = other.kept if self.kept is None or other.kept is None else self.kept.most(other.kept)
+        return ChunkBytes(
+            max(self.result, other.result),
+            max(self.forward, other.forward),
+            max(self.backward, other.backward),
+            max(self.saved, other.saved),
+            self.keeps_result or other.keeps_result,
+            self.sent if other.sent is None else max(other.sent, self.sent or 0),
+            kept or self.kept,
+        )
 
     @property
     def message(self) -> int:
@@ -102,7 +118,8 @@ class ActivationWalk:
         lower = {chunk - 1 for chunk in chunks[Kind.SEND_BACKWARD]}
         self.first_trained = min(self.trained | lower, default=len(size.chunks))
         """The lowest chunk with a backward, as far as this rank knows."""
-        self.recomputed = {action.chunk for action in actions if action.recomputed}
+        self.kept: set[Tensor] = set()
+        """Results of chunks whose graph keeps what autograd has saved."""
         self.holders: dict[Tensor, list[str]] = defaultdict(list)
         self.under_way: dict[Kind, deque[Tensor]] = {Kind.FORWARD: deque(), Kind.BACKWARD: deque()}
         results = [size.inputs, *(each.result for each in size.chunks)]
@@ -113,7 +130,7 @@ class ActivationWalk:
         if self.own & {0, self.last}:
             micro_batches = 1 + max(action.micro_batch for action in actions)
             ledger.take("batch", micro_batches * (size.inputs + size.labels))
-        if self.recomputed:
+        if any(action.recomputed for action in actions):
             ledger.take("random_states", size.random_states)
 
     def memory(self) -> ActivationMemory:
@@ -166,14 +183,15 @@ class ActivationWalk:
             self.ledger.take(holders[0], amount)
 
     def forward(self, action: Action) -> None:
-        _, chunk, micro_batch, _ = action
-        self.take_input(chunk, micro_batch)
-        size, result = self.size.chunks[chunk], (Kind.FORWARD, chunk, micro_batch)
+        _, chunk, micro_batch, recomputed = action
+        self.take_input(action)
+        size, result = self.size_of(action), (Kind.FORWARD, chunk, micro_batch)
         self.ledger.pass_by("working", self.inputs[chunk] + size.forward)
-        if chunk not in self.recomputed:
+        if not recomputed:
             if chunk == 0:
                 self.ledger.free("batch", self.size.inputs)
             if chunk in self.trained:
+                self.kept.add(result)
                 self.ledger.take("saved", size.saved)
                 if size.keeps_result:
                     self.hold(result, "saved")
@@ -182,28 +200,34 @@ class ActivationWalk:
         if chunk < self.last:
             self.hold(result, self.result_goes[chunk])
 
-    def take_input(self, chunk: int, micro_batch: int) -> None:
+    def size_of(self, action: Action) -> ChunkBytes:
+        size = self.size.chunks[action.chunk]
+        return size if action.recomputed or size.kept is None else size.kept
+
+    def take_input(self, action: Action) -> None:
+        _, chunk, micro_batch, recomputed = action
         if chunk == min(self.own & {0, self.last}, default=None):
             # Only other ranks need the rest of the micro-batch.
             self.ledger.free("batch", self.size.inputs * (0 not in self.own))
             self.ledger.free("batch", self.size.labels * (self.last not in self.own))
         if chunk > 0:
             taken, on_this_rank = (Kind.FORWARD, chunk - 1, micro_batch), chunk - 1 in self.own
-            if chunk in self.recomputed:
+            if recomputed:
                 self.hold(taken, "inputs")
-            elif on_this_rank and chunk > self.first_trained and chunk - 1 not in self.recomputed:
+            elif taken in self.kept and chunk > self.first_trained:
                 # The executor copies this input, then drops the original.
                 self.ledger.pass_by("working", self.inputs[chunk])
             self.drop(taken, "handed_over" if on_this_rank else "receives")
 
     def backward(self, action: Action) -> None:
-        _, chunk, micro_batch, _ = action
-        size, recomputed = self.size.chunks[chunk], chunk in self.recomputed
+        _, chunk, micro_batch, recomputed = action
+        size = self.size_of(action)
         copy = self.inputs[chunk] if recomputed else 0
         if chunk == self.last:
             self.ledger.free("batch", self.size.labels)
         self.ledger.pass_by("working", copy + size.backward)
         if not recomputed:
+            self.kept.discard((Kind.FORWARD, chunk, micro_batch))
             self.ledger.free("saved", size.saved)
             if size.keeps_result:
                 self.drop((Kind.FORWARD, chunk, micro_batch), "saved")

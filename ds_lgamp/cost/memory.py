@@ -96,7 +96,8 @@ the last.
     chunk on the same rank that is not recomputed either.
 - random states, with recomputation: one set, and one more for every stored input if layers draw.
 
-A last chunk whose backwards directly follow its forwards is never recomputed.
+A last chunk whose backwards directly follow its forwards is never recomputed. Any other may be recomputed for some
+micro-batches and not for others. Each takes what its actions say.
 
 Source: ``ds_lgamp/partition`` and ``ds_lgamp/runtime``; tests compare both with this formula. It holds from the second
 step on, because the first one learns shapes, and while shapes do not change. It does not cover:
@@ -111,8 +112,9 @@ step on, because the first one learns shapes, and while shapes do not change. It
 - members of a result that have no gradient.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ds_lgamp.cost.activations import ActivationBytes, ActivationMemory, ActivationWalk
 from ds_lgamp.cost.offload import (
@@ -180,6 +182,19 @@ def rank_memory(
         step: temporary memory of an optimizer that steps on all units together, in place of ``size.update``.
         offload: as in the program.
     """
+    return memory_over_time(actions, units, sharding, size, activation_bytes, step, offload)[0]
+
+
+def memory_over_time(
+    actions: Sequence[Action],
+    units: Sequence[UnitSize],
+    sharding: Sharding,
+    size: ElementBytes,
+    activation_bytes: ActivationBytes | None = None,
+    step: int | None = None,
+    offload: Offload | None = None,
+) -> tuple[Memory, list[int]]:
+    """Returns what :func:`rank_memory` does, and the peak of all kinds together during each action."""
     ledger = Ledger()
     walks: list[StateWalk | ActivationWalk] = []
     staying, leaving = [unit for unit in units if stays(unit, offload)], on_host(units, offload)
@@ -204,10 +219,13 @@ def rank_memory(
     for walk in walks:
         for kind, follow in walk.steps.items():
             steps[kind].append(follow)
+    always, during = weights + master + (optimizer or 0), []
     for action in actions:
+        ledger.lately = ledger.together
         for follow in steps[action.kind]:
             follow(action)
-    return Memory(
+        during.append(always + ledger.lately)
+    memory = Memory(
         weights=weights,
         resident_weights=ledger.most["resident"],
         loaded_weights=ledger.most["loaded"],
@@ -217,12 +235,13 @@ def rank_memory(
         gradient_buffers=ledger.most["buffers"],
         tied_copies=ledger.most["copies"],
         update=None if update_unknown else ledger.most["update"],
-        peak=weights + master + (optimizer or 0) + ledger.most_together,
+        peak=always + ledger.most_together,
         at_peak=ledger.at_peak,
         stored_activations=peak_live_activations(actions),
         activations=None if activations is None else activations.memory(),
         host=host,
     )
+    return memory, during
 
 
 def held_between_steps(
@@ -236,3 +255,143 @@ def held_between_steps(
         master += size.master * part if size.weights < size.master and not unit.frozen else 0
         trainable += min(part, unit.trainable)
     return weights, master, None if size.optimizer is None else size.optimizer * trainable
+
+
+Pair = tuple[int, int]
+"""A chunk and a micro-batch."""
+
+
+def kept_within(
+    budget: int,
+    build: Callable[[frozenset[Pair]], Sequence[Action]],
+    follow: Callable[[Sequence[Action]], Sequence[int]],
+    size: ActivationBytes,
+) -> frozenset[Pair]:
+    """Returns pairs of a pipeline rank of which autograd may keep what it saves, so that the peak of a step stays
+    within a budget. Returns none if even recomputing all pairs takes more.
+
+    Pairs that are alive shortest come first, as far as they save equally much compute per byte. Each is kept if the
+    peak then stays within the budget on paper, where a pair takes its bytes from its forward to its backward. On paper,
+    chunks share nothing, so the formula has the last word: it corrects the budget on paper until both agree.
+
+    Args:
+        budget: bytes.
+        build: returns the program of the rank if some pairs are kept.
+        follow: returns the peak during each action of such a program.
+        size: the bytes of chunks that may be kept, both ways.
+    """
+    actions = build(frozenset())
+    during = follow(actions)
+    spans = _by_worth(_spans(actions, size), size)
+    kept: frozenset[Pair] = frozenset()
+    on_paper = budget
+    for _ in range(_CORRECTIONS):
+        found = _chosen(on_paper, during, spans)
+        if found == kept:
+            break
+        over = max(follow(build(found))) - budget
+        if over <= 0 and len(found) > len(kept):
+            kept = found
+        if over == 0:
+            break
+        on_paper -= over
+    return kept
+
+
+_CORRECTIONS = 6
+"""How often the formula corrects the choice on paper. Two or three are enough where chunks share nothing."""
+
+
+class _Span(NamedTuple):
+    """What keeping a pair would add to the peak during its forward, between, and during its backward."""
+
+    pair: Pair
+    start: int
+    """The place of its forward in the program."""
+    end: int
+    """The place of its backward."""
+    forward: int
+    between: int
+    backward: int
+
+
+def _spans(actions: Sequence[Action], size: ActivationBytes) -> Iterator[_Span]:
+    """Yields the pairs of a program that could be kept, in the order of their backwards."""
+    forwards: dict[Pair, int] = {}
+    away = {action[1:3] for action in actions if action.kind is Kind.STORE_INPUT}
+    for place, action in enumerate(actions):
+        _, chunk, micro_batch, recomputed = action
+        if action.kind is Kind.FORWARD:
+            forwards[chunk, micro_batch] = place
+        both = size.chunks[chunk] if action.kind is Kind.BACKWARD and recomputed else None
+        if both is None or both.kept is None:
+            continue
+        copy, kept = size.chunks[chunk - 1].result if chunk else size.inputs, both.kept
+        stored = 0 if (chunk, micro_batch) in away else copy + (size.random_states if size.draws else 0)
+        between = kept.saved + (kept.result if kept.keeps_result else 0) - stored
+        backward = between + kept.backward - both.backward - copy
+        # In its forward, a pair that is recomputed works on a copy of the input that it stores.
+        forward = kept.forward - both.forward - (copy if chunk else 0)
+        yield _Span((chunk, micro_batch), forwards[chunk, micro_batch], place, forward, between, backward)
+
+
+def _by_worth(spans: Iterable[_Span], size: ActivationBytes) -> list[_Span]:
+    """Returns the spans by how many bytes they take for how long to save a unit of compute, the least first."""
+
+    def price(span: _Span) -> float:
+        compute = size.flops[span.pair[0]] if size.flops else span.between
+        return (span.end - span.start) * max(span.between, 0) / max(compute, 1)
+
+    return sorted(spans, key=price)
+
+
+def _chosen(budget: int, during: Sequence[int], spans: Iterable[_Span]) -> frozenset[Pair]:
+    """Returns the pairs that fit one after another, beside what is taken ``during`` each action."""
+    peaks, chosen = _Peaks(during), set()
+    for span in spans:
+        peaks.keep(span)
+        if peaks.highest <= budget:
+            chosen.add(span.pair)
+        else:
+            peaks.keep(span, -1)
+    return frozenset(chosen)
+
+
+class _Peaks:
+    """The peak during each action, of which ranges grow and shrink: a tree of maxima."""
+
+    def __init__(self, during: Sequence[int]) -> None:
+        self._leaves = 1 << max(0, len(during) - 1).bit_length()
+        self._most = [0] * self._leaves + [*during] + [0] * (self._leaves - len(during))
+        """Of each node: the peak below it, with what was added to it and below it."""
+        self._added = [0] * self._leaves
+        """Of each inner node: what was added to all actions below it at once."""
+        for node in reversed(range(1, self._leaves)):
+            self._most[node] = max(self._most[2 * node], self._most[2 * node + 1])
+
+    @property
+    def highest(self) -> int:
+        return self._most[1]
+
+    def keep(self, span: _Span, times: int = 1) -> None:
+        """Adds what keeping a pair takes, or takes it back if ``times`` is -1."""
+        self.add(span.start, span.start + 1, times * span.forward)
+        self.add(span.start + 1, span.end, times * span.between)
+        self.add(span.end, span.end + 1, times * span.backward)
+
+    def add(self, start: int, end: int, amount: int) -> None:
+        """Adds ``amount`` to the actions from ``start`` to before ``end``."""
+        if start >= end:
+            return
+        left, right = start + self._leaves, end + self._leaves
+        edges = left, right - 1
+        while left < right:
+            for node in ([left] if left & 1 else []) + ([right - 1] if right & 1 else []):
+                self._most[node] += amount
+                if node < self._leaves:
+                    self._added[node] += amount
+            left, right = (left + 1) >> 1, right >> 1
+        for node in edges:
+            while node > 1:
+                node >>= 1
+                self._most[node] = max(self._most[2 * node], self._most[2 * node + 1]) + self._added[node]

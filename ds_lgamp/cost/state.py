@@ -23,6 +23,8 @@ class Ledger:
         """The peak of each kind by itself."""
         self.most_together = 0
         """The peak of all kinds together."""
+        self.lately = 0
+        """The peak of all kinds together since somebody has last set it."""
         self._is_at_peak = False
         self._held_at_peak: dict[str, int] = {}
 
@@ -36,6 +38,8 @@ class Ledger:
         if held > self.most[kind]:
             self.most[kind] = held
         self.together += amount
+        if self.together > self.lately:
+            self.lately = self.together
         if self.together > self.most_together:
             self.most_together = self.together
             self._is_at_peak = True

@@ -191,7 +191,7 @@ def program_spec(
             settings.resident_chunks,
             defers_gathers=settings.defer_gathers or (zero_stage > 0 and postpones),
             stores_inputs=settings.offload_activations != "none",
-            recomputes=settings.recompute == "full",
+            recomputes=settings.recompute in ("full", "auto"),
             returns_outputs=settings.outputs == "all",
             **others,
         )

@@ -78,7 +78,7 @@ def chunk_bytes_of(model: Model, configuration: Configuration, software: Softwar
     ends, of_kinds = end_bytes(model, *sizes), [layer_bytes(kind, *sizes) for _, kind in model.kinds]
     last, spec = configuration.chunks - 1, configuration.spec
     layers = configuration.kinds_of_chunks(model)
-    sorts = [(layers[chunk], chunk == 0, chunk == last, spec.is_recomputed(chunk)) for chunk in range(last + 1)]
+    sorts = [(layers[chunk], chunk == 0, chunk == last, chunk in spec.recomputed_chunks) for chunk in range(last + 1)]
     made = {sort: chunk_bytes(of_kinds, ends, *sort) for sort in set(sorts)}
     if configuration.activation_dtype is not None:
         for sort, whole in made.items():

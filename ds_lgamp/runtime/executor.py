@@ -34,6 +34,7 @@ from ds_lgamp.runtime.graph import (
 )
 from ds_lgamp.runtime.layer_state import Moment
 from ds_lgamp.runtime.links import Links
+from ds_lgamp.runtime.measure import ChunkMeter, NotedTensors
 from ds_lgamp.runtime.recompute import Draws, RandomSource, SavedTensors
 from ds_lgamp.runtime.trace import Trace
 from ds_lgamp.schedule.actions import COMPUTE, Action, Kind
@@ -68,6 +69,8 @@ class Executor:
         self.partition, self.owns, self._stored_inputs = storage
         self._calls = calls
         self.draws = Draws(random_sources)
+        self.meter: ChunkMeter | None = None
+        """Measures what micro-batches take on chunks; None if nobody asks."""
         self.trace: Trace | None = None
         """Records steps; None if nobody has asked for it."""
         self.timing = Stopwatch(torch.device("cpu")) if timing is None else timing
@@ -102,7 +105,8 @@ class Executor:
         self.current, self.program, self.row = None, batch.program, batch.row
         this_rank.whereabouts.place = Place.BATCH
         # TorchScript saves other tensors once it has optimized a function, in its second call.
-        as_written = torch.jit.optimized_execution(False) if batch.recomputes else nullcontext()
+        recomputes = batch.recomputes or (batch.training and self.meter is not None)
+        as_written = torch.jit.optimized_execution(False) if recomputes else nullcontext()
         try:
             with as_written:
                 yield
@@ -180,7 +184,11 @@ class Executor:
         state: Moment | None = None
         beginning: Tensors = ()
         trains = batch.training and chunk >= batch.first_trained
-        saved = SavedTensors() if recomputed else None
+        meter = self._meter_for(chunk, inputs)
+        if meter is not None and trains:
+            # Nobody knows yet what autograd would keep of it.
+            recomputed, action = True, action._replace(recomputed=True)
+        saved = (SavedTensors() if meter is None else NotedTensors()) if recomputed else None
         if saved is not None:
             self.draws.forward(chunk, micro_batch)
             state = self.chunks[chunk].state.read()
@@ -195,8 +203,10 @@ class Executor:
                 beginning, inputs = begin_graph(cloned(inputs) if saved_here else inputs, self._marked)
         hooks = nullcontext() if saved is None else saved.dropped()
         self.doing = "forward"
+        metered = nullcontext() if meter is None else meter.begin(action, inputs)
         with self.timing.time("forward"), torch.set_grad_enabled(trains), hooks:
-            result = self._compute(action, inputs)
+            with metered:
+                result = self._compute(action, inputs)
             if chunk == self._last_chunk:
                 result = own_loss(result)
             if trains:
@@ -209,6 +219,8 @@ class Executor:
                 if state is not None and state.values:
                     self.chunks[chunk].state.moved(state)
                 batch.graphs[chunk, micro_batch] = Graph(beginning, ends, saved, state)
+        if meter is not None:
+            meter.end_forward(action, result if chunk < self._last_chunk else None, saved)
         if chunk == self._last_chunk:
             if batch.training and not batch.returns_outputs:
                 batch.losses.append(detached(result))
@@ -232,6 +244,7 @@ class Executor:
         graph = batch.graphs.pop((chunk, micro_batch))
         state: Moment | None = None
         if graph.saved is not None:
+            self.current = action = action._replace(recomputed=True)
             self.doing = "backward"
             with self.timing.time("backward"):
                 state = self._recompute(action, graph, graph.saved)
@@ -239,7 +252,8 @@ class Executor:
             batch.labels.pop(micro_batch, None)
         gradients = self._take_gradients(chunk, micro_batch, graph.ends)
         self.doing = "backward"
-        with self.timing.time("backward"):
+        metered = nullcontext() if self.meter is None else self.meter.backward(action)
+        with self.timing.time("backward"), metered:
             backpropagate(graph.ends, gradients)
         if state is not None:
             # Buffers change back only now, because autograd may have saved them for the backward pass.
@@ -315,6 +329,11 @@ class Executor:
         with self._doing("activation"):
             return self.links.take_activations(chunk, micro_batch)
 
+    def _meter_for(self, chunk: int, inputs: Any) -> ChunkMeter | None:
+        """Returns what measures a forward; None if nothing does."""
+        meter = self.meter if self._batch.training else None
+        return meter if meter is not None and meter.is_outgrown(chunk, inputs) else None
+
     def _compute(self, action: Action, inputs: Any) -> Any:
         """Returns the chunk's result; for the last chunk, the loss."""
         _, chunk, micro_batch, recomputed = action
@@ -339,7 +358,8 @@ class Executor:
         inputs = as_leaves(graph.beginning, self._marked) if chunk > 0 else graph.beginning
         assert graph.state is not None, "a forward that is recomputed has read the state"
         current = self.chunks[chunk].state.rewind(graph.state)
-        with torch.enable_grad(), self.draws.again(chunk, micro_batch) as completely:
+        metered = nullcontext() if self.meter is None else self.meter.again(backward)
+        with torch.enable_grad(), self.draws.again(chunk, micro_batch) as completely, metered:
             saved.restore(partial(self._compute, backward, inputs), completely)
         return current
 

@@ -4,9 +4,10 @@ the memory that one micro-batch takes on a chunk, without ranks or a schedule.""
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,10 @@ from torch.utils._pytree import tree_leaves
 from ds_lgamp.cost.activations import ChunkBytes
 from ds_lgamp.runtime.chunk import as_leaves, cloned
 from ds_lgamp.runtime.graph import backpropagate, begin_graph, end_graph, own_loss
+from ds_lgamp.runtime.messages import message_bytes
 from ds_lgamp.runtime.recompute import SavedTensors
+from ds_lgamp.schedule.actions import Action
+from ds_lgamp.schedule.spec import ActivationType
 
 _KINDS = {
     "_allgather_base_": "all_gather",
@@ -135,10 +139,15 @@ class PeakMemory(TorchDispatchMode):
     Args:
         existing: tensors alive already, such as parameters and optimizer state.
         fake: whether fake tensors count, and they alone, with the bytes that real ones would take.
+        only_new: whether only what operations inside blocks of this mode make counts. Then nobody needs to name what
+            exists, and operations that change its size go unseen.
     """
 
-    def __init__(self, existing: Iterable[torch.Tensor] = (), fake: bool = False) -> None:
+    def __init__(self, existing: Iterable[torch.Tensor] = (), fake: bool = False, only_new: bool = False) -> None:
         super().__init__()
+        self._only_new = only_new
+        self._old: dict[int, weakref.ref] = {}
+        """By address: storages that do not count, because they are not new."""
         self._counts = _is_fake if fake else _has_storage
         self.peak = 0
         self._storages: dict[int, tuple[weakref.ref, int]] = {}
@@ -161,7 +170,10 @@ class PeakMemory(TorchDispatchMode):
         if any(map(_wraps, types)):
             # A wrapper unfolds into operations on its inner tensors. Those are dispatched here in turn.
             return NotImplemented
-        self._see(args)
+        if self._only_new:
+            self._leave_out((args, kwargs))
+        else:
+            self._see(args)
         result = function(*args, **(kwargs or {}))
         self._see(result)
         if self._total > self.peak:
@@ -173,12 +185,25 @@ class PeakMemory(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor) and self._counts(leaf):
                 storage = storage_of(leaf)
                 key, now = storage._cdata, storage.nbytes()
+                if key in self._old:
+                    continue
                 reference, known = self._storages.get(key) or (weakref.ref(storage, partial(self._forget, key)), 0)
                 self._storages[key] = reference, now
                 self._total += now - known
 
+    def _leave_out(self, values: Any) -> None:
+        """Leaves out storages that nothing inside a block has made."""
+        for leaf in tree_leaves(values):
+            if isinstance(leaf, torch.Tensor) and self._counts(leaf):
+                storage = storage_of(leaf)
+                key = storage._cdata
+                if key not in self._storages and key not in self._old:
+                    self._old[key] = weakref.ref(storage, partial(self._forget, key))
+
     def _forget(self, key: int, reference: weakref.ref) -> None:
         """Removes a storage that is gone. Its address may already belong to another one."""
+        if self._old.get(key) is reference:
+            del self._old[key]
         if key in self._storages and self._storages[key][0] is reference:
             self._total -= self._storages.pop(key)[1]
 
@@ -274,3 +299,160 @@ def chunk_bytes(
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+class NotedTensors(SavedTensors):
+    """Saved tensors of a forward that is measured: notes what memory they had."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._noted: dict[int, weakref.ref] = {}
+
+    def _drop(self, tensor: torch.Tensor) -> Any:
+        storage = storage_of(tensor)
+        self._noted[storage._cdata] = weakref.ref(storage)
+        return super()._drop(tensor)
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether autograd would keep the memory of ``tensor``, which is alive."""
+        noted = self._noted.get(storage_of(tensor)._cdata)
+        return noted is not None and noted() is not None
+
+
+class ChunkMeter:
+    """Measures the bytes that a micro-batch takes on each chunk of a rank while steps run. Only forwards with a larger
+    input than all before are measured, and they are recomputed, whatever the program says.
+
+    One run tells both ways: the repeated forward saves what a kept one would, up to the last saved tensor, after which
+    it stops. So a kept forward counts as the larger of its peak and all that is kept, beside the result.
+
+    Args:
+        narrow: the type in which hidden states travel, if they travel rounded.
+    """
+
+    def __init__(self, narrow: ActivationType | None = None) -> None:
+        self._narrow = narrow
+        self.received: dict[int, int] = {}
+        """Bytes of the largest input of each chunk as it travels, if hidden states travel rounded."""
+        self.chunks: dict[int, ChunkBytes] = {}
+        """The most of each kind on each chunk."""
+        self.inputs: dict[int, int] = {}
+        """Bytes of the largest input of each chunk."""
+        self.has_grown = False
+        """Whether anything was measured since somebody has last set this."""
+        self._shapes: dict[int, list[torch.Size]] = {}
+        """By chunk: the largest sizes that each tensor of its inputs has had, for each number of dimensions."""
+        self._readings: dict[tuple[int, int], _Reading] = {}
+
+    def measure_again(self) -> None:
+        """Measures the next forward of every chunk, because backwards go further down than before."""
+        self._shapes.clear()
+
+    def is_outgrown(self, chunk: int, inputs: Any) -> bool:
+        """Whether an input has more bytes, or is longer in any dimension, than all before."""
+        tensors, before = _tensors(inputs), self._shapes.get(chunk, [])
+        if sum(map(_nbytes, tensors)) > self.inputs.get(chunk, -1) or len(tensors) != len(before):
+            return True
+        return any(_largest(tensor.shape, most) != most for tensor, most in zip(tensors, before))
+
+    def begin(self, action: Action, inputs: Any) -> AbstractContextManager[Any]:
+        """Returns a context for the forward of ``action``, which has outgrown all before."""
+        chunk = action.chunk
+        tensors, before = _tensors(inputs), self._shapes.get(chunk, [])
+        size, known = sum(map(_nbytes, tensors)), len(before) == len(tensors)
+        self.inputs[chunk] = max(size, self.inputs.get(chunk, 0))
+        pairs = zip(tensors, before if known else (tensor.shape for tensor in tensors))
+        self._shapes[chunk] = [_largest(tensor.shape, most) for tensor, most in pairs]
+        reading = self._readings[chunk, action.micro_batch] = _Reading(size)
+        if self._narrow is not None and chunk > 0:
+            self.received[chunk] = max(message_bytes(inputs, self._narrow), self.received.get(chunk, 0))
+        return reading.block()
+
+    def end_forward(self, action: Action, result: Any, saved: SavedTensors | None) -> None:
+        """Reads the end of a forward.
+
+        Args:
+            result: what another chunk gets; None of the last chunk.
+            saved: of a chunk with a backward.
+        """
+        reading = self._readings[action.chunk, action.micro_batch]
+        members = _tensors(result)
+        reading.result = sum(map(_nbytes, members))
+        if self._narrow is not None and saved is not None and members:
+            reading.sent = message_bytes(result, self._narrow)
+        reading.keeps_result = isinstance(saved, NotedTensors) and any(map(saved.has, members))
+        if saved is None:
+            del self._readings[action.chunk, action.micro_batch]
+            self._enter(action.chunk, ChunkBytes(reading.result, reading.blocks[0].peak, 0))
+
+    def again(self, action: Action) -> AbstractContextManager[Any]:
+        """Returns a context for the forward that the backward of ``action`` repeats."""
+        reading = self._readings.get((action.chunk, action.micro_batch))
+        if reading is None:
+            return nullcontext()
+        reading.memory = PeakMemory(only_new=True)
+        return reading.block()
+
+    @contextmanager
+    def backward(self, action: Action) -> Iterator[None]:
+        """Measures the backward of ``action`` after what it repeats."""
+        reading = self._readings.pop((action.chunk, action.micro_batch), None)
+        if reading is None:
+            yield
+            return
+        with reading.block():
+            yield
+        self._enter(action.chunk, reading.chunk_bytes())
+
+    def _enter(self, chunk: int, taken: ChunkBytes) -> None:
+        known = self.chunks.get(chunk)
+        self.chunks[chunk] = taken if known is None else taken.most(known)
+        self.has_grown = True
+
+
+def _largest(shape: torch.Size, most: torch.Size) -> torch.Size:
+    """Returns the larger size in each dimension; ``shape`` if it has other dimensions."""
+    return torch.Size(map(max, shape, most)) if len(shape) == len(most) else shape
+
+
+class _Block(NamedTuple):
+    """What a block of operations took."""
+
+    peak: int
+    after: int
+    """Bytes alive at its end."""
+
+
+class _Reading:
+    """The reading of one chunk and micro-batch.
+
+    Args:
+        size: bytes of the input.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size, self.result, self.keeps_result = size, 0, False
+        self.sent: int | None = None
+        self.memory = PeakMemory(only_new=True)
+        self.blocks: list[_Block] = []
+        """Forward, repeated forward if there is one, backward."""
+
+    @contextmanager
+    def block(self) -> Iterator[None]:
+        self.memory.peak = self.memory.live()
+        with self.memory:
+            yield
+        self.blocks.append(_Block(self.memory.peak, self.memory.live()))
+
+    def chunk_bytes(self) -> ChunkBytes:
+        """Returns the bytes of a chunk that is recomputed, and those if it were kept."""
+        forward, again, backward = self.blocks
+        kept = ChunkBytes(
+            self.result,
+            max(again.peak - self.size, again.after + self.result),
+            backward.peak - again.after,
+            saved=again.after - (self.result if self.keeps_result else 0),
+            keeps_result=self.keeps_result,
+        )
+        most = max(again.peak, backward.peak)
+        return ChunkBytes(self.result, forward.peak - self.size, most - self.size, sent=self.sent, kept=kept)

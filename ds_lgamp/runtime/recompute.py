@@ -110,6 +110,11 @@ class Draws:
         self._last: list[Any] | None = None
         """The states read last. An equal state is not stored again."""
 
+    @property
+    def any(self) -> bool:
+        """Whether the last visit of a chunk drew random numbers."""
+        return any(len(alone) < len(self.sources) for alone in self._left_alone.values())
+
     def forward(self, chunk: int, micro_batch: int) -> None:
         """Records the states before a forward that will be recomputed."""
         visit = self._open

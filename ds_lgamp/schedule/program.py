@@ -48,11 +48,11 @@ def each_action(segments: Segments, lower: Callable[[Action], Iterable[Action]])
 
 
 def mark_recomputed(spec: ProgramSpec, rank: int, segments: Segments) -> Segments:
-    """Marks the forwards and backwards of chunks that are recomputed."""
-    recomputed = {chunk for chunk in range(spec.chunks) if spec.is_recomputed(chunk)}
+    """Marks the forwards and backwards that are recomputed."""
+    chunks, kept = spec.recomputed_chunks, spec.kept
     return [
         [
-            Action(kind, chunk, micro_batch, kind in COMPUTE and chunk in recomputed)
+            Action(kind, chunk, micro_batch, kind in COMPUTE and chunk in chunks and (chunk, micro_batch) not in kept)
             for kind, chunk, micro_batch, _ in segment
         ]
         for segment in segments

@@ -122,9 +122,13 @@ def _ideal(spec: ProgramSpec, costs: Costs) -> float:
     """Returns the compute time of a rank if work were spread evenly and no rank waited."""
     cost = sum(costs.forward)
     if not spec.forward_only:
-        again = (cost for chunk, cost in enumerate(costs.recompute) if spec.is_recomputed(chunk))
-        cost += sum(costs.backward[spec.first_trained :]) + sum(again)
-    return cost * spec.micro_batches / spec.pipeline_ranks
+        cost += sum(costs.backward[spec.first_trained :])
+        cost += sum(costs.recompute[chunk] for chunk in spec.recomputed_chunks)
+    cost *= spec.micro_batches
+    for chunk, micro_batch in spec.kept:
+        if chunk in spec.recomputed_chunks and micro_batch < spec.micro_batches:
+            cost -= costs.recompute[chunk]
+    return cost / spec.pipeline_ranks
 
 
 def peak_live_activations(actions: Sequence[Action]) -> int:

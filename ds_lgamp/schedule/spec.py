@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ds_lgamp.schedule.actions import Action, Kind, Segments, joined
 from ds_lgamp.schedule.orders import (
@@ -148,7 +148,11 @@ class ProgramSpec:
     stores_weights: bool = False
     """Whether weights that a step has gathered and needs again later wait on the host in between (stage 3)."""
     recomputes: bool = True
-    """Whether backwards compute their chunks again, from stored inputs. :meth:`is_recomputed` says which chunks."""
+    """Whether backwards compute their chunks again, from stored inputs. :meth:`is_recomputed` says which ones."""
+    kept: frozenset[tuple[int, int]] = frozenset()
+    """Pairs of chunk and micro-batch that are not recomputed although the spec recomputes: autograd keeps what it has
+    saved of them. A pipeline rank may know its own chunks only, because no other rank depends on them. A script may end
+    a batch early, so pairs of micro-batches that the batch does not have mean nothing."""
     first_trained: int = 0
     """The first chunk with something to train. Gradients end there: chunks below it have no backward."""
     returns_outputs: bool = False
@@ -266,7 +270,8 @@ class ProgramSpec:
     def evaluation(self, micro_batches: int | None = None) -> "ProgramSpec":
         """Returns the forward-only spec on the same chunks. ``micro_batches`` defaults to this spec's."""
         count = self.micro_batches if micro_batches is None else micro_batches
-        return replace(self, micro_batches=count, micro_batch_group=count, forward_only=True, returns_outputs=False)
+        alone: dict[str, Any] = {"forward_only": True, "returns_outputs": False, "kept": frozenset()}
+        return replace(self, micro_batches=count, micro_batch_group=count, **alone)
 
     def segments(self, rank: int) -> Segments:
         """Returns the compute order of ``rank``, cut where the script has its turn."""
@@ -303,16 +308,21 @@ class ProgramSpec:
         source = action.chunk - 1 if action.kind is Kind.FORWARD else action.chunk + 1
         return source if 0 <= source < len(self.placement) else None
 
-    def is_recomputed(self, chunk: int) -> bool:
-        """Whether the backwards of ``chunk`` compute it again.
+    def is_recomputed(self, chunk: int, micro_batch: int) -> bool:
+        """Whether the backward of a micro-batch computes ``chunk`` again."""
+        return chunk in self.recomputed_chunks and (chunk, micro_batch) not in self.kept
+
+    @cached_property
+    def recomputed_chunks(self) -> frozenset[int]:
+        """The chunks whose backwards compute them again, but for pairs that are ``kept``.
 
         The model's last chunk is not recomputed if each of its backwards directly follows its forward: autograd then
         keeps the tensors of only one micro-batch at a time.
         """
-        if not self.recomputes or self.forward_only or chunk < self.first_trained:
-            return False
+        if not self.recomputes or self.forward_only:
+            return frozenset()
         at_once = not self.returns_outputs and turns_at_once(self.schedule, self.micro_batches, self.pipeline_ranks)
-        return chunk < self.chunks - 1 or not at_once
+        return frozenset(range(self.first_trained, self.chunks - 1 if at_once else self.chunks))
 
     def is_final_backward(self, action: Action) -> bool:
         """Whether the chunk's gradient is reduced after this action.

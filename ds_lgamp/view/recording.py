@@ -115,6 +115,7 @@ class Recording:
         spec["placement"] = tuple(spec["placement"])
         spec["hierarchy"] = hierarchy and Hierarchy(**hierarchy)
         spec["offload"] = offload and Offload(offload["parameters"], tuple(offload["on_device"]))
+        spec["kept"] = frozenset(map(tuple, spec.get("kept", ())))
         return ProgramSpec(**spec)
 
 
@@ -124,6 +125,7 @@ def spec_fields(spec: ProgramSpec) -> dict[str, Any]:
     values["placement"] = list(spec.placement)
     values["hierarchy"] = None if spec.hierarchy is None else spec.hierarchy._asdict()
     values["offload"] = None if spec.offload is None else spec.offload._asdict()
+    values["kept"] = sorted(spec.kept)
     return values
 
 

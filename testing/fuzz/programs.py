@@ -3,6 +3,7 @@
 import traceback
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 from random import Random
 
 from ds_lgamp.schedule.actions import Action, Kind, Program, joined
@@ -35,6 +36,7 @@ def random_spec(random: Random) -> ProgramSpec:
     returns_outputs = random.random() < 0.2
     if returns_outputs and random.random() < 0.9:
         micro_batches = ranks * random.randint(1, 4)
+    kept = random.choice((0.0, 0.0, 0.5))
     return ProgramSpec(
         placement=place_chunks("contiguous" if contiguous else "modular", chunks, ranks),
         schedule=schedule,
@@ -53,6 +55,7 @@ def random_spec(random: Random) -> ProgramSpec:
         first_trained=random.randrange(chunks) if random.random() < 0.2 else 0,
         returns_outputs=returns_outputs,
         stores_weights=zero_stage == 3 and not hierarchical and random.random() < 0.5,
+        kept=frozenset(pair for pair in product(range(chunks), range(micro_batches)) if random.random() < kept),
     )
 
 

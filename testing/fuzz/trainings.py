@@ -75,7 +75,10 @@ def of_case(case: int) -> Training:
     pipeline_ranks, data_ranks = random.choice(((1, 1), (1, 1), (1, 1), (2, 1), (2, 1), (1, 2)))
     pipeline_ranks = min([pipeline_ranks, *(int(WAYS[way].get("pipeline_ranks", 2)) for way in ways)])
     block: dict[str, Any] = {"pipeline_ranks": pipeline_ranks} if pipeline_ranks > 1 else {}
-    block["recompute"] = random.choice(("full", "full", "none"))
+    block["recompute"] = random.choice(("full", "full", "none", "auto"))
+    if block["recompute"] == "auto":
+        # What fits of the small models differs between them.
+        block["recompute_memory"] = random.choice(("200 kB", "1 MB", "1 GB"))
     block["schedule"] = random.choice(("layered", "layered", "layered", "interleaved_1f1b", "1f1b", "gpipe"))
     micro_batches = random.choice((1, 2, 2, 3, 4))
     if block["schedule"] == "layered":

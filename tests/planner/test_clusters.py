@@ -5,8 +5,8 @@ import json
 
 import pytest
 
+from ds_lgamp.config import UNITS, parse_quantity, with_unit
 from ds_lgamp.planner.cluster import CLUSTERS, GBIT, Efficiency, Host, named_cluster, parse_cluster, read_cluster
-from ds_lgamp.planner.fields import UNITS, parse_quantity, with_unit
 
 FILE = {
     "name": "mine",

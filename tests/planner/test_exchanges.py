@@ -21,7 +21,7 @@ def costs(of, bandwidth):
 def predicted_bytes(of):
     """A network of a byte per second takes as many seconds longer than a fast one as there are bytes."""
     slow, fast = costs(of, 1.0), costs(of, 1e30)
-    recomputed = [of.spec.is_recomputed(chunk) for chunk in range(of.chunks)]
+    recomputed = [chunk in of.spec.recomputed_chunks for chunk in range(of.chunks)]
     passes = [(slow.forward, fast.forward), (slow.backward, fast.backward)]
     sent = sum(sum(longer) - sum(shorter) for longer, shorter in passes)
     again = zip(slow.recompute, fast.recompute, recomputed)

@@ -54,7 +54,13 @@ def program_specs(draw, max_ranks: int = 5, max_chunks_per_rank: int = 4, max_mi
         first_trained=draw(st.just(0) | st.integers(0, chunks - 1)),
         returns_outputs=returns_outputs,
         recomputes=draw(st.integers(0, 3)) > 0,
+        kept=draw(st.just(frozenset()) | kept_pairs(chunks, micro_batches)),
     )
+
+
+def kept_pairs(chunks: int, micro_batches: int) -> st.SearchStrategy[frozenset[tuple[int, int]]]:
+    """Draws pairs of chunk and micro-batch of which autograd keeps what it has saved."""
+    return st.frozensets(st.tuples(st.integers(0, chunks - 1), st.integers(0, micro_batches - 1)))
 
 
 def offloads(zero_stage: int, updates: str) -> st.SearchStrategy[Offload | None]:

@@ -1,6 +1,7 @@
 """Costs that differ between chunks, links and ranks."""
 
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 from hypothesis import given
@@ -48,15 +49,15 @@ def case(schedule, ranks, chunks_per_rank, micro_batches, stage=0, **durations):
 def test_every_action_takes_what_its_chunk_costs(case):
     spec, costs = case
     timeline = simulate(spec, build_program(spec), replace(costs, shares_card=False))
-    again = [cost * spec.is_recomputed(chunk) for chunk, cost in enumerate(costs.recompute)]
-    backward = [cost + more for cost, more in zip(costs.backward, again)]
-    of_kind = {Kind.FORWARD: costs.forward, Kind.BACKWARD: backward, Kind.GATHER: costs.gather}
+    of_kind = {Kind.FORWARD: costs.forward, Kind.BACKWARD: costs.backward, Kind.GATHER: costs.gather}
     of_kind |= {Kind.REDUCE: costs.reduce, Kind.REFRESH: costs.refresh, Kind.COMBINE: costs.combine}
     of_kind |= {Kind.LOAD: costs.load, Kind.STORE: costs.store, Kind.UPDATE: costs.update}
-    for spans in (*timeline.spans, *timeline.collectives):
-        assert all(end - start == of_kind[action.kind][action.chunk] for start, end, action in spans)
-    work = sum(costs.forward) + (0 if spec.forward_only else sum(backward[spec.first_trained :]))
-    assert timeline.ideal == pytest.approx(work * spec.micro_batches / spec.pipeline_ranks)
+    for start, end, action in chain(*timeline.spans, *timeline.collectives):
+        again = action.kind is Kind.BACKWARD and spec.is_recomputed(action.chunk, action.micro_batch)
+        more = costs.recompute[action.chunk] if again else 0
+        assert end - start == of_kind[action.kind][action.chunk] + more
+    work = sum(end - start for start, end, _ in chain(*timeline.spans))
+    assert timeline.ideal == pytest.approx(work / spec.pipeline_ranks)
 
 
 @given(program_specs().flatmap(lambda spec: st.tuples(st.just(spec), uneven_costs(spec))))

@@ -219,10 +219,10 @@ def test_the_last_chunk_turns_at_once_but_where_all_forwards_come_first(spec):
     turns = not spec.forward_only and not all_first.get(spec.schedule, False)
     trains = not spec.forward_only
     turns = turns and not spec.returns_outputs
-    assert spec.is_recomputed(spec.chunks - 1) == (trains and spec.recomputes and not turns)
+    assert (spec.chunks - 1 in spec.recomputed_chunks) == (trains and spec.recomputes and not turns)
     others = range(spec.first_trained, spec.chunks - 1)
-    assert all(spec.is_recomputed(chunk) == (trains and spec.recomputes) for chunk in others)
-    assert not any(spec.is_recomputed(chunk) for chunk in range(spec.first_trained))
+    assert all((chunk in spec.recomputed_chunks) == (trains and spec.recomputes) for chunk in others)
+    assert spec.recomputed_chunks.isdisjoint(range(spec.first_trained))
 
 
 def test_a_rank_goes_two_forwards_ahead_for_every_chunk_that_follows():

@@ -58,6 +58,7 @@ def test_every_input_that_is_not_needed_soon_leaves_and_comes_back_once(spec):
             for place, action in enumerate(computes)
             if action.kind is Kind.FORWARD
             and action.chunk >= max(1, spec.first_trained)
+            and action[1:3] not in spec.kept
             and (spec.returns_outputs or computes.index(action._replace(kind=Kind.BACKWARD)) - place >= NEAREST)
         )
         for kind in OF_INPUTS:

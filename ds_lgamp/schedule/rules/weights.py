@@ -213,8 +213,8 @@ class _Weights:
 
 
 def check_recomputation(spec: ProgramSpec, stops: Sequence[Stop]) -> None:
-    """A compute is recomputed if the spec recomputes, its chunk has backwards, and it is not the model's last chunk
-    with a backward directly after each forward."""
+    """A compute is recomputed if the spec recomputes, its chunk has backwards, it is not the model's last chunk with a
+    backward directly after each forward, and the spec does not keep what its chunk saves of its micro-batch."""
     actions = [stop.action for stop in stops if stop.action is not None]
     trained = {action.chunk for action in actions if action.kind is Kind.BACKWARD} if spec.recomputes else set()
     last = spec.chunks - 1
@@ -225,8 +225,11 @@ def check_recomputation(spec: ProgramSpec, stops: Sequence[Stop]) -> None:
     ):
         trained.discard(last)
     for stop in stops:
-        if stop.action is not None and stop.action.recomputed != (stop.action.chunk in trained):
-            fault = "is not" if stop.action.recomputed else "is"
+        if stop.action is None:
+            continue
+        _, chunk, micro_batch, recomputed = stop.action
+        if recomputed != (chunk in trained and (chunk, micro_batch) not in spec.kept):
+            fault = "is not" if recomputed else "is"
             raise Fault(stop.row, f"{stop} {fault} to be recomputed")
 
 

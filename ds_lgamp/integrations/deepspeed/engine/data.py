@@ -114,6 +114,12 @@ class BatchLoader:
             raise ConfigError(difference(everyone(terms, self._agreement)))
         return status
 
+    def sizes(self) -> tuple[int, int]:
+        """Returns the bytes of the inputs and of the labels of the largest micro-batch that was pulled."""
+        pulled = [[_bytes(part) for part in micro_batch[:2]] for micro_batch in self._micro_batches.values()]
+        inputs, labels = (max(sizes) for sizes in zip(*pulled)) if pulled else (0, 0)
+        return inputs, labels
+
     def take(self, micro_batch: int) -> tuple[Any, Any]:
         """Returns the inputs and labels of a pulled micro-batch on this rank's device; None for those that this rank
         does not need. Gradients end there, as under stock DeepSpeed."""
@@ -132,6 +138,10 @@ def _checked(pulled: Any) -> Any:
     if not isinstance(pulled, (tuple, list)) or len(pulled) < 2:
         raise TypeError(f"a micro-batch is {type(pulled).__name__}; a pipeline takes pairs of inputs and labels")
     return pulled
+
+
+def _bytes(value: Any) -> int:
+    return sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 def integer_elements(inputs: Any) -> int:

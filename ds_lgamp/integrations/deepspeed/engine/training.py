@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from ds_lgamp.checkpoint.files import CheckpointError
 from ds_lgamp.checkpoint.saver import Saver
 from ds_lgamp.config import LgampConfig
+from ds_lgamp.cost.units import Sharding
 from ds_lgamp.integrations.deepspeed.checkpoint.description import Run, share_of
 from ds_lgamp.integrations.deepspeed.checkpoint.live_checkpoint import LiveCheckpoint, open_folder
 from ds_lgamp.integrations.deepspeed.config.client_optimizer import place_with_groups, prepare_optimizer
 from ds_lgamp.integrations.deepspeed.config.precision import input_dtype
 from ds_lgamp.integrations.deepspeed.config.zero import live_folder, on_disk_of
 from ds_lgamp.integrations.deepspeed.engine.data import BatchLoader
+from ds_lgamp.integrations.deepspeed.engine.memory import Budget, budget_of
 from ds_lgamp.integrations.deepspeed.engine.monitor import monitor_if_asked, monitored
 from ds_lgamp.integrations.deepspeed.engine.nonfinite import NonfiniteCheck
 from ds_lgamp.integrations.deepspeed.engine.optimizer import PartitionedOptimizer, build_optimizer
@@ -132,7 +134,7 @@ class Training:
         self.data_rank: int = self.grid.data_parallel_id
         self.data_group: dist.ProcessGroup = self.grid.get_data_parallel_group()
         self.program_spec = plan.specs[self.data_rank]
-        self._replicas, self._home_of_frozen, self._travel = plan.replicas, plan.home_of_frozen, plan.travel
+        self._replicas, self.home_of_frozen, self.travel = plan.replicas, plan.home_of_frozen, plan.travel
         self._disk = open_disk(settings, config)
         self._live_folder = live_folder(config, settings)
         if self._live_folder is not None:
@@ -144,6 +146,9 @@ class Training:
         prepare_optimizer(module, config, arguments)
         self._shared_buffers = SharedBuffers(layers)
         place_with_groups(module, plan.layout, arguments)
+        self._given_budget = budget_of(settings, torch.device(get_accelerator().current_device_name()))
+        self.budget: Budget | None = None
+        """Decides what is recomputed; None if the block does."""
         self.live: LiveCheckpoint | None = None
         self.computes_input_gradients = False
         """Whether the current batch computes gradients of the script's arguments, below all that trains."""
@@ -159,13 +164,13 @@ class Training:
         """
         module = self.placed
         whole = isinstance(optimizer, Lamb | Muon)
-        refuse_around_experts(module, self.settings, self.program_spec, self._travel, whole, is_deferred(module))
+        refuse_around_experts(module, self.settings, self.program_spec, self.travel, whole, is_deferred(module))
         deferred = DeferredLayers(module, prepare) if is_deferred(module) else None
         self.device = self.door.device
         policy = policy_of(
             module, self.settings, self.config, self.program_spec, self.data_group, self.device, self._disk
         )
-        policy, home = policy._replace(travel=self._travel), self._home_of_frozen
+        policy, home = policy._replace(travel=self.travel), self.home_of_frozen
         self.partition = partition_parameters(module, optimizer, policy, self.device, deferred, home, self._disk)
         self._deferred, self._packed = deferred, PackedPlaces(module)
         self.tensor_access = TensorAccess(self.partition, optimizer)
@@ -192,6 +197,7 @@ class Training:
         door = self.door
         self.check = door.optimizer.check = None if self.settings.nonfinite is None else NonfiniteCheck(self)
         self.executor = self._build_executor()
+        self.budget = Budget(self, self._given_budget) if self.settings.recompute == "auto" else None
         self.executor.trace = trace_if_asked(self.settings, self.placed.stage_id, self.data_rank, self.device)
         self.partition.release_all()
         self.loader = BatchLoader(self.placed.stage_id == 0, self.computes_loss, self.device, input_dtype(self.config))
@@ -246,7 +252,16 @@ class Training:
 
     @property
     def own_spec(self) -> ProgramSpec:
-        return self.replica_specs[self.data_rank]
+        """The program of a training step on this rank."""
+        spec = self.replica_specs[self.data_rank]
+        return spec if self.budget is None else self.budget.marked(spec)
+
+    @property
+    def sharding(self) -> Sharding:
+        """How data-parallel ranks share what the model consists of."""
+        exact, spec = self.settings.reproducible, self.program_spec
+        all_to_all = exact or get_accelerator().communication_backend_name() == "gloo"
+        return Sharding(spec.zero_stage, dist.get_world_size(self.data_group), spec.hierarchy, all_to_all, exact)
 
     def thaw(self) -> None:
         """Lets parameters train that the script has unfrozen, between batches. Collective and with errors as
@@ -287,9 +302,11 @@ class Training:
                 self._shared_buffers.look()
             try:
                 yield
-            except BaseException:
+            except BaseException as error:
                 if trace is not None:
                     trace.stop()
+                if self.budget is not None:
+                    self.budget.advise(error)
                 raise
             if ends and training:
                 self._shared_buffers.check()
@@ -316,6 +333,8 @@ class Training:
             self.partition.catch_up()
         elif self.check is not None:
             load = self.check.seen.begin(spec.micro_batches, load)
+        if training and self.budget is not None:
+            self.budget.begin_batch()
         return BatchState(
             self.door.micro_batches if training else spec.micro_batches,
             load,
@@ -333,7 +352,10 @@ class Training:
             specs: the programs of all data-parallel ranks. Seeds as stock derives them differ between batches, and are
                 the same on every rank.
         """
+        specs = list(specs)
         self.placed.micro_offset += max(spec.micro_batches for spec in specs)
+        if self.budget is not None and not specs[0].forward_only:
+            self.budget.end_batch(self.replica_specs[self.data_rank])
         if self.check is not None:
             self.check.act()
 
@@ -349,6 +371,8 @@ class Training:
         return self.door.optimizer.loss_scale / micro_batches
 
     def _step(self) -> None:
+        if self.budget is not None:
+            self.budget.before_step()
         self.door.end_backward()
         if self.live is not None:
             with self.executor.timing.time("store"):

@@ -118,15 +118,18 @@ def _chunks(
             result = compute(inputs)
         gradients = [torch.ones_like(member) for member in differentiable(result)]
         with CollectiveCounter() as sent:
-            taken = chunk_bytes(
+            measure = partial(
+                chunk_bytes,
                 compute,
                 inputs,
                 gradients if chunk >= spec.first_trained else None,
                 [*_memory_of(layers[own]), *tree_leaves(labels)],
                 0 if chunk == last else _bytes_of(result),
                 is_first=chunk == 0,
-                recompute=spec.is_recomputed(chunk),
             )
+            taken = measure(recompute=chunk in spec.recomputed_chunks)
+        if settings.recompute == "auto" and chunk in spec.recomputed_chunks:
+            taken = replace(taken, kept=measure(recompute=False))
         if settings.activation_dtype is not None and spec.first_trained <= chunk < last:
             with torch.enable_grad():
                 result = passed_on(compute(cloned(inputs)), None, marks=True)

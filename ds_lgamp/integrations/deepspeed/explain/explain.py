@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
@@ -19,7 +20,7 @@ from torch import nn
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, read_block
 from ds_lgamp.cost.activations import ActivationBytes
-from ds_lgamp.cost.memory import Memory, rank_memory
+from ds_lgamp.cost.memory import Memory, Pair, kept_within, memory_over_time, rank_memory
 from ds_lgamp.cost.offload import DiskUse, disk_use, host_beside_disk, live_use
 from ds_lgamp.cost.traffic import (
     Traffic,
@@ -32,8 +33,18 @@ from ds_lgamp.cost.traffic import (
 )
 from ds_lgamp.cost.units import ElementBytes, Sharding, Travel, UnitSize
 from ds_lgamp.integrations.deepspeed.config.check_keys import for_deepspeed
-from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype, parameter_dtype
+from ds_lgamp.integrations.deepspeed.config.precision import parameter_dtype
 from ds_lgamp.integrations.deepspeed.config.zero import Home, on_disk_of
+from ds_lgamp.integrations.deepspeed.engine.memory import (
+    Update,
+    budget_of,
+    comes_later,
+    element_bytes,
+    over_budget,
+    space_left,
+    unit_sizes,
+    update_of,
+)
 from ds_lgamp.integrations.deepspeed.engine.plan import plan_training
 from ds_lgamp.integrations.deepspeed.explain.activations import (
     UnknownActivations,
@@ -41,8 +52,7 @@ from ds_lgamp.integrations.deepspeed.explain.activations import (
     measure_activations,
 )
 from ds_lgamp.integrations.deepspeed.explain.facts import Explanation, RankFacts, SharedFacts, TokenFacts
-from ds_lgamp.integrations.deepspeed.explain.imagined import ImaginedModel, ImaginedRank, unit_sizes
-from ds_lgamp.integrations.deepspeed.explain.updates import Update, comes_later, update_of
+from ds_lgamp.integrations.deepspeed.explain.imagined import ImaginedModel, ImaginedRank
 from ds_lgamp.integrations.deepspeed.model.auto_ep import is_replaced
 from ds_lgamp.integrations.deepspeed.model.construction import is_deferred
 from ds_lgamp.integrations.deepspeed.model.experts import (
@@ -64,10 +74,10 @@ from ds_lgamp.integrations.deepspeed.plain.build import (
 from ds_lgamp.integrations.deepspeed.plain.layers import layers_of, pipeline_module, topology_of
 from ds_lgamp.integrations.deepspeed.plain.wrapper import split_of
 from ds_lgamp.partition.zero_partition import ZeroPartition
-from ds_lgamp.schedule.actions import Action
+from ds_lgamp.schedule.actions import Action, Kind
 from ds_lgamp.schedule.costs import UNIT_DURATIONS, Costs, sized_costs, uniform_costs
 from ds_lgamp.schedule.placement import split_automatic
-from ds_lgamp.schedule.program import build_program
+from ds_lgamp.schedule.program import build_program, build_rank_program
 from ds_lgamp.schedule.simulate import simulate
 from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.schedule.validate import validate
@@ -85,6 +95,7 @@ def explain(arguments: dict[str, Any], partition_method: str, calls_engine: bool
     """
     module, config = arguments["model"], arguments["config_class"]
     settings = enabled_block(arguments["config"])
+    budget = budget_of(settings, torch.device(get_accelerator().current_device_name()))
     _make_expert_groups(module, module, config)
     if not (calls_engine or arguments.get("optimizer") or config.optimizer_name):
         arguments = {**arguments, "optimizer": comes_later}
@@ -112,6 +123,11 @@ def explain(arguments: dict[str, Any], partition_method: str, calls_engine: bool
     data_ranks, tensor_ranks = (module.topology().get_dim(axis) or 1 for axis in ("data", "model"))
     step = Step(spec, settings, config, data_ranks, tensor_ranks, activations, update, plan.home_of_frozen, plan.travel)
     held = model.ranks(settings, config, spec, update.group_of)
+    if settings.recompute == "auto" and activations is not None:
+        limit = space_left(get_accelerator().total_memory()) if budget is None else budget
+        spec = replace(spec, kept=frozenset().union(*(step.kept(rank, each, limit) for rank, each in enumerate(held))))
+        program = build_program(spec)
+        validate(spec, program)
     return Explanation(
         spec=spec,
         settings=settings,
@@ -231,6 +247,7 @@ class Step(NamedTuple):
             chunks=chunks,
             tied=held.tied,
             parameters=sum(facts.parameters for facts in chunks) + sum(facts.parameters for facts in held.tied),
+            recomputed=sum(action.kind is Kind.BACKWARD and action.recomputed for action in actions),
             traffic=self._traffic(actions, units),
             tied_sums=sum(unit.copies > 1 for unit in units),
             collective_bytes_sent=sum(collective_bytes(actions, unit, sharding, size) for unit in units),
@@ -249,6 +266,27 @@ class Step(NamedTuple):
             shared=self._shared(actions, held.partition, units, size),
             tokens=self._tokens(actions, held.expert_layers),
         )
+
+    def kept(self, rank: int, held: ImaginedRank, limit: int) -> frozenset[Pair]:
+        """Returns the pairs of which a rank keeps what autograd saves, to stay within a limit. Raises ConfigError if it
+        would need more memory although it recomputed everything."""
+        assert self.activations is not None, "the first batch would decide"
+        size, units = (
+            element_bytes(self.config, self.update, self.travel),
+            unit_sizes(held.partition, self.home_of_frozen),
+        )
+
+        def build(kept: frozenset[Pair]) -> list[Action]:
+            return build_rank_program(replace(self.spec, kept=kept), rank)
+
+        def follow(actions: Sequence[Action]) -> list[int]:
+            taken = actions, units, self._sharding, size, self.activations
+            return [held.constants + most for most in memory_over_time(*taken, offload=self.spec.offload)[1]]
+
+        complaint = over_budget(limit, rank, max(follow(build(frozenset()))))
+        if complaint is not None:
+            raise ConfigError(complaint)
+        return kept_within(limit, build, follow, self.activations)
 
     def _traffic(self, actions: Sequence[Action], units: Sequence[UnitSize]) -> Traffic:
         moving = [unit for unit in units if unit.shared(self._sharding).data_ranks > 1]
@@ -317,17 +355,3 @@ class Step(NamedTuple):
         if memory.host is not None:
             memory = replace(memory, host=host_beside_disk(memory.host, on_disk, size, disk.buffers))
         return memory, disk
-
-
-def element_bytes(config: Any, update: Update, travel: Travel) -> ElementBytes:
-    """Returns the bytes per element under a DeepSpeedConfig."""
-    weights, gradients = parameter_dtype(config), accumulation_dtype(config)
-    travelling = config.communication_data_type or gradients
-    size = ElementBytes(
-        weights.itemsize, gradients.itemsize, communication=None if travelling == gradients else travelling.itemsize
-    )
-    state, temporary = (
-        None if tensors is None else tensors * size.master
-        for tensors in (update.state_tensors, update.temporary_tensors)
-    )
-    return replace(size, optimizer=state, update=temporary, travel=travel)

@@ -15,9 +15,6 @@ from ds_lgamp.schedule.orders import default_placement
 from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.spec import ProgramSpec
 
-LATER = "given later"
-"""The name of an optimizer that the script gives by ``engine._configure_optimizer``."""
-
 
 @dataclass(frozen=True)
 class ChunkFacts:
@@ -104,6 +101,8 @@ class RankFacts:
     """The part of these bytes that hierarchical shards send between nodes; None without such shards, where nodes are
     unknown."""
     memory: Memory
+    recomputed: int = 0
+    """How many forwards its backwards compute again in a step."""
     constants: int = 0
     """Bytes of what dequantises its packed weights; ``memory`` has them among the weights."""
     bus_bytes_loaded: int | None = None
@@ -168,6 +167,7 @@ class Explanation:
             and spec.chunks % ranks == 0
             and spec.placement == place_chunks("modular", spec.chunks, ranks)
             and spec.micro_batch_group >= micro_batches >= ranks
+            and not spec.kept
         )
         return (ranks - 1) / (spec.chunks // ranks * micro_batches) if applies else None
 
@@ -207,7 +207,7 @@ _OF_PROGRAM = (
     *("returns_outputs", "resident_chunks", "defers_gathers", "updates", "stores_weights"),
 )
 _PARTS_OF_PROGRAM = ("hierarchy", "offload")
-_OF_SETTINGS = ("pipeline_rank_speeds", "data_rank_speeds", "recompute")
+_OF_SETTINGS = ("pipeline_rank_speeds", "data_rank_speeds", "recompute", "recompute_memory")
 
 
 def _rank_data(rank: RankFacts) -> dict[str, Any]:

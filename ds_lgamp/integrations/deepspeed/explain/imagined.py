@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import math
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -22,8 +21,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ds_lgamp.config import ConfigError, LgampConfig
-from ds_lgamp.cost.units import UnitSize, aligned
-from ds_lgamp.integrations.deepspeed.config.zero import Home
 from ds_lgamp.integrations.deepspeed.engine.parameters import partition_parameters, policy_of
 from ds_lgamp.integrations.deepspeed.explain.activations import faked
 from ds_lgamp.integrations.deepspeed.explain.facts import ChunkFacts, TiedFacts
@@ -40,7 +37,7 @@ from ds_lgamp.integrations.deepspeed.model.module import (
 )
 from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources
 from ds_lgamp.integrations.hosts import replace_attribute
-from ds_lgamp.partition.quantised import is_packed, own_constants
+from ds_lgamp.partition.quantised import own_constants
 from ds_lgamp.partition.zero_partition import ZeroPartition
 from ds_lgamp.runtime.recompute import undisturbed
 from ds_lgamp.schedule.spec import ProgramSpec
@@ -222,22 +219,6 @@ def _groups(placed: PlacedModule, owned: dict[int, int]) -> list[dict[str, Any]]
         if id(tensor) in owned:
             groups[owned[id(tensor)]]["params"].append(tensor)
     return groups
-
-
-def unit_sizes(partition: ZeroPartition, home_of_frozen: Home = "none") -> list[UnitSize]:
-    """Returns the sizes of the units of a partition, as the formula of memory takes them."""
-    sizes = []
-    for unit in partition.units:
-        owned = [math.prod(shape) for _, shape, group in unit.storage.contents() if group is not None]
-        chunks = tuple(chunk for chunk, units in partition.chunk_units.items() if unit in units)
-        copies = 1 if unit.tie_group is None or not unit.trains else unit.tie_group.size()
-        size = UnitSize(unit.storage.end, sum(map(aligned, owned)), chunks, unit.tied, copies, not unit.trains)
-        # Experts are means over all ranks, and lie on fewer.
-        divided = unit.policy.mean_ranks // unit.policy.data_group.size()
-        whole_on = None if unit.trains or home_of_frozen == "none" else home_of_frozen
-        packed = (entry.parameter.dtype.itemsize for entry in unit.storage.parameters if is_packed(entry.parameter))
-        sizes.append(replace(size, expert_ranks=divided, whole_on=whole_on, packed=next(packed, None)))
-    return sizes
 
 
 def _elsewhere(layer: DividedLayer) -> int:

@@ -9,7 +9,8 @@ from ds_lgamp.cost.activations import ActivationMemory
 from ds_lgamp.cost.assignment import LinkKind
 from ds_lgamp.cost.offload import HostMemory
 from ds_lgamp.cost.units import aligned, packed_bytes
-from ds_lgamp.integrations.deepspeed.explain.facts import LATER, Explanation, LaidOut, TokenFacts, seconds_of
+from ds_lgamp.integrations.deepspeed.engine.memory import LATER
+from ds_lgamp.integrations.deepspeed.explain.facts import Explanation, LaidOut, TokenFacts, seconds_of
 from ds_lgamp.schedule.spec import ProgramSpec
 
 _BUS = 31.5e9
@@ -44,11 +45,23 @@ def _header(facts: Explanation) -> str:
         f"{spec.pipeline_ranks} pipeline x {facts.data_ranks} data-parallel{slices} ranks, schedule {spec.schedule}, "
         f"placement {facts.placement}, ZeRO stage {spec.zero_stage}{_shards(spec)}, {facts.precision}\n"
         f"{spec.micro_batches} micro-batches {group}, {spec.resident_chunks} resident chunks, "
-        f"recompute {facts.settings.recompute}, optimizer {facts.optimizer}{_UPDATES[spec.updates]}{_on_host(spec)}\n"
+        f"recompute {facts.settings.recompute}{_budget(facts)}, "
+        f"optimizer {facts.optimizer}{_UPDATES[spec.updates]}{_on_host(spec)}\n"
         f"{facts.layers} layers in {spec.chunks} chunks{_frozen(spec)}, {facts.parameters:,} parameters{each}"
         f"{_KEPT[facts.home_of_frozen]}{', gathered again from the host' if spec.stores_weights else ''}"
         f"{_by_speed(facts)}{_rounded(facts)}"
     )
+
+
+def _budget(facts: Explanation) -> str:
+    """Returns words on what is recomputed within a budget; nothing if there is none."""
+    if facts.settings.recompute != "auto":
+        return ""
+    within = f" within {facts.settings.recompute_memory or 'the memory of the device'}"
+    if facts.activations_unknown is not None:
+        return f"{within} (here as in the first batch, which recomputes all and measures)"
+    share = ", ".join(f"{rank.recomputed} of {len(rank.chunks) * facts.spec.micro_batches}" for rank in facts.ranks)
+    return f"{within} (forwards by rank: {share})"
 
 
 def _rounded(facts: Explanation) -> str:
@@ -273,7 +286,13 @@ def _words(facts: Explanation) -> str:
             f"Quantised weights lie and travel as packed bytes. Each rank has the constants of its layers whole, up to "
             f"{with_bytes(constants)} of its weights."
         )
-    stored = "inputs of chunks" if facts.settings.recompute == "full" else "chunks with what autograd saves of them"
+    stored = "chunks with what autograd saves of them"
+    if facts.settings.recompute in ("full", "auto"):
+        stored = (
+            "inputs of chunks"
+            if not facts.spec.kept
+            else "inputs of chunks, or chunks with what autograd saves of them"
+        )
     passing = "layers" if all(rank.memory.update is not None for rank in facts.ranks) else "layers and the optimizer"
     if facts.activations_unknown is None:
         sentences.append(f"Stored activations are {stored}, a number. The peak includes their bytes.")

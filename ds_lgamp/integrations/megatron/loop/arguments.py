@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
-from ds_lgamp.integrations.megatron.loop.batch import placement_of, refuse_settings
+from ds_lgamp.integrations.megatron.loop.batch import placement_of, refuse_budget, refuse_settings
 from ds_lgamp.integrations.megatron.loop.cuts import Cut, cut
 from ds_lgamp.integrations.megatron.loop.flags import (
     option_of,
@@ -91,6 +91,7 @@ def check_file(config: dict[str, Any], settings: LgampConfig) -> Job:
     for key, (harmless, reason) in REFUSED_KEYS.items():
         if (value := getattr(settings, key)) != harmless:
             raise ConfigError(f"{BLOCK}.{key} is {value!r}, {reason}")
+    refuse_budget(settings)
     for name, ranks in shard_groups(config).items():
         raise ConfigError(
             f"zero_optimization.{name} is {ranks!r}, but in Megatron-LM's training loop all data-parallel ranks share "

@@ -217,11 +217,21 @@ def refuse_unsupported(batch: Batch) -> None:
         )
 
 
+def refuse_budget(settings: LgampConfig) -> None:
+    """Raises ConfigError for a budget of recomputation, which Megatron-core's layers do by themselves."""
+    if settings.recompute == "auto":
+        raise ConfigError(
+            f"{BLOCK}.recompute is 'auto', but in Megatron-LM's training loop layers recompute by themselves, all "
+            "alike; use 'full', 'selective' or 'none', or train with DeepSpeed's engine"
+        )
+
+
 def refuse_another_file(batch: Batch, settings: LgampConfig, zero_stage: int) -> None:
     """Raises ConfigError if a script with its own loop trains with another stage, other chunks or another recomputation
     than its configuration file names. Inside Megatron-LM's loop its flags were compared before."""
     if batch.forward_only:
         return
+    refuse_budget(settings)
     distributed = getattr(getattr(batch.models[0], "ddp_config", None), "use_distributed_optimizer", None)
     if zero_stage <= 1 and distributed is not None and bool(distributed) != (zero_stage == 1):
         raise ConfigError(

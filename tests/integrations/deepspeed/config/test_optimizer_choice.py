@@ -37,7 +37,7 @@ from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
     translated,
     try_out,
 )
-from ds_lgamp.integrations.deepspeed.explain.updates import state_tensors, updates_in_place
+from ds_lgamp.integrations.deepspeed.engine.memory import state_tensors, updates_in_place
 from ds_lgamp.optimizers.lamb import Lamb
 from ds_lgamp.optimizers.muon import Muon
 from ds_lgamp.runtime.measure import PeakMemory

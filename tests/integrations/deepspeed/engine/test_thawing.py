@@ -33,6 +33,7 @@ HOMES = [{"keep_frozen": home} for home in ("device", "host", "none")]
 ON_TWO_RANKS = [
     # With the second layer, a rank begins to train at all.
     Case(3, "AdamW", 3, 2, {"overlap_update": True}, thaws=True),
+    Case(14, "AdamW", 1, 2, {"recompute": "auto", "recompute_memory": "1 GB"}, thaws=True),
     Case(4, "AdamW", 3, 1, IN_TURN, thaws=True, goes_on="checkpoint", goes_on_at=4, changes={"built_frozen": False}),
 ]
 GOING_ON = [

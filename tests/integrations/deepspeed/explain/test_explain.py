@@ -36,6 +36,13 @@ UNUSUAL_CONFIG = {
     "ds_lgamp": {"layers_per_chunk": 1, "micro_batch_group": 2},
 }
 ROUNDED_CONFIG = {**UNUSUAL_CONFIG, "ds_lgamp": {**UNUSUAL_CONFIG["ds_lgamp"], "activation_dtype": "fp8"}}
+
+
+def within(memory):
+    block = {"recompute": "auto"} if memory is None else {"recompute": "auto", "recompute_memory": memory}
+    return {**UNUSUAL_CONFIG, "ds_lgamp": {**UNUSUAL_CONFIG["ds_lgamp"], **block}}
+
+
 WITHOUT_OPTIMIZER = {key: value for key, value in UNUSUAL_CONFIG.items() if key != "optimizer"}
 MODEL_CONFIG = {**BATCH, "zero_optimization": {"stage": 3}, "ds_lgamp": {"pipeline_ranks": 2}}
 INSIDE_CONFIG = {**MODEL_CONFIG, "ds_lgamp": {"pipeline_ranks": 2, "model": "inside"}}
@@ -55,6 +62,11 @@ def explained(tmp_path_factory):
         "json": ["--ranks", "4", "--json", *on_example(folder, "json", LAYERED)],
         "unusual": ["--json", str(folder / "unusual.py"), json.dumps(UNUSUAL_CONFIG)],
         "data": ["--json", str(folder / "data.py"), json.dumps(UNUSUAL_CONFIG), "patient"],
+        "budget": ["--json", str(folder / "data.py"), json.dumps(within("50 kB")), "patient"],
+        "budget in words": [str(folder / "data.py"), json.dumps(within("50 kB")), "patient"],
+        "budget later": [str(folder / "data.py"), json.dumps(within("50 kB")), "picky"],
+        "no budget": [str(folder / "data.py"), json.dumps(within(None)), "patient"],
+        "small budget": [str(folder / "data.py"), json.dumps(within("9 kB")), "patient"],
         "data in words": [str(folder / "data.py"), json.dumps(ROUNDED_CONFIG), "patient"],
         "model": ["--ranks", "4", "--json", str(folder / "model.py"), json.dumps(MODEL_CONFIG), "as it is"],
         "by hand": ["--ranks", "4", "--json", str(folder / "model.py"), json.dumps(BY_HAND_CONFIG), "by hand"],
@@ -328,6 +340,18 @@ def test_with_training_data_the_peak_has_activations(explained):
     assert [row.endswith(sent) for row, sent in zip(rows, ("  1.02 kB", "  512 B"), strict=True)] == [True, True]
 
 
+def test_within_a_budget_the_explanation_says_what_each_rank_recomputes(explained):
+    facts, full = facts_of(explained["budget"]), facts_of(explained["data"])
+    assert (facts["recompute"], facts["recompute_memory"]) == ("auto", "50 kB")
+    again = [rank["recomputed"] for rank in facts["ranks"]]
+    assert all(few < all_of_them for few, all_of_them in zip(again, (rank["recomputed"] for rank in full["ranks"])))
+    assert all(rank["memory"]["peak"] <= 50_000 for rank in facts["ranks"])
+    words = explained["budget in words"].output
+    assert f"recompute auto within 50 kB (forwards by rank: {again[0]} of 8, {again[1]} of 8), optimizer" in words
+    later = explained["budget later"].output
+    assert "recompute auto within 50 kB (here as in the first batch, which recomputes all and measures)" in later
+
+
 def test_a_model_of_transformers_is_explained_as_a_pipeline_of_its_layers(explained):
     shown, by_hand = (facts_of(explained[name]) for name in ("model", "by hand"))
     assert shown.pop("activations_unknown").startswith("the script gives micro-batches to the engine only after")
@@ -382,6 +406,8 @@ def test_without_activations_the_explanation_says_why(explained):
         ("too many", "ds_lgamp.chunks_per_rank is 9: 2 pipeline ranks would need 18 layers, the model has 9"),
         ("typo", "ds_lgamp.resident_chunk is no known key; did you mean resident_chunks?"),
         ("no offer", "ds_lgamp.recompute is 'selective', but no layer of the model offers it"),
+        ("no budget", "recompute is 'auto', but a CPU has no memory of its own to fill; set ds_lgamp.recompute_memory"),
+        ("small budget", "ds_lgamp.recompute is 'auto', which may take 9 kB of memory, but rank 0 needs"),
         ("empty", "empty.py ended without initialising an engine with a ds_lgamp block: nothing to explain"),
     ],
 )

@@ -151,6 +151,10 @@ OF_BLOCKS = [
         "activation_dtype is 'fp8', but in Megatron-LM's training loop hidden states",
     ),
     ({"offload_activations": "cpu"}, "offload_activations is 'cpu', but in Megatron-LM's training loop"),
+    (
+        {"recompute": "auto", "recompute_memory": "60 GB"},
+        "recompute is 'auto', but in Megatron-LM's training loop layers recompute by themselves, all alike; use 'full'",
+    ),
     ({"placement": "contiguous"}, "placement is 'contiguous', but Megatron-core's chunks are modular"),
     ({"chunks_per_rank": 5}, "chunks_per_rank is 5: 2 pipeline ranks would need 10 layers, the model has 8"),
     ({"layers_per_chunk": 3}, "is 3: 8 layers make 3 chunks, but .* 2 .*-parallel-layout"),

@@ -1,0 +1,401 @@
+"""What the formula of memory needs to know of a rank: the sizes of its units, bytes per element, and what is known of
+an optimizer before it takes a step: its state, its temporary memory, and what LAMB or Muon send. Also, by this formula,
+which forwards a rank recomputes to stay within a budget.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import logger
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, with_unit
+from ds_lgamp.cost.activations import ActivationBytes, ChunkBytes
+from ds_lgamp.cost.memory import Memory, Pair, kept_within, memory_over_time
+from ds_lgamp.cost.muon import Iteration, Matrix, exchange_bytes, step_memory
+from ds_lgamp.cost.units import ElementBytes, Travel, UnitSize, aligned
+from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
+    ELEMENTWISE,
+    choice_of,
+    counterpart,
+)
+from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype, parameter_dtype
+from ds_lgamp.integrations.deepspeed.config.zero import Home
+from ds_lgamp.optimizers.lamb import Lamb
+from ds_lgamp.optimizers.muon import DEFAULTS, Muon, NewtonSchulz
+from ds_lgamp.partition.agreement import raise_everywhere
+from ds_lgamp.partition.quantised import is_packed
+from ds_lgamp.partition.unit import parts_of
+from ds_lgamp.partition.zero_partition import ZeroPartition
+from ds_lgamp.runtime.batch import ActionError
+from ds_lgamp.runtime.measure import ChunkMeter
+from ds_lgamp.runtime.recompute import read_states
+from ds_lgamp.schedule.actions import Action, Kind
+from ds_lgamp.schedule.program import build_rank_program
+from ds_lgamp.schedule.spec import ProgramSpec
+
+LATER = "given later"
+"""The name of an optimizer that the script gives after ``deepspeed.initialize`` has been explained."""
+_NORMS, _EXACT_NORMS = (2 * 8,), (2 * 8, 2 * 3 * 8)
+"""Bytes of what LAMB adds up of each tensor, by collective: two squares or, to the bit, two maxima and six counts."""
+
+
+def comes_later(_parameters: Any) -> NoReturn:
+    """Stands for the function that makes an optimizer in explanations of a script that gives it later. Explanations
+    make no optimizer."""
+    raise AssertionError
+
+
+class UpdateTraffic(NamedTuple):
+    """The collectives of an optimizer's step on one pipeline rank, without tensor parallelism."""
+
+    collectives: int = 0
+    sent: int = 0
+    """Bytes that the data-parallel rank with most sends."""
+
+
+class Update:
+    """The step of an optimizer.
+
+    Args:
+        name: that of the optimizer, for people.
+        kind: its class; None if it is unknown.
+        groups: its options, by parameter group.
+    """
+
+    def __init__(self, name: str, kind: type | None, groups: Sequence[dict[str, Any]]) -> None:
+        self.name = name
+        self._kind = None if kind is None else counterpart(kind)
+        """Lamb or Muon, which need whole tensors; None for other optimizers."""
+        self._groups = groups
+        self._group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group["params"]}
+        counts = [None] if kind is None else [state_tensors(kind, group) for group in groups]
+        self.state_tensors = None if None in counts else max(count for count in counts if count is not None)
+        """How many tensors of a parameter's shape it keeps; None if unknown."""
+        self.temporary_tensors = None
+        """How many tensors of the shape of one unit's part its step takes for a moment; None if unknown."""
+        if self._kind is Lamb:
+            self.temporary_tensors = 1
+        elif kind is not None and all(updates_in_place(kind, group) for group in groups):
+            self.temporary_tensors = 0
+
+    @property
+    def needs_whole_tensors(self) -> bool:
+        """Whether it is LAMB or Muon."""
+        return self._kind is not None
+
+    def group_of(self, name: str, parameter: nn.Parameter) -> int:
+        """Returns the group of a parameter that trains. Those of layers that this process has not built belong to
+        Muon's matrices if DeepSpeed would mark them with ``use_muon``."""
+        if self._kind is not Muon:
+            return 0
+        is_hidden = parameter.dim() > 1 and not any(word in name.lower() for word in ("embed", "lm_head"))
+        alike = (index for index in range(len(self._groups)) if (self._blocks(index) > 0) == is_hidden)
+        return self._group_of.get(id(parameter), next(alike, len(self._groups)))
+
+    def _blocks(self, group: int) -> int:
+        """Returns how many matrices Muon makes orthogonal in each parameter of a group; 0 if AdamW updates them."""
+        options = {"use_muon": False} if group == len(self._groups) else self._groups[group]
+        return options.get("blocks", 1) if options.get("use_muon", True) else 0
+
+    def traffic(self, partition: ZeroPartition, zero_stage: int, data_ranks: int, in_rank_order: bool) -> UpdateTraffic:
+        """Returns what the step communicates on a pipeline rank. With ``in_rank_order``, results must not depend on how
+        tensors are cut."""
+        if data_ranks == 1:
+            return UpdateTraffic()
+        if self._kind is Lamb and zero_stage > 0:
+            tensors = sum(len(unit.storage.parameters) for unit in partition.units if unit.trains)
+            kinds = _EXACT_NORMS if in_rank_order else _NORMS
+            sent = sum(2 * size * tensors * (data_ranks - 1) // data_ranks for size in kinds)
+            return UpdateTraffic(len(kinds), sent) if tensors else UpdateTraffic()
+        matrices = [matrix for of_segment in self._matrices(partition) for matrix in of_segment]
+        if not matrices:
+            return UpdateTraffic()
+        iteration = self._iteration()
+        by_rank = exchange_bytes(matrices, zero_stage, data_ranks, iteration.leaving, iteration.returning)
+        return UpdateTraffic(2 if zero_stage > 0 else 1, max(by_rank))
+
+    def memory(self, partition: ZeroPartition, zero_stage: int, data_ranks: int) -> int | None:
+        """Returns the bytes that Muon's step takes for a moment on a pipeline rank with one tensor-parallel rank; None
+        for other optimizers, or if AdamW's step on other tensors takes memory too."""
+        others = [group for index, group in enumerate(self._groups) if not self._blocks(index)]
+        if self._kind is not Muon or not all(group.get("fused") for group in others):
+            return None
+        return step_memory(self._matrices(partition), zero_stage, data_ranks, self._iteration())
+
+    def _iteration(self) -> Iteration:
+        device = torch.device(get_accelerator().current_device_name())
+        own = next((group for index, group in enumerate(self._groups) if self._blocks(index)), {})
+        # torch's Muon has no method. Its numbers are those of the standard one.
+        options = {**DEFAULTS, "ns_method": "standard", **own}
+        made = NewtonSchulz(options["ns_method"])
+        types = made.input_dtype.itemsize, made.output_dtype(device).itemsize
+        return Iteration(made.method, options["ns_steps"], options["nesterov"], *types)
+
+    def _matrices(self, partition: ZeroPartition) -> list[list[Matrix]]:
+        """Returns the matrices of every segment, in the order in which the step takes them: by group, then by unit."""
+        segments: dict[tuple[int, int], list[Matrix]] = {}
+        for number, unit in enumerate(partition.units if self._kind is Muon else ()):
+            for part in parts_of(unit):
+                if part.group is not None and (blocks := self._blocks(part.group)):
+                    rows, start, end = part.shape[0], part.in_flat.start, unit.storage.end
+                    matrix = Matrix(rows, part.shape.numel() // rows, start, end, blocks)
+                    segments.setdefault((part.group, number), []).append(matrix)
+        return [segments[place] for place in sorted(segments)]
+
+
+def update_of(optimizer: Any, config: Any) -> Update:
+    """Returns the step of the user's ``optimizer``, or of the one that ``config``, a DeepSpeedConfig, names."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return Update(type(optimizer).__name__, type(optimizer), optimizer.param_groups)
+    if optimizer is not None:
+        return Update(LATER if optimizer is comes_later else "made by a function", None, [])
+    device = torch.device(get_accelerator().current_device_name())
+    choice = choice_of(config, device)
+    groups = [choice.options]
+    if choice.kind is Muon:
+        matrices, others = {**DEFAULTS, **choice.options["matrices"]}, choice.options["others"]
+        groups = [{**matrices, "use_muon": True}, {**others, "use_muon": False}]
+    return Update(choice.kind.__name__, choice.kind, [{"params": [], **group} for group in groups])
+
+
+def state_tensors(kind: type, options: dict[str, Any]) -> int | None:
+    """How many tensors of each parameter's shape the optimizer keeps; None if that is unknown."""
+    name = kind.__name__
+    if name == "SGD":
+        return int(bool(options.get("momentum")))
+    if name == "RMSprop":
+        return 1 + bool(options.get("momentum")) + bool(options.get("centered"))
+    if kind is Muon or name == "MuonWithAuxAdam":
+        return 1 if options.get("use_muon") else 2
+    if name in ("Adam", "AdamW"):
+        return 3 if options.get("amsgrad") else 2
+    if name in ("FusedAdam", "DeepSpeedCPUAdam", "DeepSpeedCPULion", "NAdam", "RAdam", "Adamax", "Adadelta", "Rprop"):
+        return 2
+    if name.lower() in ("lamb", "fusedlamb"):
+        return 2
+    return 1 if name in ("Adagrad", "ASGD", "Muon", "DeepSpeedCPUAdagrad", "FusedLion") else None
+
+
+def updates_in_place(kind: type, options: dict[str, Any]) -> bool:
+    """Whether a step needs no memory for temporary tensors."""
+    if counterpart(kind) is not None:
+        return False
+    from_outside = kind.__module__.partition(".")[0] in ("deepspeed", "apex")
+    return from_outside or (kind in ELEMENTWISE and bool(options.get("fused")))
+
+
+def element_bytes(config: Any, update: Update, travel: Travel) -> ElementBytes:
+    """Returns the bytes per element under a DeepSpeedConfig."""
+    weights, gradients = parameter_dtype(config), accumulation_dtype(config)
+    travelling = config.communication_data_type or gradients
+    size = ElementBytes(
+        weights.itemsize, gradients.itemsize, communication=None if travelling == gradients else travelling.itemsize
+    )
+    state, temporary = (
+        None if tensors is None else tensors * size.master
+        for tensors in (update.state_tensors, update.temporary_tensors)
+    )
+    return replace(size, optimizer=state, update=temporary, travel=travel)
+
+
+def unit_sizes(partition: ZeroPartition, home_of_frozen: Home = "none") -> list[UnitSize]:
+    """Returns the sizes of the units of a partition, as the formula of memory takes them."""
+    sizes = []
+    for unit in partition.units:
+        owned = [math.prod(shape) for _, shape, group in unit.storage.contents() if group is not None]
+        chunks = tuple(chunk for chunk, units in partition.chunk_units.items() if unit in units)
+        copies = 1 if unit.tie_group is None or not unit.trains else unit.tie_group.size()
+        size = UnitSize(unit.storage.end, sum(map(aligned, owned)), chunks, unit.tied, copies, not unit.trains)
+        # Experts are means over all ranks, and lie on fewer.
+        divided = unit.policy.mean_ranks // unit.policy.data_group.size()
+        whole_on = None if unit.trains or home_of_frozen == "none" else home_of_frozen
+        packed = (entry.parameter.dtype.itemsize for entry in unit.storage.parameters if is_packed(entry.parameter))
+        sizes.append(replace(size, expert_ranks=divided, whole_on=whole_on, packed=next(packed, None)))
+    return sizes
+
+
+_SPACE = 0.05
+"""The part of the memory that a device has left which "auto" leaves to what lies between tensors."""
+
+
+def budget_of(settings: LgampConfig, device: torch.device) -> int | None:
+    """Returns the bytes of ``recompute_memory``; None for what the device has left. Raises ConfigError if the key is
+    missing where the device is a CPU."""
+    if settings.recompute == "auto" and settings.recompute_bytes is None and device.type == "cpu":
+        raise ConfigError(
+            f"{BLOCK}.recompute is 'auto', but a CPU has no memory of its own to fill; set {BLOCK}.recompute_memory, "
+            "such as '8 GB'"
+        )
+    return settings.recompute_bytes
+
+
+def over_budget(limit: int, rank: int, needed: int) -> str | None:
+    """Returns a sentence if a rank that recomputes everything needs more than the limit; else None."""
+    if needed <= limit:
+        return None
+    return (
+        f"{BLOCK}.recompute is 'auto', which may take {with_unit(limit, 'B')} of memory, but rank {rank} needs "
+        f"{with_unit(needed, 'B')} although it recomputes everything; set recompute_memory to at least that, or use "
+        "smaller micro-batches"
+    )
+
+
+def space_left(memory: int) -> int:
+    """Returns the bytes that tensors may take of the ``memory`` of a device."""
+    return int((1 - _SPACE) * memory)
+
+
+class Budget:
+    """Decides for a rank which forwards autograd keeps, so that the rank stays within its budget.
+
+    The first batch recomputes everything and measures. Later forwards with a larger input than all before are measured
+    as well. Each rank decides alone, because nothing that ranks exchange depends on it.
+
+    Args:
+        training: the training of this rank.
+        given: the bytes that tensors may take; None for what the device has left.
+    """
+
+    def __init__(self, training: Any, given: int | None) -> None:
+        self._training, self._given = training, given
+        self._meter = training.executor.meter = ChunkMeter(training.settings.activation_dtype)
+        self._batch = 0, 0
+        """Bytes of the inputs and the labels of a micro-batch."""
+        self._measured = 0
+        """The peak of the device up to the first step, without the optimizer's state; 0 on a CPU."""
+        self._budget = 0
+        """The bytes that tensors may take, once they are known."""
+        self._limit: int | None = None
+        """The budget for what the formula covers; None before the end of the first batch."""
+        self._kept: tuple[ProgramSpec | None, frozenset[Pair]] = None, frozenset()
+        """What was decided last, and for which program."""
+        self._is_open = False
+        """Whether a batch has begun, whose program may get longer or shorter, but stay as it is up to here."""
+
+    def marked(self, spec: ProgramSpec) -> ProgramSpec:
+        """Returns the program of a step with what autograd keeps of it."""
+        if self._limit is None:
+            return spec
+        decided = self._kept[0]
+        if not self._is_open and (spec != decided or self._meter.has_grown):
+            if decided is not None and spec.first_trained < decided.first_trained:
+                self._meter.measure_again()
+            self._meter.has_grown = False
+            self._kept = spec, kept_within(self._limit, partial(self._build, spec), self._during, self._size)
+        return replace(spec, kept=self._kept[1])
+
+    def begin_batch(self) -> None:
+        """Begins a batch for training."""
+        self._is_open = True
+        self._batch = tuple(map(max, self._batch, self._training.loader.sizes()))
+        if self._limit is None and self._on_accelerator:
+            get_accelerator().reset_peak_memory_stats()
+
+    def before_step(self) -> None:
+        """Reads the peak of the first batch, before the optimizer takes temporary memory."""
+        if self._limit is None and self._on_accelerator:
+            self._measured = get_accelerator().max_memory_allocated() - self._optimizer_state()
+
+    def end_batch(self, spec: ProgramSpec) -> None:
+        """Ends a batch with the program of ``spec``. Collective over all ranks after the first one, which may raise
+        ConfigError on every rank: then it has taken more than the budget although it recomputed everything."""
+        self._is_open = False
+        if self._limit is not None:
+            return
+        needed, beyond = max(self._during(self._build(spec, frozenset()))), self._beyond(spec)
+        budget = self._budget = self._left() if self._given is None else self._given
+        raise_everywhere(over_budget(budget, dist.get_rank(), needed + beyond), ConfigError)
+        self._limit = budget - beyond
+        self._tell(self.marked(spec), budget)
+
+    def advise(self, error: BaseException) -> None:
+        """Raises an ActionError in place of one that says that the device had too little memory. It also says what to
+        do."""
+        if not isinstance(error.__cause__, torch.OutOfMemoryError):
+            return
+        advice = "nothing was kept yet: use smaller micro-batches, a smaller micro_batch_group, or more ranks"
+        if self._kept[1]:
+            less = with_unit(0.9 * self._budget, "B")
+            advice = f"autograd kept what it saved of {len(self._kept[1])} forwards; set recompute_memory to '{less}'"
+        raise ActionError(f"{error}; with {BLOCK}.recompute 'auto', {advice}") from error.__cause__
+
+    @property
+    def _on_accelerator(self) -> bool:
+        return self._training.device.type != "cpu"
+
+    @property
+    def _size(self) -> ActivationBytes:
+        """What was measured."""
+        training, meter = self._training, self._meter
+        own, chunks = meter.chunks, training.program_spec.chunks
+        others = {
+            chunk: ChunkBytes(meter.inputs.get(chunk + 1, 0), 0, 0, sent=meter.received.get(chunk + 1))
+            for chunk in range(chunks)
+        }
+        sources = [] if training.settings.reproducible or self._on_accelerator else training.random_sources
+        states = [each for each in tree_leaves(read_states(sources)) if isinstance(each, torch.Tensor)]
+        inputs, labels = self._batch
+        return ActivationBytes(
+            inputs=max(inputs, meter.inputs.get(0, 0)),
+            labels=labels,
+            chunks=[own.get(chunk, others[chunk]) for chunk in range(chunks)],
+            random_states=sum(state.nbytes for state in states),
+            draws=training.executor.draws.any,
+        )
+
+    def _build(self, spec: ProgramSpec, kept: frozenset[Pair]) -> list[Action]:
+        return build_rank_program(replace(spec, kept=kept), self._training.placed.stage_id)
+
+    def _during(self, actions: Sequence[Action]) -> list[int]:
+        return self._follow(actions)[1]
+
+    def _follow(self, actions: Sequence[Action]) -> tuple[Memory, list[int]]:
+        """Returns the memory of this rank by the formula, and the peak during each action."""
+        training, offload = self._training, self._training.program_spec.offload
+        units = unit_sizes(training.partition, training.home_of_frozen)
+        return memory_over_time(actions, units, training.sharding, self._element, self._size, offload=offload)
+
+    @cached_property
+    def _element(self) -> ElementBytes:
+        training = self._training
+        return element_bytes(training.config, update_of(training.door.optimizer.optimizer, None), training.travel)
+
+    def _beyond(self, spec: ProgramSpec) -> int:
+        """Returns the bytes on the device that the formula does not cover, such as data of the script, and the state of
+        an optimizer if its size was unknown."""
+        unknown = self._optimizer_state() if self._element.optimizer is None else 0
+        if not self._on_accelerator:
+            return unknown
+        actions = self._build(spec, frozenset())
+        memory, during = self._follow(actions)
+        before_step = [action.kind for action in actions].index(Kind.STEP)
+        return unknown + max(0, self._measured - max(during[:before_step]) + (memory.optimizer_state or 0))
+
+    def _optimizer_state(self) -> int:
+        """Returns the bytes that the optimizer keeps on the device now."""
+        training = self._training
+        tensors = tree_leaves(list(training.door.optimizer.state.values()))
+        held = [each for each in tensors if isinstance(each, torch.Tensor) and each.device == training.device]
+        return 0 if training.program_spec.offload is not None else sum(each.nbytes for each in held)
+
+    def _left(self) -> int:
+        """Returns the bytes that tensors may take of what the device has left."""
+        accelerator = get_accelerator()
+        return space_left(accelerator.available_memory() + accelerator.memory_reserved())
+
+    def _tell(self, spec: ProgramSpec, budget: int) -> None:
+        """Says on the first rank what it recomputes from now on."""
+        if dist.get_rank() == 0:
+            backwards = [action for action in self._build(spec, spec.kept) if action.kind is Kind.BACKWARD]
+            logger.info(
+                f"ds_lgamp: within {with_unit(budget, 'B')} of memory, rank 0 recomputes "
+                f"{sum(action.recomputed for action in backwards)} of {len(backwards)} forwards of a step"
+            )

@@ -1,0 +1,134 @@
+"""Which forwards autograd keeps within a budget of memory."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_lgamp.cost.activations import ActivationBytes, ChunkBytes
+from ds_lgamp.cost.memory import _Peaks, kept_within, memory_over_time
+from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize
+from ds_lgamp.schedule.costs import Durations
+from ds_lgamp.schedule.placement import place_chunks
+from ds_lgamp.schedule.program import build_program, build_rank_program
+from ds_lgamp.schedule.simulate import simulate
+from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.schedule.validate import ProgramError, validate
+from tests.schedule.strategies import program_specs
+
+BYTES = st.integers(0, 200)
+RESULT = 100
+
+
+@st.composite
+def sizes(draw, chunks: int) -> ActivationBytes:
+    """Draws bytes of chunks that differ, both if they are recomputed and if they are kept."""
+    measured = []
+    for chunk in range(chunks):
+        result = 0 if chunk == chunks - 1 else RESULT
+        saved, transient = draw(BYTES), draw(BYTES)
+        keeps_result = result > 0 and draw(st.booleans())
+        kept = ChunkBytes(result, result + saved + transient, transient, saved, keeps_result)
+        measured.append(ChunkBytes(result, result + transient, saved + transient, kept=kept))
+    return ActivationBytes(draw(BYTES), draw(BYTES), measured, draw(BYTES), draw(st.booleans()))
+
+
+def follow(spec, rank, size, actions):
+    """Returns the peak during each action of a rank with small units."""
+    units = [UnitSize(32, 32, (chunk,)) for chunk, owner in enumerate(spec.placement) if owner == rank]
+    return memory_over_time(actions, units, Sharding(spec.zero_stage, 1), ElementBytes(), size, offload=spec.offload)[1]
+
+
+def program(spec, rank, kept):
+    return build_rank_program(replace(spec, kept=kept), rank)
+
+
+def chosen(spec, rank, size, budget):
+    return kept_within(budget, partial(program, spec, rank), partial(follow, spec, rank, size), size)
+
+
+def peak(spec, rank, size, kept):
+    return max(follow(spec, rank, size, program(spec, rank, kept)))
+
+
+def all_pairs(spec, rank):
+    own = [chunk for chunk in spec.recomputed_chunks if spec.placement[chunk] == rank]
+    return frozenset((chunk, micro_batch) for chunk in own for micro_batch in range(spec.micro_batches))
+
+
+TRAINING = program_specs(max_ranks=3).filter(lambda spec: not spec.forward_only and spec.hierarchy is None)
+
+
+@given(TRAINING.map(lambda spec: replace(spec, kept=frozenset())), st.data())
+def test_no_budget_is_exceeded_and_one_that_holds_everything_keeps_everything(spec, data):
+    size, rank = data.draw(sizes(spec.chunks)), data.draw(st.integers(0, spec.pipeline_ranks - 1))
+    everything = all_pairs(spec, rank)
+    least, most = (peak(spec, rank, size, kept) for kept in (frozenset(), everything))
+    budget = data.draw(st.integers(min(least, most), max(least, most)))
+    kept = chosen(spec, rank, size, budget)
+    assert kept <= everything
+    assert peak(spec, rank, size, kept) <= max(budget, least), "but for what nothing could save"
+    assert chosen(spec, rank, size, 2 * max(least, most) + 10_000) == everything
+    marked = replace(spec, kept=kept)
+    validate(marked, build_program(marked))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "per_rank", "group"),
+    [("layered", 1, 6, 12), ("layered", 2, 4, 4), ("interleaved_1f1b", 2, 3, 12), ("1f1b", 3, 1, 12)],
+)
+def test_more_memory_makes_a_shorter_step_and_half_of_it_saves_nearly_half(schedule, ranks, per_rank, group):
+    """Chunks are alike. Of what recomputation costs, half of the memory saves a third at least; but not with one chunk
+    on each rank, where ranks wait for each other while they recompute other micro-batches."""
+    spec = ProgramSpec(place_chunks("modular", ranks * per_rank, ranks), schedule, 12, group, 0)
+    kept = ChunkBytes(RESULT, 1200, 300, saved=1000)
+    size = ActivationBytes(0, 0, [ChunkBytes(RESULT, 300, 1300, kept=kept)] * spec.chunks)
+    times = []
+    for part in (0.0, 0.25, 0.5, 0.75, 1.0):
+        pairs = set()
+        for rank in range(ranks):
+            least, most = (peak(spec, rank, size, kept) for kept in (frozenset(), all_pairs(spec, rank)))
+            pairs |= chosen(spec, rank, size, round(least + part * (most - least)))
+        marked = replace(spec, kept=frozenset(pairs))
+        times.append(simulate(marked, build_program(marked), Durations(1, 2, recompute=1)).step_time)
+    assert times == sorted(times, reverse=True) and times[0] > times[-1], times
+    assert per_rank == 1 or times[0] - times[2] >= (times[0] - times[-1]) / 3, times
+
+
+def test_what_is_alive_shortest_is_kept_first_in_every_group():
+    """Chunks 0 to 3 on one rank, in two groups. Chunk 3 turns at once, so chunk 2 has the shortest way back."""
+    spec = ProgramSpec((0,) * 4, "layered", 4, 2, 0)
+    both = ChunkBytes(RESULT, 0, 0, kept=ChunkBytes(RESULT, 0, 0, saved=1000))
+    size = ActivationBytes(0, 0, [both] * 4)
+    least = peak(spec, 0, size, frozenset())
+    assert chosen(spec, 0, size, least + 2000) == {(2, micro_batch) for micro_batch in range(4)}
+    assert chosen(spec, 0, size, least + 1000) == {(2, 0), (2, 2)}, "one of each group"
+
+
+def test_of_two_chunks_the_one_that_computes_more_for_its_bytes_is_kept():
+    spec = ProgramSpec((0,) * 3, "layered", 1, 1, 0)
+    both = ChunkBytes(RESULT, 0, 0, kept=ChunkBytes(RESULT, 0, 0, saved=1000))
+    size = ActivationBytes(0, 0, [both] * 3, flops=[9000, 1000, 1000])
+    assert chosen(spec, 0, size, peak(spec, 0, size, frozenset()) + 1000) == {(0, 0)}
+
+
+def test_a_program_that_keeps_what_its_spec_recomputes_is_refused():
+    spec = ProgramSpec((0, 1, 0, 1), "layered", 2, 2, 0)
+    with pytest.raises(ProgramError, match=r"F2.1 is to be recomputed"):
+        validate(spec, build_program(replace(spec, kept=frozenset({(2, 1)}))))
+    with pytest.raises(ProgramError, match=r"F2.1 is not to be recomputed"):
+        validate(replace(spec, kept=frozenset({(2, 1)})), build_program(spec))
+
+
+@given(st.lists(BYTES, min_size=1, max_size=20), st.data())
+def test_the_tree_of_peaks_is_the_largest_number(numbers, data):
+    peaks = _Peaks(numbers)
+    for _ in range(data.draw(st.integers(0, 8))):
+        start = data.draw(st.integers(0, len(numbers)))
+        end, amount = data.draw(st.integers(0, len(numbers))), data.draw(st.integers(-300, 300))
+        peaks.add(start, end, amount)
+        numbers = [each + amount * (start <= place < end) for place, each in enumerate(numbers)]
+        # Places behind the end of the program have nothing.
+        assert peaks.highest == max(max(numbers), 0) or len(numbers) == peaks._leaves
