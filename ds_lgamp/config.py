@@ -18,7 +18,36 @@ def _check_trace_steps(text: str) -> str:
     return text
 
 
+_OPTIONS_OF_COMPILE = {"backend": str, "mode": str, "dynamic": bool, "fullgraph": bool, "options": dict}
+"""The options of torch.compile, each with its type. ``disable`` is not among them: without the key nothing is
+compiled."""
+_WITH_GRAPHS = ("reduce-overhead", "max-autotune")
+"""The modes of torch.compile that capture CUDA graphs."""
+
+
+def check_compile(given: bool | dict[str, Any]) -> bool | dict[str, Any]:
+    """Returns ``given``: whether to compile, or options of torch.compile. Raises ValueError for options that cannot
+    work. torch itself knows which backends, modes and inner options it has."""
+    options = given if isinstance(given, dict) else {}
+    for name, value in options.items():
+        if name not in _OPTIONS_OF_COMPILE:
+            raise ValueError(f"{name} is no option of torch.compile; use {', '.join(_OPTIONS_OF_COMPILE)}")
+        if not isinstance(value, kind := _OPTIONS_OF_COMPILE[name]):
+            raise ValueError(f"its {name} must be a {kind.__name__}")
+    if "mode" in options and "options" in options:
+        raise ValueError("torch.compile takes a mode or options; keep one of them")
+    if options.get("mode") in _WITH_GRAPHS or options.get("options", {}).get("triton.cudagraphs"):
+        raise ValueError(
+            "CUDA graphs keep the addresses of weights, which change when they are gathered; use mode "
+            "'max-autotune-no-cudagraphs'"
+        )
+    if options.get("backend") == "cudagraphs":
+        raise ValueError("CUDA graphs keep the addresses of weights, which change when they are gathered; use another")
+    return given
+
+
 TraceSteps = Annotated[str, AfterValidator(_check_trace_steps)]
+Compile = Annotated[bool | dict[str, Any], AfterValidator(check_compile)]
 Speed = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -88,6 +117,11 @@ class LgampConfig(BaseModel):
     """full: the backward pass recomputes chunks from their stored input, except the last chunk if its backward follows
     its forward at once; selective: layers that offer it recompute a part of themselves, and everything else that
     autograd saves is kept; none: everything that autograd saves is kept."""
+    compile: Compile = False
+    """true: torch.compile makes code of what layers compute, in the first batch; of a model that is no PipelineModule
+    and no nn.Sequential, of its blocks. Equal layers share code. An object has options of torch.compile: backend, mode,
+    dynamic, fullgraph, options. By default, the shapes of the first call get code of their own, and all other shapes
+    share code. Results are equal to rounding. This is not compile.deepcompile of DeepSpeed."""
     blocks: str | None = None
     """The name in the model of the list of modules at which to split it, such as "model.layers"; not for a
     PipelineModule or an nn.Sequential. The default is the one that the model's own pipeline plan names, or else the one

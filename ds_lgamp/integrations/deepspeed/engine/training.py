@@ -53,6 +53,7 @@ from ds_lgamp.partition.zero_partition import ZeroPartition
 from ds_lgamp.runtime.batch import BatchState, Calls, LoadMicroBatch, Position, Storage
 from ds_lgamp.runtime.chunk import Chunk, HasOwnLosses
 from ds_lgamp.runtime.clocks import Stopwatch
+from ds_lgamp.runtime.compiled import notice_compilations
 from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.graph import StoredInputs
 from ds_lgamp.runtime.messages import laid_out
@@ -274,6 +275,7 @@ class Training:
         steps = self.door.global_steps
         label = f"step {steps + 1}" if training else f"an evaluation after step {steps}"
         trace = self.executor.trace if training else None
+        notice_compilations()
         with this_rank.whereabouts.in_batch(self.executor, label, training, self.settings.patience, ends):
             if begins:
                 self.partition.attach_parameters()
