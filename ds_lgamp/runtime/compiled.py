@@ -91,7 +91,7 @@ def _call_module(layer: nn.Module, *positional: Any, **named: Any) -> Any:
     return layer._call_impl(*positional, **named)
 
 
-def _compiled(call: FunctionType, name: str, options: Mapping[str, Any]) -> Callable[..., Any]:
+def _compiled(call: Callable[..., Any], name: str, options: Mapping[str, Any]) -> Callable[..., Any]:
     """Returns the function ``call``, compiled. It shares no code with others that this returns, nor what torch
     remembers of shapes by the name of a function."""
     code = call.__code__.replace(co_name=f"{name}_{next(_numbers)}")

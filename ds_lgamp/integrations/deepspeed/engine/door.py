@@ -53,6 +53,7 @@ class LgampDoor(DeepSpeedEngine):
     call :meth:`complete` after it."""
 
     lgamp: Training = _NoTraining()  # type: ignore[assignment]
+    _compile_kwargs: Mapping[str, Any]
     own_data: OwnData | None = None
     """Micro-batches of ``training_data``, on the ranks that need some."""
 
