@@ -86,9 +86,7 @@ def course_of(case: Case, compiled: dict) -> Course:
 
 
 def batches(case: Case, step: int, length: int):
-    return iter(
-        [tuple(each[:, :length] for each in micro_batch(step, number)) for number in range(case.micro_batches)]
-    )
+    return iter([tuple(each[:, :length] for each in micro_batch(step, number)) for number in range(case.micro_batches)])
 
 
 def assert_same(case: Case) -> None:
