@@ -38,11 +38,13 @@ def check_compile(given: bool | dict[str, Any]) -> bool | dict[str, Any]:
         raise ValueError("torch.compile takes a mode or options; keep one of them")
     if options.get("mode") in _WITH_GRAPHS or options.get("options", {}).get("triton.cudagraphs"):
         raise ValueError(
-            "CUDA graphs keep the addresses of weights, which change when they are gathered; use mode "
+            "its CUDA graphs would keep the addresses of weights, which change when they are gathered; use mode "
             "'max-autotune-no-cudagraphs'"
         )
     if options.get("backend") == "cudagraphs":
-        raise ValueError("CUDA graphs keep the addresses of weights, which change when they are gathered; use another")
+        raise ValueError(
+            "its CUDA graphs would keep the addresses of weights, which change when they are gathered; use 'inductor'"
+        )
     return given
 
 
@@ -236,6 +238,11 @@ class LgampConfig(BaseModel):
             raise ValueError(
                 f"activation_dtype is '{self.activation_dtype}', which rounds where pipeline ranks meet, but "
                 "reproducible promises the same bits for any number of them; remove one of them"
+            )
+        if self.compile is not False and self.reproducible:
+            raise ValueError(
+                f"compile is {self.compile!r}, whose code for the first shapes rounds otherwise than that for others, "
+                "but reproducible promises the same bits for any number of pipeline ranks; remove one of them"
             )
         if self.nvme_path is not None and self.offload_activations != "nvme":
             raise ValueError(

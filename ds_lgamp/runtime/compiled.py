@@ -13,8 +13,8 @@ from types import FunctionType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.fx.experimental import _config as shape_settings
 from torch.utils._pytree import tree_leaves
 
 from ds_lgamp.watch.this_rank import this_rank
@@ -72,15 +72,20 @@ class _Code:
         self._first: tuple[Any, ...] | None = None
         """The shapes of the first call."""
         self._of_first = compiled(options)
-        self._of_others = self._of_first if "dynamic" in options else compiled({**options, "dynamic": True})
+        self._of_others = None if "dynamic" in options else compiled({**options, "dynamic": True})
+        """None if the options say what becomes of other shapes."""
 
     def __call__(self, layer: Callable[..., Any], *positional: Any, **named: Any) -> Any:
-        if self._of_others is self._of_first:
+        if self._of_others is None:
             return self._of_first(layer, *positional, **named)
         shapes = tuple(leaf.shape for leaf in tree_leaves((positional, named)) if isinstance(leaf, Tensor))
         if self._first is None:
             self._first = shapes
-        return (self._of_first if shapes == self._first else self._of_others)(layer, *positional, **named)
+        if shapes == self._first:
+            return self._of_first(layer, *positional, **named)
+        # A length that happens to be the size of a head would count as one, and have code of its own.
+        with shape_settings.patch(use_duck_shape=False):
+            return self._of_others(layer, *positional, **named)
 
 
 def _call(layer: Callable[..., Any], *positional: Any, **named: Any) -> Any:
@@ -119,8 +124,8 @@ def has_compiled() -> bool:
 
 
 def notice_compilations() -> None:
-    """Lets :data:`this_rank` know from now on when torch compiles. Where a script resets torch's compiler, that forgets
-    it, so every batch begins with this call."""
+    """Lets :data:`this_rank` know from now on when torch compiles. A script that resets torch's compiler resets this,
+    too, so every batch begins with this call."""
     callbacks = sys.modules.get("torch._dynamo.callback")
     if callbacks is not None and _begin not in callbacks.callback_handler.start_callbacks:
         callbacks.callback_handler.register_start_callback(_begin)
@@ -128,18 +133,8 @@ def notice_compilations() -> None:
 
 
 def _begin(*_: Any) -> None:
-    """Also says so, once in a batch, because the first batches may take minutes."""
-    whereabouts = this_rank.whereabouts
-    whereabouts.begin_compiling()
-    global _told
-    if whereabouts.is_compiling and _told != whereabouts.batch and (not dist.is_initialized() or dist.get_rank() == 0):
-        _told = whereabouts.batch
-        print(f"ds_lgamp: {whereabouts.label} compiles what layers compute, which may take minutes", file=sys.stderr)
+    this_rank.whereabouts.begin_compiling()
 
 
 def _end(*_: Any) -> None:
     this_rank.whereabouts.end_compiling()
-
-
-_told = 0
-"""The last batch of which a line has said that it compiles."""

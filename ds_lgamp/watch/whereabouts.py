@@ -213,7 +213,7 @@ class Whereabouts:
         """How many batches this process has begun, whatever the engine."""
         self.label = ""
         self.place = Place.SCRIPT
-        self._limit = self._before_compiling = math.inf
+        self._limit = self._before_compiling = self._of_batch = math.inf
         self.on_new_limit: Callable[[float], None] = lambda _: None
         """Called in the main thread with a limit that differs from the one before. From then on the main thread may
         keep the interpreter, so that no other thread sees the limit."""
@@ -221,6 +221,8 @@ class Whereabouts:
         """What another thread does with all ranks while the main thread waits for it; "" if nothing."""
         self.compilations = 0
         """How often torch has begun or ended to compile in a batch; an odd number while it does."""
+        self._told = 0
+        """The last batch that has said that it compiles."""
         self._executor: weakref.ref[Running] | None = None
         self.thread = threading.main_thread().ident
 
@@ -252,6 +254,7 @@ class Whereabouts:
             ends: whether the batch ends with the block.
         """
         self.place, self.label, self._executor = Place.DATA, label, weakref.ref(executor)
+        self._of_batch = limit
         self.limit = limit if training in executor.begun else _longer(limit)
         self.thread = threading.get_ident()
         # Last, so that the observer never takes the old batch for the new one.
@@ -267,11 +270,16 @@ class Whereabouts:
             self.place, self.limit = Place.SCRIPT, limit
 
     def begin_compiling(self) -> None:
-        """torch begins to compile. In a batch, the rank may stand still for longer until :meth:`end_compiling`."""
-        if self.place is not Place.SCRIPT:
-            self.compilations += 1
-            self._before_compiling = self.limit
-            self.limit = _longer(self.limit)
+        """torch begins to compile. In a batch, the rank may stand still for longer until :meth:`end_compiling`, and the
+        first rank says so once, because it may take minutes."""
+        if self.place is Place.SCRIPT:
+            return
+        if self._told != self.batch and (not dist.is_initialized() or dist.get_rank() == 0):
+            self._told = self.batch
+            print(f"ds_lgamp: {self.label} compiles what layers compute, which may take minutes", file=sys.stderr)
+        self.compilations += 1
+        self._before_compiling = self.limit
+        self.limit = _longer(self._of_batch)
 
     def end_compiling(self) -> None:
         if self.is_compiling:

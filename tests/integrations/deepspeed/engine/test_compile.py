@@ -1,5 +1,5 @@
-"""``"compile"`` of the block compiles the layers of a pipeline, although their weights are freed and gathered: losses are
-those without it, and nothing is compiled after step 2 that a new shape or an evaluation does not ask for."""
+"""``"compile"`` of the block compiles the layers of a pipeline, although their weights are freed and gathered: losses
+are those without it, and nothing is compiled after step 2 that a new shape does not ask for."""
 
 from typing import NamedTuple
 
@@ -50,9 +50,9 @@ class Course(NamedTuple):
 ON_HOST = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 CASES = {
     "gathered weights": Case(),
-    "one micro-batch, nothing recomputed": Case(1, 1, {"recompute": "none"}),
-    "tuples in groups": Case(2, 4, {"micro_batch_group": 2}, training=TUPLES),
-    "on the host": Case(3, 2, {"offload_activations": "cpu"}, ON_HOST),
+    "one micro-batch, nothing recomputed": Case(1, 1, {"recompute": "none"}, options={"backend": "eager"}),
+    "tuples in groups": Case(2, 4, {"micro_batch_group": 2}, training=TUPLES, options={"backend": "eager"}),
+    "on the host": Case(3, 2, {"offload_activations": "cpu"}, ON_HOST, options={"backend": "eager"}),
 }
 WIDE = [
     pytest.param(Case(stage, micro_batches, {"recompute": recompute}, training=training))

@@ -20,10 +20,11 @@ from tests.integrations.deepspeed.plain.training import configuration, initializ
 from tests.integrations.transformers.models import make, micro_batch
 from tests.slow import slow_except
 
-LENGTHS = ((10, 10), (10, 10), (10, 7), (10, 10), (8, 6), (10, 5))
-"""By step: the lengths of its micro-batches, of which a step with one has the first."""
-SETTLED = 3
-"""After so many steps, all lengths have code."""
+LENGTHS = ((10, 10), (10, 10), (9, 7), (8, 8), (10, 7), (6, 9))
+"""By step: the lengths of its micro-batches, of which a step with one has the first. The fourth one is that of a
+head."""
+SETTLED = 4
+"""After so many steps all lengths have code, with masks and without."""
 
 
 class Case(NamedTuple):
@@ -46,11 +47,11 @@ class Course(NamedTuple):
 
 ON_HOST = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 CASES = [
-    Case(),
+    Case(backend="eager"),
     Case(pipeline_ranks=1, block={"recompute": "none"}, adapters=True),
-    Case("Mixtral with balance", stage=2, backend="eager"),
     Case("GPT-2", stage=1, block={"outputs": "all"}, micro_batches=1),
-    Case(stage=3, zero=ON_HOST, adapters=True),
+    Case("Mixtral with balance", stage=2),
+    Case(zero=ON_HOST, adapters=True),
 ]
 WIDE = [
     Case(model, pipeline_ranks, stage, {"recompute": recompute, "outputs": outputs}, micro_batches=micro_batches)
@@ -92,7 +93,7 @@ def course_of(case: Case, compiled: dict[str, Any]) -> Course:
     return course
 
 
-@pytest.mark.parametrize("case", slow_except(CASES[:3], [*CASES, *WIDE]))
+@pytest.mark.parametrize("case", slow_except(CASES[:2], [*CASES, *WIDE]))
 def test_compiled_blocks_train_the_same_and_are_compiled_once(case):
     for plain, compiled in run_on_ranks(2, courses, case):
         assert compiled.losses == pytest.approx(plain.losses, rel=1e-6)
