@@ -41,12 +41,12 @@ def _header(facts: Explanation) -> str:
     sliced = facts.tensor_ranks > 1
     slices = f" x {facts.tensor_ranks} tensor-parallel" if sliced else ""
     each = " on each tensor-parallel rank" if sliced else ""
-    compiled = "" if facts.settings.compile is False else ", compiled"
+    computed = f"recompute {facts.settings.recompute}{'' if facts.settings.compile is False else ', compiled'}"
     return (
         f"{spec.pipeline_ranks} pipeline x {facts.data_ranks} data-parallel{slices} ranks, schedule {spec.schedule}, "
         f"placement {facts.placement}, ZeRO stage {spec.zero_stage}{_shards(spec)}, {facts.precision}\n"
         f"{spec.micro_batches} micro-batches {group}, {spec.resident_chunks} resident chunks, "
-        f"recompute {facts.settings.recompute}{compiled}, optimizer {facts.optimizer}{_UPDATES[spec.updates]}{_on_host(spec)}\n"
+        f"{computed}, optimizer {facts.optimizer}{_UPDATES[spec.updates]}{_on_host(spec)}\n"
         f"{facts.layers} layers in {spec.chunks} chunks{_frozen(spec)}, {facts.parameters:,} parameters{each}"
         f"{_KEPT[facts.home_of_frozen]}{', gathered again from the host' if spec.stores_weights else ''}"
         f"{_by_speed(facts)}{_rounded(facts)}"

@@ -1,17 +1,19 @@
 """``"compile"`` of the block compiles the layers of a pipeline, although their weights are freed and gathered: losses
 are those without it, and nothing is compiled after step 2 that a new shape does not ask for."""
 
+from itertools import chain
 from typing import NamedTuple
 
 import pytest
 import torch
-from deepspeed.pipe import TiedLayerSpec
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 from torch._dynamo.utils import counters
 
+from ds_lgamp.config import ConfigError
 from testing.deepspeed_rank import prepare_rank
 from testing.ranks import run_on_ranks
-from tests.integrations.deepspeed.linear import ONE_LAYER_PER_CHUNK, build, engine_of
+from tests.integrations.deepspeed.linear import ONE_LAYER_PER_CHUNK, build, engine_of, linears
 from tests.integrations.deepspeed.linear import batches as batches_of_linears
 from tests.integrations.deepspeed.models import Training
 from tests.integrations.deepspeed.running import Layout, initialize
@@ -114,6 +116,81 @@ def test_compiled_layers_train_the_same_at_every_stage(case):
 def test_code_of_inductor_trains_the_same():
     # Its random numbers are others.
     assert_same(Case(training=TRAINING._replace(dropout=0.0), options=True))
+
+
+class Sized(nn.Linear):
+    """Runs other code once its input has had several lengths, which saves other tensors, as torch's own may."""
+
+    def __init__(self, compiles):
+        super().__init__(6, 6)
+        graphs = []
+
+        def backend(graph, inputs):
+            graphs.append(graph)
+            return graph if len(graphs) == 1 else lambda *given: [each.exp().log() for each in graph(*given)]
+
+        self.curve = torch.compile(curved, backend=backend) if compiles else curved
+
+    def forward(self, inputs):
+        return self.curve(super().forward(inputs))
+
+
+def curved(inputs):
+    return inputs.sin() * inputs
+
+
+def two_lengths():
+    """Returns the losses of layers that compile a function themselves, without and with that."""
+    prepare_rank()
+    runs = []
+    for compiles in (False, True):
+        torch.compiler.reset()
+        specs = [LayerSpec(Sized, compiles) for _ in range(2)]
+        engine = engine_of(build(specs, dynamic_shape=True), ONE_LAYER_PER_CHUNK, 1)
+        runs.append([])
+        for _ in range(2):
+            micro_batches = chain.from_iterable(batches_of_linears(1, rows=rows) for rows in (4, 3))
+            runs[-1].append(engine.train_batch(micro_batches).item())
+    return runs
+
+
+def test_recomputation_may_run_other_code_than_the_forward():
+    for plain, compiled in run_on_ranks(2, two_lengths):
+        assert compiled == pytest.approx(plain, rel=1e-6)
+
+
+def complaints():
+    """Returns what is refused of compilation, by what was asked."""
+    prepare_rank()
+    found = {}
+
+    def note(name, ask, *arguments, **options):
+        with pytest.raises(ConfigError) as refused:
+            ask(*arguments, **options)
+        found[name] = str(refused.value)
+
+    def engine(asked):
+        return engine_of(build(linears()), {**ONE_LAYER_PER_CHUNK, **asked}, 1)
+
+    note("backend", engine, {"compile": {"backend": "inductro"}})
+    note("mode", engine, {"compile": {"mode": "fast"}})
+    compiled = engine({"compile": {"backend": "eager"}})
+    # Accelerate passes torch's defaults.
+    compiled.compile(backend="eager", compile_kwargs={"mode": "default", "fullgraph": False, "dynamic": None})
+    note("other", compiled.compile, backend="aot_eager")
+    note("graphs", engine({}).compile, compile_kwargs={"mode": "reduce-overhead"})
+    note("autograd", engine({}).compile, compiled_autograd_enabled=True)
+    return found
+
+
+def test_what_cannot_be_compiled_is_refused_in_a_sentence():
+    for found in run_on_ranks(2, complaints):
+        assert "ds_lgamp.compile is {'backend': 'inductro'}, but" in found["backend"]
+        assert "ds_lgamp.compile is {'mode': 'fast'}, but" in found["mode"]
+        assert "compiled with {'backend': 'eager'} already" in found["other"]
+        assert "use mode 'max-autotune-no-cudagraphs'" in found["graphs"]
+        assert "compiled_autograd_enabled" in found["autograd"]
+        assert not any("\n" in sentence for sentence in found.values())
 
 
 def scaled(inputs):
