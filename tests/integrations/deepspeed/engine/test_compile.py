@@ -127,12 +127,17 @@ class Sized(nn.Linear):
 
         def backend(graph, inputs):
             graphs.append(graph)
-            return graph if len(graphs) == 1 else lambda *given: [each.exp().log() for each in graph(*given)]
+            return graph if len(graphs) == 1 else lambda *given: graph(*map(once_more, given))
 
         self.curve = torch.compile(curved, backend=backend) if compiles else curved
 
     def forward(self, inputs):
         return self.curve(super().forward(inputs))
+
+
+def once_more(given):
+    """Returns what it gets. Autograd saves one tensor more, of the same shape."""
+    return given * torch.ones_like(given) if isinstance(given, torch.Tensor) else given
 
 
 def curved(inputs):
