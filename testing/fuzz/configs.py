@@ -27,6 +27,7 @@ BLOCK: dict[str, tuple[Any, ...]] = {
     "defer_gathers": (True, False),
     "overlap_update": (True, False),
     "recompute": ("full", "none"),
+    "compile": (False, {"backend": "eager"}),
     "offload_activations": ("none", "cpu"),
     "regather": ("network", "host"),
     "reproducible": (True, False),
