@@ -100,7 +100,8 @@ def _compiled(call: Callable[..., Any], name: str, options: Mapping[str, Any]) -
     """Returns the function ``call``, compiled. It shares no code with others that this returns, nor what torch
     remembers of shapes by the name of a function."""
     code = call.__code__.replace(co_name=f"{name}_{next(_numbers)}")
-    return torch.compile(FunctionType(code, globals()), **options)
+    # torch writes to the globals of what it compiles, such as modules by name.
+    return torch.compile(FunctionType(code, {**globals()}), **options)
 
 
 def _kind_of(layer: Callable[..., Any]) -> Any:
