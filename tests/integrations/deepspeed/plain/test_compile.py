@@ -20,11 +20,10 @@ from tests.integrations.deepspeed.plain.training import configuration, initializ
 from tests.integrations.transformers.models import make, micro_batch
 from tests.slow import slow_except
 
-LENGTHS = ((10, 10), (10, 10), (9, 7), (8, 8), (10, 7), (6, 9))
-"""By step: the lengths of its micro-batches, of which a step with one has the first. The fourth one is that of a
-head."""
-SETTLED = 4
-"""After so many steps all lengths have code, with masks and without."""
+LENGTHS = ((10, 10), (10, 10), (9, 7), (8, 8))
+"""By step of an epoch: the lengths of its micro-batches, of which a step with one has the first. The last one is the
+width of a head."""
+EPOCHS = 2
 
 
 class Case(NamedTuple):
@@ -49,8 +48,8 @@ ON_HOST = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "
 CASES = [
     Case(backend="eager"),
     Case(pipeline_ranks=1, block={"recompute": "none"}, adapters=True),
-    Case("GPT-2", stage=1, block={"outputs": "all"}, micro_batches=1),
-    Case("Mixtral with balance", stage=2),
+    Case("GPT-2", stage=1, block={"outputs": "all"}, micro_batches=1, backend="eager"),
+    Case("Mixtral with balance", stage=2, backend="eager"),
     Case(zero=ON_HOST, adapters=True),
 ]
 WIDE = [
@@ -79,9 +78,10 @@ def course_of(case: Case, compiled: dict[str, Any]) -> Course:
     config = configuration(case.stage, block, case.micro_batches)
     config["zero_optimization"] |= case.zero
     engine, course, rank = initialize(model, config), Course([], [], []), dist.get_rank()
-    for step, lengths in enumerate(LENGTHS):
+    for step, lengths in enumerate(EPOCHS * LENGTHS):
+        # The first two steps have the same masks.
         batches = [
-            shortened(micro_batch(step, rank, number), length)
+            shortened(micro_batch(max(1, step % len(LENGTHS)), rank, number), length)
             for number, length in enumerate(lengths[: case.micro_batches])
         ]
         course.losses.extend(train(engine, *batches))
@@ -93,7 +93,7 @@ def course_of(case: Case, compiled: dict[str, Any]) -> Course:
     return course
 
 
-@pytest.mark.parametrize("case", slow_except(CASES[:2], [*CASES, *WIDE]))
+@pytest.mark.parametrize("case", slow_except(CASES[:1], [*CASES, *WIDE]))
 def test_compiled_blocks_train_the_same_and_are_compiled_once(case):
     for plain, compiled in run_on_ranks(2, courses, case):
         assert compiled.losses == pytest.approx(plain.losses, rel=1e-6)
@@ -101,7 +101,7 @@ def test_compiled_blocks_train_the_same_and_are_compiled_once(case):
         assert plain.graphs[-1] == 0
         assert compiled.graphs[0] > 0, "nothing was compiled"
         assert compiled.graphs[1] == compiled.graphs[0], "shapes and weights were known"
-        assert compiled.graphs[-1] == compiled.graphs[SETTLED - 1], "code for a new length is for any length"
+        assert compiled.graphs[-1] == compiled.graphs[len(LENGTHS) - 1], "an epoch has shown all that comes"
 
 
 @pytest.mark.slow
