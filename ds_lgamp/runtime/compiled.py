@@ -84,7 +84,7 @@ class _Code:
         if shapes == self._first:
             return self._of_first(layer, *positional, **named)
         # A length that happens to be the size of a head would count as one, and have code of its own.
-        with shape_settings.patch(use_duck_shape=False):
+        with shape_settings.patch(use_duck_shape=False):  # type: ignore[attr-defined]
             return self._of_others(layer, *positional, **named)
 
 
