@@ -30,6 +30,7 @@ from ds_lgamp.integrations.program_spec import program_of, program_spec
 from ds_lgamp.partition.agreement import everyone, host_group
 from ds_lgamp.partition.zero_partition import ZeroPartition
 from ds_lgamp.runtime.batch import ActionError, BatchState, Calls, Position, Storage
+from ds_lgamp.runtime.compiled import notice_compilations
 from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.ring import posts_on_arrival, ring_links
 from ds_lgamp.runtime.trace import Trace, trace_if_asked
@@ -213,6 +214,8 @@ class Pipeline:
             # forward_step reads its micro-batches itself.
             state = BatchState(batch.micro_batches, lambda _: (None, None), training, program=program)
             here = this_rank.whereabouts
+            # Megatron-core lets torch compile some functions.
+            notice_compilations()
             watched = here.in_batch(executor, f"batch {here.batch + 1}", training, self._patience)
             with watched, executor.run_batch(state):
                 if training and self._trace is not None:

@@ -1,6 +1,8 @@
 """``"compile"`` compiles the blocks of models that ``engine(batch)`` scripts train. torch_compile of TrainingArguments
 and Accelerate's plugin do the same."""
 
+from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -8,6 +10,7 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.utils.other import compile_regions_deepspeed
 from torch._dynamo.utils import counters
 
 import ds_lgamp
@@ -67,7 +70,15 @@ def courses(case: Case) -> tuple[Course, Course]:
     return course_of(case, {}), course_of(case, {"compile": {"backend": case.backend}})
 
 
-def course_of(case: Case, compiled: dict[str, Any]) -> Course:
+def compiled_by_regions(case: Case) -> tuple[Course, Course]:
+    """Returns the same, if Accelerate compiles."""
+    prepare_rank()
+    ds_lgamp.install()
+    by_regions = partial(compile_regions_deepspeed, backend="eager")
+    return course_of(case, {}), course_of(case, {}, lambda engine: by_regions(engine.module))
+
+
+def course_of(case: Case, compiled: dict[str, Any], compiles: Callable[[Any], None] = lambda engine: None) -> Course:
     torch.compiler.reset()
     counters.clear()
     model = make(case.model)
@@ -78,6 +89,7 @@ def course_of(case: Case, compiled: dict[str, Any]) -> Course:
     config = configuration(case.stage, block, case.micro_batches)
     config["zero_optimization"] |= case.zero
     engine, course, rank = initialize(model, config), Course([], [], []), dist.get_rank()
+    compiles(engine)
     for step, lengths in enumerate(EPOCHS * LENGTHS):
         # The first two steps have the same masks.
         batches = [
@@ -102,6 +114,14 @@ def test_compiled_blocks_train_the_same_and_are_compiled_once(case):
         assert compiled.graphs[0] > 0, "nothing was compiled"
         assert compiled.graphs[1] == compiled.graphs[0], "shapes and weights were known"
         assert compiled.graphs[-1] == compiled.graphs[len(LENGTHS) - 1], "an epoch has shown all that comes"
+
+
+@pytest.mark.slow
+def test_regional_compilation_of_accelerate_trains_the_same():
+    for plain, compiled in run_on_ranks(2, compiled_by_regions, Case()):
+        assert compiled.losses == pytest.approx(plain.losses, rel=1e-6)
+        assert compiled.evaluations == pytest.approx(plain.evaluations, rel=1e-6)
+        assert compiled.graphs[0] > 0 and compiled.graphs[-1] == compiled.graphs[len(LENGTHS) - 1]
 
 
 @pytest.mark.slow
