@@ -53,7 +53,7 @@ CASES = [
     Case(pipeline_ranks=1, block={"recompute": "none"}, adapters=True),
     Case("GPT-2", stage=1, block={"outputs": "all"}, micro_batches=1, backend="eager"),
     Case("Mixtral with balance", stage=2, backend="eager"),
-    Case(zero=ON_HOST, adapters=True),
+    Case(zero=ON_HOST, adapters=True, backend="eager"),
 ]
 WIDE = [
     Case(model, pipeline_ranks, stage, {"recompute": recompute, "outputs": outputs}, micro_batches=micro_batches)
