@@ -13,6 +13,7 @@ NAMES = (
     "bus",
     "training",
     "training_slow",
+    "compiled",
     "unlike",
     "islands",
     "speeds",

@@ -56,6 +56,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "training-small": partial(tables.training, "training", "small"),
         "training-wide": partial(tables.training, "training", "wide"),
         "training-slow": partial(tables.training, "training_slow", "small"),
+        "compiled": tables.compiled,
         "unlike": network_tables.unlike,
         "islands": network_tables.islands,
         "speeds": network_tables.speeds,

@@ -240,6 +240,17 @@ def adapters() -> str:
     )
 
 
+def compiled() -> str:
+    """Seconds of a step with compiled layers and without, with recomputation and without."""
+    return pivot(
+        read("compiled").rows,
+        [CONTENDER],
+        lambda row: f"{row.metric}, recompute {row.config['recompute']}",
+        with_spread(".3f"),
+        numbers_from=1,
+    )
+
+
 def gathers() -> str:
     """Seconds of a step with gathers behind it and with deferred ones, in every layout on every link."""
     return pivot(

@@ -86,7 +86,38 @@ def _check_memory(text: str) -> str:
     return text
 
 
+_OPTIONS_OF_COMPILE = {"backend": str, "mode": str, "dynamic": bool, "fullgraph": bool, "options": dict}
+"""The options of torch.compile, each with its type. ``disable`` is not among them: without the key nothing is
+compiled."""
+_WITH_GRAPHS = ("reduce-overhead", "max-autotune")
+"""The modes of torch.compile that capture CUDA graphs."""
+
+
+def check_compile(given: bool | dict[str, Any]) -> bool | dict[str, Any]:
+    """Returns ``given``: whether to compile, or options of torch.compile. Raises ValueError for options that cannot
+    work. torch itself knows which backends, modes and inner options it has."""
+    options = given if isinstance(given, dict) else {}
+    for name, value in options.items():
+        if name not in _OPTIONS_OF_COMPILE:
+            raise ValueError(f"{name} is no option of torch.compile; use {', '.join(_OPTIONS_OF_COMPILE)}")
+        if not isinstance(value, kind := _OPTIONS_OF_COMPILE[name]):
+            raise ValueError(f"its {name} must be a {kind.__name__}")
+    if "mode" in options and "options" in options:
+        raise ValueError("torch.compile takes a mode or options; keep one of them")
+    if options.get("mode") in _WITH_GRAPHS or options.get("options", {}).get("triton.cudagraphs"):
+        raise ValueError(
+            "its CUDA graphs would keep the addresses of weights, which change when they are gathered; use mode "
+            "'max-autotune-no-cudagraphs'"
+        )
+    if options.get("backend") == "cudagraphs":
+        raise ValueError(
+            "its CUDA graphs would keep the addresses of weights, which change when they are gathered; use 'inductor'"
+        )
+    return given
+
+
 TraceSteps = Annotated[str, AfterValidator(_check_trace_steps)]
+Compile = Annotated[bool | dict[str, Any], AfterValidator(check_compile)]
 Speed = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -161,6 +192,11 @@ class LgampConfig(BaseModel):
     recompute_memory: Annotated[str, AfterValidator(_check_memory)] | None = None
     """The most memory that tensors may take on a rank's device with recompute "auto", such as "60 GB". The default is
     what the device has left, less a twentieth for what lies between tensors; a CPU needs a value."""
+    compile: Compile = False
+    """true: torch.compile makes code of what layers compute, in the first batch; of a model that is no PipelineModule
+    and no nn.Sequential, of its blocks. Equal layers share code. An object has options of torch.compile: backend, mode,
+    dynamic, fullgraph, options. By default, the shapes of the first call get code of their own, and all other shapes
+    share code. Results are equal to rounding. This is not compile.deepcompile of DeepSpeed."""
     blocks: str | None = None
     """The name in the model of the list of modules at which to split it, such as "model.layers"; not for a
     PipelineModule or an nn.Sequential. The default is the one that the model's own pipeline plan names, or else the one
@@ -286,6 +322,11 @@ class LgampConfig(BaseModel):
             raise ValueError(
                 f"activation_dtype is '{self.activation_dtype}', which rounds where pipeline ranks meet, but "
                 "reproducible promises the same bits for any number of them; remove one of them"
+            )
+        if self.compile is not False and self.reproducible:
+            raise ValueError(
+                f"compile is {self.compile!r}, whose code for the first shapes rounds otherwise than that for others, "
+                "but reproducible promises the same bits for any number of pipeline ranks; remove one of them"
             )
         if self.nvme_path is not None and self.offload_activations != "nvme":
             raise ValueError(

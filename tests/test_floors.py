@@ -24,7 +24,6 @@ FLOORS = (
         "integrations.cluster_file",
         "integrations.hosts",
         "integrations.program_spec",
-        "integrations.tracing",
         "integrations.user_script",
     ),
     (

@@ -12,9 +12,11 @@ from benchmarks.model import ModelSize, build_blocks, build_optimizer, loss_func
 class Bare:
     """Runs forward and backward of each micro-batch in turn, then the optimizer."""
 
-    def __init__(self, layout: Layout, recompute: bool = True) -> None:
+    def __init__(self, layout: Layout, recompute: bool = True, compiled: bool = False) -> None:
         self.size = layout.size
         self.model = nn.Sequential(*build_blocks(self.size, range(self.size.blocks), recompute))
+        for block in self.model if compiled else ():
+            block.compile()
         self.optimizer = build_optimizer(self.model.parameters())
 
     def step(self, step: int, micro_batches: int) -> float:

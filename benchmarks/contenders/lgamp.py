@@ -32,6 +32,7 @@ class Layered:
         activation_dtype: value of the configuration key.
         quantised_gradient_bits: value of the configuration key.
         regather: value of the configuration key.
+        compiled: value of the configuration key ``compile``.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Layered:
         activation_dtype: str | None = None,
         quantised_gradient_bits: int = 8,
         regather: str = "network",
+        compiled: bool = False,
     ) -> None:
         self.layout = layout
         ds_lgamp.install()
@@ -72,6 +74,7 @@ class Layered:
                 "activation_dtype": activation_dtype,
                 "quantised_gradient_bits": quantised_gradient_bits,
                 "regather": regather,
+                "compile": compiled,
             },
         }
         with quiet():

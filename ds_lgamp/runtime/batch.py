@@ -20,6 +20,10 @@ LoadMicroBatch = Callable[[int], tuple[Any, Any]]
 """Returns a micro-batch by its number, as (inputs of the first chunk, labels)."""
 
 
+ANEW = "of a graph that recomputation makes"
+"""Stands for an edge of a graph that is yet to come."""
+
+
 class Graph(NamedTuple):
     """The state that a forward leaves for its backward."""
 
@@ -28,9 +32,9 @@ class Graph(NamedTuple):
     computed again; otherwise they hold no data. Chunk 0 keeps the input itself with recomputation, else nothing."""
     ends: Sequence[Any]
     """The return value of :func:`end_graph` for the result; for the last chunk, only the loss, or what
-    :func:`end_outputs` returned."""
+    :func:`end_outputs` returned. If recomputation makes a graph of its own, :data:`ANEW` stands for each edge."""
     saved: SavedTensors | None
-    """Saved tensors that recomputation restores; None if the chunk is not recomputed."""
+    """Saved tensors that recomputation restores; None if the chunk is not recomputed, or makes a graph of its own."""
     state: Moment | None
     """The state of the chunk's modules before this forward; None if the chunk is not recomputed."""
 

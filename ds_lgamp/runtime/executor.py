@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd import profiler
 
-from ds_lgamp.runtime.batch import ActionError, BatchState, Calls, Graph, Position, Storage
+from ds_lgamp.runtime.batch import ANEW, ActionError, BatchState, Calls, Graph, Position, Storage
 from ds_lgamp.runtime.chunk import (
     Chunk,
     Tensors,
@@ -21,6 +21,7 @@ from ds_lgamp.runtime.chunk import (
     passed_on,
 )
 from ds_lgamp.runtime.clocks import Stopwatch, Timing
+from ds_lgamp.runtime.compiled import has_compiled
 from ds_lgamp.runtime.graph import (
     StoredInputs,
     backpropagate,
@@ -199,7 +200,7 @@ class Executor:
                 # Layers may change their input in place. Only this chunk reads a received input. A result of this rank
                 # is copied if its chunk is not recomputed, because that chunk's graph may have saved it.
                 is_own = chunk > batch.first_trained and self.placement[chunk - 1] == self.rank
-                saved_here = is_own and batch.graphs[chunk - 1, micro_batch].saved is None
+                saved_here = is_own and batch.graphs[chunk - 1, micro_batch].state is None
                 beginning, inputs = begin_graph(cloned(inputs) if saved_here else inputs, self._marked)
         hooks = nullcontext() if saved is None else saved.dropped()
         self.doing = "forward"
@@ -210,15 +211,13 @@ class Executor:
             if chunk == self._last_chunk:
                 result = own_loss(result)
             if trains:
-                if chunk < self._last_chunk:
-                    ends = end_graph(result)
-                elif batch.returns_outputs:
-                    ends = end_outputs(result)
-                else:
-                    ends = [result]
                 if state is not None and state.values:
                     self.chunks[chunk].state.moved(state)
-                batch.graphs[chunk, micro_batch] = Graph(beginning, ends, saved, state)
+                ends, places = self._ends(chunk, result), saved
+                if saved is not None and has_compiled():
+                    # torch may run other code the next time, which saves other tensors.
+                    places, ends = None, [None if end is None else ANEW for end in ends]
+                batch.graphs[chunk, micro_batch] = Graph(beginning, ends, places, state)
         if meter is not None:
             meter.end_forward(action, result if chunk < self._last_chunk else None, saved)
         if chunk == self._last_chunk:
@@ -243,11 +242,11 @@ class Executor:
         self.partition.begin_backward(chunk)
         graph = batch.graphs.pop((chunk, micro_batch))
         state: Moment | None = None
-        if graph.saved is not None:
+        if graph.state is not None:
             self.current = action = action._replace(recomputed=True)
             self.doing = "backward"
             with self.timing.time("backward"):
-                state = self._recompute(action, graph, graph.saved)
+                graph, state = self._recompute(action, graph, graph.state)
         if chunk == self._last_chunk:
             batch.labels.pop(micro_batch, None)
         gradients = self._take_gradients(chunk, micro_batch, graph.ends)
@@ -348,20 +347,29 @@ class Executor:
             result = self._calls.loss_function(result, cloned(labels) if recomputed else labels)
         return result
 
-    def _recompute(self, backward: Action, graph: Graph, saved: SavedTensors) -> Moment | None:
-        """Restores the tensors that autograd saved, from the input, random states and modules' state of the first
+    def _ends(self, chunk: int, result: Any) -> Sequence[Any]:
+        """Returns where gradients enter the graph of a chunk's ``result``."""
+        if chunk < self._last_chunk:
+            return end_graph(result)
+        return end_outputs(result) if self._batch.returns_outputs else [result]
+
+    def _recompute(self, backward: Action, graph: Graph, state: Moment) -> tuple[Graph, Moment | None]:
+        """Restores the tensors that autograd saved, from the input, random states and modules' ``state`` of the first
         forward.
 
-        Returns the state of the modules before this call; None if nothing changes it.
+        Returns the graph: a new one if the first forward left only its beginning. Returns also the state of the modules
+        before this call; None if nothing changes it.
         """
         _, chunk, micro_batch, _ = backward
         inputs = as_leaves(graph.beginning, self._marked) if chunk > 0 else graph.beginning
-        assert graph.state is not None, "a forward that is recomputed has read the state"
-        current = self.chunks[chunk].state.rewind(graph.state)
+        current = self.chunks[chunk].state.rewind(state)
         metered = nullcontext() if self.meter is None else self.meter.again(backward)
         with torch.enable_grad(), self.draws.again(chunk, micro_batch) as completely, metered:
-            saved.restore(partial(self._compute, backward, inputs), completely)
-        return current
+            if graph.saved is None:
+                graph = Graph(inputs, self._ends(chunk, self._compute(backward, inputs)), None, state)
+            else:
+                graph.saved.restore(partial(self._compute, backward, inputs), completely)
+        return graph, current
 
     def _take_gradients(self, chunk: int, micro_batch: int, ends: Sequence[Any]) -> Sequence[torch.Tensor | None]:
         """Returns the gradients of the chunk's result. They travel while the caller recomputes."""

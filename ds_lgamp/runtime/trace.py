@@ -6,6 +6,8 @@ them in a step: it is written at the end of a later one.
 """
 
 import os
+import socket
+import sys
 import time
 import warnings
 import weakref
@@ -18,7 +20,9 @@ from tempfile import TemporaryFile
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 
+from ds_lgamp.partition.agreement import everyone, raise_everywhere
 from ds_lgamp.runtime.clocks import COMPUTE, DeviceClock, HostClock, Mark, Timing
 from ds_lgamp.schedule.actions import AWAITED, COLLECTIVES, Action, awaited_by
 from ds_lgamp.schedule.spec import ProgramSpec
@@ -309,3 +313,41 @@ class _Output:
         if self._rank.rank == 0:
             write_about(self._folder, "measured", spec_fields(self.spec), __version__, self._ranks)
         self._path.write_text(rank_line(self._rank))
+
+
+class Asked(Protocol):
+    """A block, as far as it asks for a trace."""
+
+    @property
+    def trace(self) -> str | None: ...
+
+    @property
+    def traced_steps(self) -> tuple[int, int]: ...
+
+
+def trace_if_asked(
+    settings: Asked, pipeline_rank: int, data_rank: int, device: torch.device, error: type[Exception]
+) -> Trace | None:
+    """Returns the trace for which a block asks; None if it asks for none. Collective over all ranks if it does.
+
+    Raises ``error`` on every rank if one of them cannot write, or if another engine does.
+    """
+    if settings.trace is None:
+        return None
+    first, last = settings.traced_steps
+    words = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    own = RankRecording(dist.get_rank(), pipeline_rank, data_rank, socket.gethostname(), words)
+    folder, trace, trouble = Path(settings.trace).resolve(), None, None
+    if folder in this_rank.traces:
+        trouble = "where another engine of the script records"
+    else:
+        try:
+            trace = this_rank.traces[folder] = Trace(folder, first, last, own, dist.get_world_size(), device)
+        except OSError as failure:
+            trouble = f"which cannot be written ({failure.strerror})"
+    complaint = None if trouble is None else f"ds_lgamp.trace is '{settings.trace}', {trouble}; use another folder"
+    raise_everywhere(complaint, error)
+    own.begun = everyone(time.time())[0]
+    if own.rank == 0:
+        print(f"ds_lgamp: steps {first} to {last} are recorded in {settings.trace}", file=sys.stderr)
+    return trace

@@ -56,6 +56,8 @@ class Stall(NamedTuple):
     sentence: str
     stack: str
     """The calls of the main thread of a culprit that waits for nobody, or of ranks outside of batches in a circle."""
+    progress: str = ""
+    """What a culprit does that compiles, as a sentence: nothing is wrong yet. "" for all others."""
 
     @property
     def is_over(self) -> bool:
@@ -88,6 +90,7 @@ def find(victim: Standing, standings: Mapping[int, Standing], silent: Mapping[in
         victim.inside or is_deadlock,
         "; ".join(_clauses(search, path, cause, blamed)),
         standings[rank].stack if cause is Cause.WORK else "".join(stacks),
+        _described(standings[rank], None) if cause is Cause.WORK and standings[rank].compiles else "",
     )
 
 
@@ -225,11 +228,14 @@ def _beginning(victim: Standing) -> str:
     return f"rank {victim.rank} has waited {victim.seconds:.0f} s {_place(victim)} for {awaited}"
 
 
-def _described(standing: Standing, victim: Standing) -> str:
-    same_batch = standing.inside and standing.batch == victim.batch
-    text = f"rank {standing.rank} stands {standing.place if same_batch else _place(standing)}"
+def _described(standing: Standing, victim: Standing | None) -> str:
+    same_batch = victim is not None and standing.inside and standing.batch == victim.batch
+    place = standing.place if same_batch else _place(standing)
+    text = f"rank {standing.rank} stands {place}"
     if standing.waits:
         return f"{text}, waiting for {' and for '.join(wait.text for wait in standing.waits)}"
+    if standing.compiles:
+        return f"rank {standing.rank} compiles {place}, for {standing.seconds:.0f} s"
     return f"{text} for {standing.seconds:.0f} s and waits for no rank"
 
 

@@ -110,7 +110,7 @@ class Rounds:
 
 
 class Warnings:
-    """Says when a stall is worth a warning: once when it is long, and each time it has doubled."""
+    """Says when a stall is worth a line: once when it is long, and each time it has doubled."""
 
     def __init__(self) -> None:
         self._last = 0.0
@@ -267,6 +267,8 @@ class StallTalk:
         sentence = self._failing or stall.sentence
         if stall.is_over:
             self._end(sentence, "" if self._failing else stall.stack)
+        elif stall.progress:
+            say(f"ds_lgamp: {stall.progress}\n")
         else:
             left = stall.limit - stall.seconds
             ends = f"; if that lasts, the job ends in {left:.0f} s" if math.isfinite(left) else ""

@@ -81,6 +81,8 @@ class Standing(NamedTuple):
     """How often it has sent, posted and launched in this batch."""
     stack: str = ""
     """The calls of its main thread."""
+    compiles: bool = False
+    """Whether torch compiles what the rank computes."""
 
     def to_line(self) -> str:
         return json.dumps(self)
@@ -168,8 +170,14 @@ def listed(ranks: Sequence[int]) -> str:
 
 
 FIRST_BATCH, _LONGEST_FIRST_BATCH = 10, 1200.0
-"""How many times as long an engine may take in its first training batch and its first evaluation, which may compile;
-but no more than so many seconds, unless the limit itself is longer."""
+"""How many times as long an engine may take in its first training batch and its first evaluation, and wherever torch
+compiles; but no more than so many seconds, unless the limit itself is longer."""
+
+
+def _longer(limit: float) -> float:
+    return max(limit, min(limit * FIRST_BATCH, _LONGEST_FIRST_BATCH))
+
+
 _EARLY, _ASKED_AFTER = 8, 5.0
 """A rank that waits asks about all ranks after 5 seconds, or an 8th of the limit if that is less."""
 _MEETINGS = ("barrier", "monitored_barrier", "all_", "_all_gather", "reduce_scatter", "_reduce_scatter")
@@ -205,12 +213,16 @@ class Whereabouts:
         """How many batches this process has begun, whatever the engine."""
         self.label = ""
         self.place = Place.SCRIPT
-        self._limit = math.inf
+        self._limit = self._before_compiling = self._of_batch = math.inf
         self.on_new_limit: Callable[[float], None] = lambda _: None
         """Called in the main thread with a limit that differs from the one before. From then on the main thread may
         keep the interpreter, so that no other thread sees the limit."""
         self.awaited = ""
         """What another thread does with all ranks while the main thread waits for it; "" if nothing."""
+        self.compilations = 0
+        """How often torch has begun or ended to compile in a batch; an odd number while it does."""
+        self._told = 0
+        """The last batch that has said that it compiles."""
         self._executor: weakref.ref[Running] | None = None
         self.thread = threading.main_thread().ident
 
@@ -242,8 +254,8 @@ class Whereabouts:
             ends: whether the batch ends with the block.
         """
         self.place, self.label, self._executor = Place.DATA, label, weakref.ref(executor)
-        first = max(limit, min(limit * FIRST_BATCH, _LONGEST_FIRST_BATCH))
-        self.limit = limit if training in executor.begun else first
+        self._of_batch = limit
+        self.limit = limit if training in executor.begun else _longer(limit)
         self.thread = threading.get_ident()
         # Last, so that the observer never takes the old batch for the new one.
         self.batch += 1
@@ -256,6 +268,27 @@ class Whereabouts:
             raise
         finally:
             self.place, self.limit = Place.SCRIPT, limit
+
+    def begin_compiling(self) -> None:
+        """torch begins to compile. In a batch, the rank may stand still for longer until :meth:`end_compiling`, and the
+        first rank says so once, because it may take minutes."""
+        if self.place is Place.SCRIPT:
+            return
+        if self._told != self.batch and (not dist.is_initialized() or dist.get_rank() == 0):
+            self._told = self.batch
+            print(f"ds_lgamp: {self.label} compiles what layers compute, which may take minutes", file=sys.stderr)
+        self.compilations += 1
+        self._before_compiling = self.limit
+        self.limit = _longer(self._of_batch)
+
+    def end_compiling(self) -> None:
+        if self.is_compiling:
+            self.compilations += 1
+            self.limit = self._before_compiling
+
+    @property
+    def is_compiling(self) -> bool:
+        return self.compilations % 2 == 1
 
     @contextmanager
     def waiting_for(self, what: str) -> Iterator[None]:
@@ -287,17 +320,18 @@ class Observer:
         for a while, or if it is to look ``closely``."""
         here = self._whereabouts
         place, batch, label, limit, executor = here.place, here.batch, here.label, here.limit, here.executor
+        compilations, compiles = here.compilations, here.is_compiling
         row, doing = (-1, "") if executor is None else (executor.row, executor.doing)
         frame = self._frame() if place is Place.SCRIPT else None
         # The call changes as long as a script does something.
-        seen = (batch, place, row, doing, None if frame is None else (id(frame), frame.f_lasti))
+        seen = (batch, place, row, doing, compilations, None if frame is None else (id(frame), frame.f_lasti))
         # While this thread has a frame, the main thread cannot free what is in it.
         del frame
         if seen != self._seen:
             self._seen, self._since = seen, now
         seconds = now - self._since
         inside = place is not Place.SCRIPT
-        standing = Standing(self._rank, place.value, batch, label, row, inside, seconds, limit)
+        standing = Standing(self._rank, place.value, batch, label, row, inside, seconds, limit, compiles=compiles)
         if not closely and seconds < asks_after(limit):
             return standing
         return self._explained(standing, place, executor, row, doing)

@@ -21,7 +21,7 @@ from ds_lgamp.watch.connections import Member
 from ds_lgamp.watch.guard import Guard
 from ds_lgamp.watch.last_words import dump_flight_recorder
 from ds_lgamp.watch.lifeline import Lifeline, Process
-from ds_lgamp.watch.stalls import ANSWER, Asking, AwakeClock, Rounds, stalls
+from ds_lgamp.watch.stalls import ANSWER, Asking, AwakeClock, Rounds, StallTalk, stalls
 from ds_lgamp.watch.this_rank import this_rank
 from ds_lgamp.watch.whereabouts import FIRST_BATCH, Neighbours, Observer, Place, Standing, Wait, Whereabouts
 from testing.processes import is_alive, wait
@@ -179,6 +179,35 @@ def test_the_first_batch_may_take_longer_and_the_first_evaluation_too():
             limits.append(whereabouts.limit)
         assert whereabouts.limit == LIMIT
     assert limits == [FIRST_BATCH * LIMIT, LIMIT, FIRST_BATCH * LIMIT, LIMIT]
+
+
+def test_a_rank_that_compiles_says_so_once_and_may_take_as_long_as_in_its_first_batch(capfd):
+    whereabouts, executor, seen = Whereabouts(), running("F1.0", ""), []
+    executor.begun.add(True)
+    observer = Observer(1, whereabouts)
+    whereabouts.begin_compiling()
+    assert not whereabouts.is_compiling, "a script may compile outside of batches"
+    with whereabouts.in_batch(executor, "step 5", True, LIMIT):
+        whereabouts.place = Place.BATCH
+        for moment in range(2):
+            observer.look(100.0 * moment)
+            whereabouts.begin_compiling()
+            observer.look(100.0 * moment + 40.0)
+            seen.append(observer.look(100.0 * moment + 90.0))
+            whereabouts.end_compiling()
+            assert whereabouts.limit == LIMIT and not whereabouts.is_compiling
+    assert [(each.seconds, each.limit, each.compiles) for each in seen] == [(50.0, FIRST_BATCH * LIMIT, True)] * 2
+    assert capfd.readouterr().err == "ds_lgamp: step 5 compiles what layers compute, which may take minutes\n"
+
+
+def test_whoever_waits_for_a_rank_that_compiles_tells_of_progress_instead_of_a_stall(capfd):
+    compiles = standing(1, 40.0, limit=FIRST_BATCH * LIMIT)._replace(compiles=True)
+    stall = judged(Rounds(), 100.0, standing(0, 40.0, MESSAGE), [compiles])
+    assert stall.progress == "rank 1 compiles in F1.0 of step 7, for 40 s" and not stall.is_over
+    assert stall.limit == FIRST_BATCH * LIMIT
+    talk = StallTalk(Member(0, "host", "", 0), 2, Whereabouts(), lambda *_: pytest.fail("ends the job"))
+    talk._report(stall)
+    assert capfd.readouterr().err == "ds_lgamp: rank 1 compiles in F1.0 of step 7, for 40 s\n"
 
 
 def test_a_new_limit_is_told_before_the_batch_begins():

@@ -21,6 +21,7 @@ from ds_lgamp.integrations.split.state import Snapshot, untouched
 from ds_lgamp.integrations.split.survey import survey
 from ds_lgamp.integrations.split.trial_arguments import given_inputs, inputs_of
 from ds_lgamp.runtime.chunk import Tensors, as_tuple
+from ds_lgamp.runtime.compiled import Compiler
 from ds_lgamp.runtime.recompute import RandomSource
 
 logger = logging.getLogger(__name__)
@@ -142,8 +143,9 @@ class SplitLayers:
 
     def compile(self, **options: Any) -> None:
         """Compiles the blocks with torch.compile's ``options``."""
+        compiler = Compiler(options)
         for block in self._split.blocks:
-            block.compile(**options)
+            compiler(block)
 
     @staticmethod
     def first_input(call: Call) -> Call:

@@ -362,7 +362,8 @@ _PARALLELISM = (
     Key("sequence_parallel_size", HONOURED, "with the mpu of DeepSpeed's Ulysses", takes=COUNT),
     Key("seq_parallel_communication_data_type", MEANINGLESS, "only with sequence parallelism"),
     Key("data_parallel_size", MEANINGLESS, "the module's topology decides"),
-    *_switched("compile.deepcompile", "it replaces ZeRO inside the compiled graph; remove it"),
+    Key("compile.autoep_non_moe", REFUSED, "ds_lgamp.compile compiles what is around experts; remove it", (False,)),
+    *_switched("compile.deepcompile", "it replaces ZeRO inside the compiled graph; remove it, or set ds_lgamp.compile"),
     *_switched("hybrid_engine.enabled", "it is another engine; remove it"),
 )
 

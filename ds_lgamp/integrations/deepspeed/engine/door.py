@@ -1,15 +1,19 @@
 """What all engines of DeepSpeed share that train by a :class:`Training`: the answers to what DeepSpeed asks while it
 builds an engine, and the methods that scripts call on engines of both kinds."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.module_inject.auto_ep_layer import ReplacementSourceMap
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 from deepspeed.runtime.keep_in_fp32 import keep_in_fp32_pattern
+from deepspeed.utils import nvtx
 from torch import nn
 
-from ds_lgamp.config import BLOCK, ConfigError
+from ds_lgamp.config import BLOCK, ConfigError, check_compile
 from ds_lgamp.integrations.deepspeed.checkpoint import save_and_load
 from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
     check_elementwise,
@@ -30,6 +34,9 @@ from ds_lgamp.partition.quantised import is_packed
 from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.watch.this_rank import this_rank
 
+_DEFAULTS = ("mode", "default"), ("fullgraph", False)
+"""Options with which torch.compile does what it does without."""
+
 
 class _NoTraining:
     """What an engine without an optimizer has in place of its :class:`Training`."""
@@ -46,12 +53,15 @@ class LgampDoor(DeepSpeedEngine):
     call :meth:`complete` after it."""
 
     lgamp: Training = _NoTraining()  # type: ignore[assignment]
+    _compile_kwargs: Mapping[str, Any]
     own_data: OwnData | None = None
     """Micro-batches of ``training_data``, on the ranks that need some."""
 
     def complete(self) -> None:
         """Ends the construction. Collective over all ranks."""
         self.lgamp.complete()
+        if (asked := self.lgamp.settings.compile) is not False:
+            self._compile(f"{BLOCK}.compile is {asked!r}", {} if asked is True else asked)
         self.live_client_state: dict[Any, Any] = {}
         """The client_state of the states in ``live_checkpoint``: what load_checkpoint returns with one."""
         this_rank.engines[self] = None
@@ -174,6 +184,47 @@ class LgampDoor(DeepSpeedEngine):
                 f"engine.communication_data_type is set to {value}, but gradients travel as "
                 f"{self.communication_data_type}; write communication_data_type into the configuration"
             )
+
+    def compile(
+        self,
+        backend: Any = None,
+        compile_kwargs: Mapping[str, Any] = MappingProxyType({}),
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """As DeepSpeedEngine's, for what chunks compute. The key ``compile`` of the block does the same.
+
+        Raises ConfigError for options that cannot work, and if the layers are compiled with others.
+        """
+        if compiled_autograd_enabled:
+            raise ConfigError(
+                "engine.compile got compiled_autograd_enabled, but a program runs a backward pass for every chunk and "
+                "micro-batch; leave it out"
+            )
+        options = {**compile_kwargs, **({} if backend is None else {"backend": backend})}
+        if not options.pop("disable", False):
+            self._compile("engine.compile is called", options)
+
+    def _compile(self, asked: str, options: Mapping[str, Any]) -> None:
+        """Compiles the layers with torch.compile's ``options``, for which somebody has ``asked``, in words."""
+        named = {name: value for name, value in options.items() if value is not None and (name, value) not in _DEFAULTS}
+        options = {"backend": get_accelerator().get_compile_backend(), **named}
+        try:
+            check_compile({name: value for name, value in options.items() if not callable(value)})
+            if not self.is_compiled:
+                self._compile_layers(options)
+        except Exception as error:
+            raise ConfigError(f"{asked}, but {error}") from error
+        if self.is_compiled and options != self._compile_kwargs:
+            raise ConfigError(
+                f"{asked} for {options}, but the layers are compiled with {self._compile_kwargs} already; ask once"
+            )
+        self._is_compiled, self._compile_kwargs = True, options
+        # Its ranges of NVTX would cut code into pieces.
+        nvtx.enable_nvtx = False
+
+    def _compile_layers(self, options: Mapping[str, Any]) -> None:
+        self.placed.compile(**options)
 
     def offload_states(self, *positional: Any, **named: Any) -> None:
         """Raises ConfigError."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ds_lgamp.checkpoint.files import CheckpointError
 from ds_lgamp.checkpoint.saver import Saver
-from ds_lgamp.config import LgampConfig
+from ds_lgamp.config import ConfigError, LgampConfig
 from ds_lgamp.cost.units import Sharding
 from ds_lgamp.integrations.deepspeed.checkpoint.description import Run, share_of
 from ds_lgamp.integrations.deepspeed.checkpoint.live_checkpoint import LiveCheckpoint, open_folder
@@ -44,7 +44,6 @@ from ds_lgamp.integrations.deepspeed.model.recomputation import (
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import SharedBuffers
 from ds_lgamp.integrations.program_spec import program_of
 from ds_lgamp.integrations.split.state import leave_out_hosts
-from ds_lgamp.integrations.tracing import trace_if_asked
 from ds_lgamp.optimizers.lamb import Lamb
 from ds_lgamp.optimizers.muon import Muon
 from ds_lgamp.optimizers.updates import HostUpdateError
@@ -55,10 +54,12 @@ from ds_lgamp.partition.zero_partition import ZeroPartition
 from ds_lgamp.runtime.batch import BatchState, Calls, LoadMicroBatch, Position, Storage
 from ds_lgamp.runtime.chunk import Chunk, HasOwnLosses
 from ds_lgamp.runtime.clocks import Stopwatch
+from ds_lgamp.runtime.compiled import notice_compilations
 from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.graph import StoredInputs
 from ds_lgamp.runtime.messages import laid_out
 from ds_lgamp.runtime.ring import ring_links
+from ds_lgamp.runtime.trace import trace_if_asked
 from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.watch.this_rank import this_rank
 
@@ -198,7 +199,9 @@ class Training:
         self.check = door.optimizer.check = None if self.settings.nonfinite is None else NonfiniteCheck(self)
         self.executor = self._build_executor()
         self.budget = Budget(self, self._given_budget) if self.settings.recompute == "auto" else None
-        self.executor.trace = trace_if_asked(self.settings, self.placed.stage_id, self.data_rank, self.device)
+        self.executor.trace = trace_if_asked(
+            self.settings, self.placed.stage_id, self.data_rank, self.device, ConfigError
+        )
         self.partition.release_all()
         self.loader = BatchLoader(self.placed.stage_id == 0, self.computes_loss, self.device, input_dtype(self.config))
         self._monitor = monitor_if_asked(door, self.loader, self._stopwatch)
@@ -289,6 +292,7 @@ class Training:
         steps = self.door.global_steps
         label = f"step {steps + 1}" if training else f"an evaluation after step {steps}"
         trace = self.executor.trace if training else None
+        notice_compilations()
         with this_rank.whereabouts.in_batch(self.executor, label, training, self.settings.patience, ends):
             if begins:
                 self.partition.attach_parameters()

@@ -5,6 +5,7 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
+from ds_lgamp.config import BLOCK
 from ds_lgamp.cost.activations import ActivationMemory
 from ds_lgamp.cost.assignment import LinkKind
 from ds_lgamp.cost.offload import HostMemory
@@ -41,12 +42,13 @@ def _header(facts: Explanation) -> str:
     sliced = facts.tensor_ranks > 1
     slices = f" x {facts.tensor_ranks} tensor-parallel" if sliced else ""
     each = " on each tensor-parallel rank" if sliced else ""
+    compiled = "" if facts.settings.compile is False else ", compiled"
+    computed = f"recompute {facts.settings.recompute}{_budget(facts)}{compiled}"
     return (
         f"{spec.pipeline_ranks} pipeline x {facts.data_ranks} data-parallel{slices} ranks, schedule {spec.schedule}, "
         f"placement {facts.placement}, ZeRO stage {spec.zero_stage}{_shards(spec)}, {facts.precision}\n"
         f"{spec.micro_batches} micro-batches {group}, {spec.resident_chunks} resident chunks, "
-        f"recompute {facts.settings.recompute}{_budget(facts)}, "
-        f"optimizer {facts.optimizer}{_UPDATES[spec.updates]}{_on_host(spec)}\n"
+        f"{computed}, optimizer {facts.optimizer}{_UPDATES[spec.updates]}{_on_host(spec)}\n"
         f"{facts.layers} layers in {spec.chunks} chunks{_frozen(spec)}, {facts.parameters:,} parameters{each}"
         f"{_KEPT[facts.home_of_frozen]}{', gathered again from the host' if spec.stores_weights else ''}"
         f"{_by_speed(facts)}{_rounded(facts)}"
@@ -302,6 +304,11 @@ def _words(facts: Explanation) -> str:
         sentences.append(
             f"Stored activations are {stored}, a number: their bytes are unknown, because {facts.activations_unknown}. "
             f"The peak leaves them out, and what {passing} take for the moment."
+        )
+    if facts.settings.compile is not False:
+        sentences.append(
+            f"Bytes of activations are those without {BLOCK}.compile: compiled code saves other tensors, and takes "
+            "other memory for the moment."
         )
     update = max(facts.ranks, key=lambda rank: rank.update_bytes_sent)
     if update.update_collectives:

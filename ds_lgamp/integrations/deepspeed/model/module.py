@@ -20,6 +20,7 @@ from ds_lgamp.integrations.deepspeed.model.recomputation import BeforeLayer, lay
 from ds_lgamp.integrations.program_spec import chunk_bounds, place
 from ds_lgamp.partition.agreement import everyone
 from ds_lgamp.partition.quantised import constants, is_packed, own_constants, way_of_packing
+from ds_lgamp.runtime.compiled import Compiler
 from ds_lgamp.runtime.recompute import undisturbed
 from ds_lgamp.schedule.orders import chunks_of
 from ds_lgamp.schedule.placement import Placement
@@ -154,12 +155,12 @@ class PlacedModule(PipelineModule):
             super().load_state_dir(*arguments, **options)
             self.adopt_parameters()
 
-    def compile(self, *arguments: Any, **options: Any) -> None:
-        """Compiles the layers, where their chunks call them."""
-        super().compile(*arguments, **options)
-        compiled = iter(self.forward_funcs)
+    def compile(self, **options: Any) -> None:
+        """Compiles the layers, where their chunks call them, with torch.compile's ``options``."""
+        compiler = Compiler(options)
         for functions in self.chunk_functions.values():
-            functions[:] = [next(compiled) for _ in functions]
+            functions[:] = map(compiler, functions)
+        self.forward_funcs[:] = [function for functions in self.chunk_functions.values() for function in functions]
 
     def state_dict(self, *arguments: Any, **options: Any) -> Any:
         """Returns a copy of the complete, current state of this rank's layers. All data-parallel ranks call it

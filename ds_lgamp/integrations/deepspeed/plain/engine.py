@@ -1,7 +1,7 @@
 """The engine of plain scripts, behind ``deepspeed.initialize`` for all models but a PipelineModule."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ from ds_lgamp.integrations.deepspeed.model.shared_tensors import share_values
 from ds_lgamp.integrations.deepspeed.plain import model_state
 from ds_lgamp.integrations.deepspeed.plain.agreement import Next, agree, agree_at_the_end
 from ds_lgamp.integrations.deepspeed.plain.exchange import Exchange
-from ds_lgamp.integrations.deepspeed.plain.layers import Compiled, Layers, tell_of_model
+from ds_lgamp.integrations.deepspeed.plain.layers import Layers, tell_of_model
 from ds_lgamp.integrations.deepspeed.plain.model_methods import Elsewhere, evaluate_direct_calls, release
 from ds_lgamp.integrations.deepspeed.plain.unfinished_batch import OpenBatch, UnfinishedBatch
 from ds_lgamp.integrations.split.call import Arguments, Call
@@ -200,13 +200,9 @@ class ModelEngine(LgampDoor):
         with self.no_sync():
             yield
 
-    def compile(self, *positional: Any, **options: Any) -> None:
-        """As DeepSpeedEngine's, for the blocks of the model, where the program calls them."""
-        model, self.module = self.module, Compiled(self._layers)
-        try:
-            super().compile(*positional, **options)
-        finally:
-            self.module = model
+    def _compile_layers(self, options: Mapping[str, Any]) -> None:
+        """Compiles the blocks of the model, where the program calls them."""
+        self._layers.compile(**options)
 
     def train(self, mode: bool = True) -> None:
         super().train(mode)

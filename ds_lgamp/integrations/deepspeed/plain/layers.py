@@ -15,6 +15,7 @@ from ds_lgamp.integrations.split.layers import End, OwnModelLayers
 from ds_lgamp.integrations.split.parts import Tree, find_blocks
 from ds_lgamp.integrations.transformers.layers import ModelLayers
 from ds_lgamp.integrations.transformers.models import ForwardSettings, is_model, planned_names
+from ds_lgamp.runtime.compiled import Compiler
 from ds_lgamp.runtime.recompute import RandomSource
 
 
@@ -97,20 +98,9 @@ class SequentialLayers:
         return loss
 
     def compile(self, **options: Any) -> None:
+        compiler = Compiler(options)
         for module in self.modules:
-            module.compile(**options)
-
-
-class Compiled(nn.Module):
-    """Stands in for a model whose layers are compiled. The model as a whole is not, because the engine never calls
-    it."""
-
-    def __init__(self, layers: Layers) -> None:
-        super().__init__()
-        self._layers = layers
-
-    def compile(self, *_positional: Any, **options: Any) -> None:
-        self._layers.compile(**options)
+            compiler(module)
 
 
 def layers_of(model: nn.Module, random_sources: Sequence[RandomSource], settings: LgampConfig) -> Layers:

@@ -46,6 +46,11 @@ REFUSED_KEYS = {
         None,
         f"but in Megatron-LM's training loop hidden states travel in the model's pipeline_dtype; {_WITH_DEEPSPEED}",
     ),
+    "compile": (
+        False,
+        "but in Megatron-LM's training loop layers have fused kernels of their own, for which its flags ask; "
+        + _WITH_DEEPSPEED,
+    ),
     "offload_activations": ("none", _ON_THE_DEVICE),
     "live_checkpoint": (
         None,

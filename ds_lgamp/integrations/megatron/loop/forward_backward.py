@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from ds_lgamp.config import LgampConfig
+from ds_lgamp.config import ConfigError, LgampConfig
 from ds_lgamp.integrations.megatron.loop.batch import (
     Batch,
     DataEndError,
@@ -27,13 +27,13 @@ from ds_lgamp.integrations.megatron.loop.batch import (
 from ds_lgamp.integrations.megatron.loop.data_parallel import DistributedData
 from ds_lgamp.integrations.megatron.loop.sharded.model import partition_of
 from ds_lgamp.integrations.program_spec import program_of, program_spec
-from ds_lgamp.integrations.tracing import trace_if_asked
 from ds_lgamp.partition.agreement import everyone, host_group
 from ds_lgamp.partition.zero_partition import ZeroPartition
 from ds_lgamp.runtime.batch import ActionError, BatchState, Calls, Position, Storage
+from ds_lgamp.runtime.compiled import notice_compilations
 from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.ring import posts_on_arrival, ring_links
-from ds_lgamp.runtime.trace import Trace
+from ds_lgamp.runtime.trace import Trace, trace_if_asked
 from ds_lgamp.schedule.actions import Action, Kind
 from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.watch.this_rank import this_rank
@@ -132,7 +132,9 @@ class ForwardBackward:
             batch.pipeline_ranks, len(batch.models), batch.rank, batch.micro_batches, batch.forward_only
         )
         if not self._pipelines:
-            self._trace = trace_if_asked(self._settings, batch.rank, batch.groups.dp_cp.rank(), batch.device)
+            self._trace = trace_if_asked(
+                self._settings, batch.rank, batch.groups.dp_cp.rank(), batch.device, ConfigError
+            )
         if batch.groups.pp not in self._pipelines:
             self._pipelines[batch.groups.pp] = Pipeline(batch, shapes, self._settings.patience, self._trace)
         self._trained += not batch.forward_only
@@ -212,6 +214,8 @@ class Pipeline:
             # forward_step reads its micro-batches itself.
             state = BatchState(batch.micro_batches, lambda _: (None, None), training, program=program)
             here = this_rank.whereabouts
+            # Megatron-core lets torch compile some functions.
+            notice_compilations()
             watched = here.in_batch(executor, f"batch {here.batch + 1}", training, self._patience)
             with watched, executor.run_batch(state):
                 if training and self._trace is not None:

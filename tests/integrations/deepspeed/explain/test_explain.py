@@ -44,6 +44,7 @@ def within(memory):
 
 
 WITHOUT_OPTIMIZER = {key: value for key, value in UNUSUAL_CONFIG.items() if key != "optimizer"}
+COMPILED = {**WITHOUT_OPTIMIZER, "ds_lgamp": {**WITHOUT_OPTIMIZER["ds_lgamp"], "compile": True}}
 MODEL_CONFIG = {**BATCH, "zero_optimization": {"stage": 3}, "ds_lgamp": {"pipeline_ranks": 2}}
 INSIDE_CONFIG = {**MODEL_CONFIG, "ds_lgamp": {"pipeline_ranks": 2, "model": "inside"}}
 BY_HAND_CONFIG = {**MODEL_CONFIG, "gradient_accumulation_steps": 2 * 4, "ds_lgamp": {}}
@@ -73,7 +74,7 @@ def explained(tmp_path_factory):
         "experts": ["--ranks", "4", str(folder / "model.py"), json.dumps(MODEL_CONFIG), "experts"],
         "inside": ["--ranks", "4", str(folder / "model.py"), json.dumps(INSIDE_CONFIG), "inside"],
         "late": ["--json", str(folder / "data.py"), json.dumps(WITHOUT_OPTIMIZER), "patient"],
-        "late in words": [str(folder / "data.py"), json.dumps(WITHOUT_OPTIMIZER), "patient"],
+        "late in words": [str(folder / "data.py"), json.dumps(COMPILED), "patient"],
         "picky": [str(folder / "data.py"), json.dumps(UNUSUAL_CONFIG), "picky"],
         "text": ["--ranks", "2", *on_example(folder, "text", LAYERED), "--stages", "1"],
         "cluster": ["--ranks", "4", "--json", "--cluster", on_islands(folder), *on_example(folder, "cluster", LAYERED)],
@@ -389,6 +390,13 @@ def test_what_travels_for_the_balance_of_experts_is_told(explained):
     )
     assert f"{sentence} of gradients 32 B." in explained["experts"].output
     assert "experts" not in explained["inside"].output
+
+
+def test_bytes_of_activations_are_those_without_compilation(explained):
+    words = explained["late in words"].output
+    assert "recompute full, compiled, optimizer" in words
+    assert "Bytes of activations are those without ds_lgamp.compile" in words
+    assert "compil" not in explained["text"].output
 
 
 def test_without_activations_the_explanation_says_why(explained):
