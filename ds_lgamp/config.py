@@ -7,7 +7,16 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 from ds_lgamp.schedule.orders import SINGLE_CHUNK_SCHEDULES
 
@@ -179,6 +188,11 @@ class LgampConfig(BaseModel):
     """What engine(...) returns in training, if the model is no PipelineModule. loss: only the model's loss, once all
     micro-batches of a step are there. all: all outputs, at once, from which the script computes its loss. Stage 3 then
     gathers for the forward of every call."""
+    loss_chunk: NonNegativeInt | Literal["auto"] | None = "auto"
+    """For how many rows (tokens) at a time head and loss are computed, forward and backward together, so that the
+    logits never exist whole: for models of transformers and others that are no PipelineModule, where torch's
+    cross_entropy gets the result of a linear layer, with outputs "loss". auto: as many rows that their logits are no
+    more numbers than the hidden states of the micro-batch, and at least 1,024. 0 or null: all at once."""
     activation_dtype: Literal["bf16", "fp8"] | None = None
     """In which type hidden states and their gradients travel between pipeline ranks, if it is narrower than theirs.
     bf16: rounded to 16 bits. fp8: rounded to 8 bits (e4m3), with a scale in fp32 for each block of 128 elements. Only

@@ -13,6 +13,19 @@ Tensor = tuple[Kind, int, int]
 micro-batch) the gradient of that result."""
 
 
+FEWEST_ROWS = 1024
+"""Of a piece of logits that nobody has asked for. With fewer, adding up the gradients of the head would take longer
+than to compute them."""
+
+
+def rows_of_piece(loss_chunk: int | str | None, rows: int, width: int, vocabulary: int) -> int:
+    """Returns how many of ``rows`` head and loss compute together: all if ``loss_chunk`` is 0 or None; if it is "auto",
+    as many as have no more logits than all rows have elements of hidden states, each of ``width``, but not few."""
+    if loss_chunk == "auto":
+        return max(FEWEST_ROWS, -(-rows * width // vocabulary))
+    return int(loss_chunk or rows)
+
+
 @dataclass(frozen=True)
 class ChunkBytes:
     """Bytes that one micro-batch takes on one chunk. The last chunk includes the loss.

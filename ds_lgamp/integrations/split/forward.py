@@ -18,7 +18,6 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
-from ds_lgamp.integrations.split.byproducts import REDUCED, Byproducts
 from ds_lgamp.integrations.split.call import Autocast, BlockArguments, Call, Calls, DryRun, Needs, Returned, Survey
 from ds_lgamp.integrations.split.outputs import LossGraph, NotComputed, NotReturned, Reduced, lacking_outputs, without
 from ds_lgamp.integrations.split.parts import Attribute, Original, Part, Result, Sides, place_of
@@ -26,17 +25,20 @@ from ds_lgamp.integrations.split.stand_ins import (
     NONE,
     AbsentModule,
     AbsentTensor,
+    DeferringHead,
     Leaves,
     PartResults,
     PartsBefore,
     Placeholder,
     Results,
     replacing,
+    works_by_rows,
     zeros_like,
 )
 from ds_lgamp.integrations.split.state import holds_the_same, unchanged_tensors, version_of
 from ds_lgamp.integrations.split.travelling import EARLIER, Fill, Travelling, uses
-from ds_lgamp.integrations.split.without_blocks import SKIPPED, ForwardWithoutBlocks, Stop
+from ds_lgamp.integrations.split.without_blocks import REDUCED, SKIPPED, Byproducts, ForwardWithoutBlocks, Stop
+from ds_lgamp.runtime.logits import Logits
 
 _IN_PLACE = (
     f"the forward of the model changes hidden states in place between its blocks; with a {BLOCK} block, compute a new "
@@ -74,6 +76,7 @@ class SplitForward:
             for module in _modules_at(attribute.path, self.blocks)
         ]
         self._loss_graph = LossGraph(model, sides.of_last_layer.values())
+        self._heads = [*_heads(model, sides.after, original.settings.loss_chunk)]
         self._lacking: dict[Any, frozenset[int]] = {}
         """Which outputs the last layer cannot compute, by kind of call."""
 
@@ -243,8 +246,12 @@ class SplitForward:
         # Before the forward, which may change them in place.
         inputs = [get_gradient_edge(each).node for each in (hidden, *others) if each.requires_grad] if checks else []
         leaves = self.parts_before.no_leaves() if checks else None
-        with self.parts_before.absent(call.shapes, given, leaves):
+        only_loss = self.loss_in is not None and not call.is_whole and torch.is_grad_enabled()
+        heads = self._heads if only_loss else []
+        with self.parts_before.absent(call.shapes, given, leaves), replacing(heads):
             output = self.output(call, lambda: hidden, leaves, carried)
+        if only_loss:
+            output = tree_map_only(Logits, lambda _: NotReturned(), output)
         if leaves is not None:
             roots = output if self.loss_in is None else self.loss_in(output)
             self._loss_graph.check(call.signature, roots, inputs, leaves)
@@ -325,6 +332,20 @@ class SplitForward:
         """Raises ConfigError if a module that runs before the blocks is called after one."""
         if self._forward.visits:
             raise ConfigError(_again(f"'{path}'"))
+
+
+def _heads(
+    model: nn.Module, parts: Mapping[str, Part], loss_chunk: int | str | None
+) -> Iterator[tuple[dict[str, Any], str, DeferringHead]]:
+    """Yields stand-ins for linear layers in ``parts`` that may be the head of the ``model``, with their places."""
+    if not loss_chunk:
+        return
+    outer: list[str] = []
+    for part_path, part in parts.items():
+        for path, module in part.named_modules(prefix=part_path) if isinstance(part, nn.Module) else ():
+            if works_by_rows(module) and not any(path.startswith(f"{each}.") for each in outer):
+                outer.append(path)
+                yield *place_of(model, path), DeferringHead(module, loss_chunk)
 
 
 def _modules_at(path: str, blocks: Iterable[nn.Module]) -> Iterator[nn.Module]:

@@ -21,6 +21,7 @@ from ds_lgamp.integrations.split.call import Arguments, BlockArguments, apart
 from ds_lgamp.integrations.split.imagined import Imagined, Shape, UnknownShape, full_shape, shapes_in
 from ds_lgamp.integrations.split.parts import Part, Result, ShapesOfCalls, place_of
 from ds_lgamp.integrations.split.state import version_of
+from ds_lgamp.runtime.logits import Head, logits_of
 
 
 class StandIn(nn.Module):
@@ -106,6 +107,42 @@ class AbsentModule(StandIn):
 
     def forward(self, *positional: Any, **named: Any) -> Any:
         self._refuse()
+
+
+class DeferringHead(StandIn):
+    """The stand-in for a linear layer after the blocks. If it may be the head, its result is computed in pieces of
+    rows, where the loss is.
+
+    Args:
+        module: the layer.
+        loss_chunk: rows of a piece, or "auto".
+    """
+
+    def __init__(self, module: nn.Module, loss_chunk: int | str) -> None:
+        super().__init__(module)
+        self._loss_chunk = loss_chunk
+
+    def forward(self, *positional: Any, **named: Any) -> Any:
+        own: nn.Module = self._own
+        if named or len(positional) != 1 or not works_by_rows(own):
+            return own(*positional, **named)
+        head = Head.of(own, [*own.parameters()], positional[0].device)
+        return logits_of(head, positional[0], self._loss_chunk)
+
+
+def works_by_rows(module: nn.Module) -> bool:
+    """Whether a module computes every row of its input by itself, and does nothing else: a plain linear layer, or one
+    with adapters of peft that drop nothing."""
+    is_watched = any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks))
+    if is_watched or module._backward_pre_hooks or "forward" in vars(module):
+        return False
+    if type(module) is nn.Linear:
+        return True
+    kind = type(module)
+    if (kind.__module__, kind.__name__) != ("peft.tuners.lora.layer", "Linear") or any(module.use_dora.values()):
+        return False
+    drops = any(isinstance(each, nn.Dropout) and each.p > 0 for each in module.modules())
+    return not (drops and module.training) and works_by_rows(module.base_layer)
 
 
 class AbsentTensor(Tensor):
