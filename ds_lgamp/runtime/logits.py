@@ -9,9 +9,10 @@ head itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import repeat
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 from weakref import ref
 
 import torch
@@ -27,12 +28,14 @@ from ds_lgamp.runtime.recompute import is_dropping
 
 Step = Callable[[Tensor], Tensor]
 """Computes a tensor from another one of the same shape, element by element."""
+Criterion = Callable[[Tensor, Tensor], Tensor]
+"""Returns the losses of rows from their logits, of shape (rows, V), and targets."""
 
 
 class Head(NamedTuple):
     """What makes logits of hidden states, row by row."""
 
-    compute: Step
+    compute: Callable[[Tensor], Tensor]
     """Returns logits of shape (..., V) for hidden states of shape (..., H)."""
     weights: Sequence[Tensor]
     """What it reads that needs gradients."""
@@ -40,7 +43,7 @@ class Head(NamedTuple):
     """The type of device, the type of numbers, and whether autocast is on."""
 
     @classmethod
-    def of(cls, compute: Step, weights: Sequence[Tensor], device: torch.device) -> Head:
+    def of(cls, compute: Callable[[Tensor], Tensor], weights: Sequence[Tensor], device: torch.device) -> Head:
         """Returns the head as it computes now, under the autocast that is on."""
         kind = device.type
         state = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
@@ -51,23 +54,40 @@ class Head(NamedTuple):
             return self.compute(hidden)
 
 
-def logits_of(head: Head, hidden: Tensor, loss_chunk: int | str) -> Tensor:
-    """Returns the logits of ``hidden`` states, which are not computed if they have more rows than a piece.
+def deferred(head: Head, hidden: Tensor, loss_chunk: int | str | None) -> Logits | None:
+    """Returns the logits of ``hidden`` states, not computed. None if they have no more rows than a piece, or if no
+    gradients are asked for.
 
     Args:
-        loss_chunk: rows of a piece, or "auto".
+        loss_chunk: rows of a piece, "auto", or 0 or None for all.
     """
-    width = hidden.shape[-1] if hidden.dim() else 0
-    plain = type(hidden) in _PLAIN and hidden.dim() > 1 and hidden.is_floating_point()
-    if not (plain and width and torch.is_grad_enabled() and (hidden.requires_grad or head.weights)):
-        return head(hidden)
+    width = hidden.shape[-1] if hidden.dim() > 1 else 0
+    plain = type(hidden) in _PLAIN and hidden.is_floating_point() and hidden.numel() > 0
+    if not (loss_chunk and plain and torch.is_grad_enabled() and (hidden.requires_grad or head.weights)):
+        return None
     with torch.no_grad():
         probe = head(hidden.detach().reshape(-1, width)[:0])
     rows = hidden.numel() // width
     piece = rows_of_piece(loss_chunk, rows, width, probe.shape[-1])
     if rows <= piece:
-        return head(hidden)
+        return None
     return _Deferred.apply(_Recipe(_Source(head, hidden, piece), hidden, (), probe), hidden, *head.weights)
+
+
+@runtime_checkable
+class MakesLogits(Protocol):
+    """A layer whose result may be deferred logits."""
+
+    loss_chunk: int | str | None
+    """Rows of a piece, "auto", or 0 or None for all."""
+
+
+def defer_logits(layers: Iterable[Any], loss_function: Any, loss_chunk: int | str | None) -> None:
+    """Lets layers that can defer logits, if the loss function takes these."""
+    if getattr(loss_function, "takes_deferred_logits", False):
+        for layer in layers:
+            if isinstance(layer, MakesLogits):
+                layer.loss_chunk = loss_chunk
 
 
 class _Source:
@@ -147,6 +167,38 @@ class Logits(Tensor):
                 else:
                     self._real = recipe.operation(recipe.parent.real())
         return self._real
+
+    def loss_by_row(self, targets: Tensor, criterion: Criterion) -> Tensor:
+        """Returns the loss of every row, in one dimension. Its backward computes each piece again, for gradients that
+        only then are known."""
+        losses, rows = self._losses(targets, criterion)
+        return _Again.apply(losses, rows, *losses.head.weights)
+
+    def loss_in_all(
+        self, targets: Tensor, criterion: Criterion, count: Tensor | None = None, weights: Tensor | None = None
+    ) -> Tensor:
+        """Returns the sum of the losses of all rows.
+
+        Args:
+            count: a number by which to divide it; where it is less than 1, gradients are divided by 1.
+            weights: those of the rows; by default ones.
+        """
+        losses, rows = self._losses(targets, criterion)
+        dtype = self.recipe.probe.dtype
+        if torch.float16 in (rows.dtype, dtype):
+            # Its gradients fit into 16 bits only with the loss scale, which comes with the backward.
+            of_rows = _Again.apply(losses, rows, *losses.head.weights).float()
+            total = (of_rows if weights is None else of_rows * weights.reshape(-1)).sum()
+            return (total if count is None else total / count).to(dtype)
+        scales = count, None if weights is None else weights.reshape(-1)
+        return _Together.apply(losses, scales, rows, *losses.head.weights).to(dtype)
+
+    def _losses(self, targets: Tensor, criterion: Criterion) -> tuple[Losses, Tensor]:
+        """Returns what computes the losses, and the rows."""
+        recipe, source = self.recipe, self.recipe.source
+        source.check()
+        rows = recipe.rows.reshape(-1, recipe.rows.shape[-1])
+        return Losses(source.head, recipe.steps, source.piece, targets.reshape(-1), criterion), rows
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, positional: Any = (), named: Any = None) -> Any:
@@ -294,53 +346,38 @@ class _Asked(NamedTuple):
         return None if input._real is not None else cls(input, target, ignore_index, label_smoothing, reduction)
 
     def loss(self) -> Tensor:
-        recipe = self.logits.recipe
-        source = recipe.source
-        source.check()
-        losses = Losses(source.head, recipe.steps, source.piece, self.targets, self.ignored, self.smoothing)
+        criterion = partial(
+            functional.cross_entropy, ignore_index=self.ignored, reduction="none", label_smoothing=self.smoothing
+        )
         if self.reduction == "none":
-            return losses.by_row(recipe.rows)
+            return self.logits.loss_by_row(self.targets, criterion)
         count = (self.targets != self.ignored).sum() if self.reduction == "mean" else None
-        return losses.in_all(recipe.rows, count, recipe.probe.dtype)
+        return self.logits.loss_in_all(self.targets, criterion, count)
 
 
 class Losses(NamedTuple):
-    """The cross entropies of rows."""
+    """The losses of rows."""
 
     head: Head
     steps: tuple[Step, ...]
     piece: int
     """Rows that are computed together."""
     targets: Tensor
-    ignored: int
-    """The target of rows that do not count."""
-    smoothing: float
+    criterion: Criterion
 
-    def by_row(self, hidden: Tensor) -> Tensor:
-        """Returns the loss of every row. Its backward computes each piece again, for gradients that only then are
-        known."""
-        return _Again.apply(self, hidden, *self.head.weights)
-
-    def in_all(self, hidden: Tensor, count: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Returns the sum of all losses in ``dtype``, divided by the ``count`` of rows if given."""
-        if torch.float16 in (hidden.dtype, dtype):
-            # Its gradients fit into 16 bits only with the loss scale, which comes with the backward.
-            total = self.by_row(hidden).sum(dtype=torch.float32)
-            return (total if count is None else total / count).to(dtype)
-        return _Together.apply(self, count, hidden, *self.head.weights).to(dtype)
-
-    def pieces(self, hidden: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields rows and targets of every piece."""
-        yield from zip(hidden.detach().split(self.piece), self.targets.split(self.piece))
+    def pieces(self, hidden: Tensor, others: Tensor | None) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+        """Yields rows, targets and ``others`` of every piece."""
+        rows = hidden.detach().split(self.piece)
+        yield from zip(
+            rows, self.targets.split(self.piece), repeat(None) if others is None else others.split(self.piece)
+        )
 
     def of(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Returns the losses of a piece."""
         logits = self.head(hidden)
         for step in self.steps:
             logits = step(logits)
-        return functional.cross_entropy(
-            logits, targets, ignore_index=self.ignored, reduction="none", label_smoothing=self.smoothing
-        )
+        return self.criterion(logits, targets)
 
 
 class _Gradients:
@@ -370,7 +407,7 @@ class _Gradients:
             leaf = hidden.requires_grad_(self.of_rows is not None)
             losses = compute(leaf)
             inputs = [leaf, *self._weights] if self.of_rows is not None else [*self._weights]
-            gradient = torch.ones_like(losses) if gradient is None else gradient
+            gradient = torch.ones_like(losses) if gradient is None else gradient.to(losses.dtype)
             found = [*torch.autograd.grad(losses, inputs, gradient, allow_unused=True)]
         start, self._done = self._done, self._done + len(hidden)
         if self.of_rows is not None:
@@ -390,22 +427,31 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+Scales = tuple[Tensor | None, Tensor | None]
+"""A number by which to divide a sum of losses, and the weights of rows."""
+
+
+def _sum(losses: Tensor, weights: Tensor | None) -> Tensor:
+    return (losses if weights is None else losses * weights).sum(dtype=torch.float64)
+
+
 class _Together(torch.autograd.Function):
     """The sum of losses. Its forward computes gradients, too, which its backward multiplies."""
 
     @staticmethod
-    def forward(context: Any, losses: Losses, count: Tensor | None, hidden: Tensor, *weights: Tensor) -> Tensor:
+    def forward(context: Any, losses: Losses, scales: Scales, hidden: Tensor, *weights: Tensor) -> Tensor:
         sums: list[Tensor] = []
-        context.count, context.dtypes, context.is_used = count, [each.dtype for each in weights], False
+        count, of_rows = scales
+        context.count, context.dtypes = count, [each.dtype for each in weights]
         if is_dropping():
             # What is saved now is dropped. The forward that restores it computes the gradients.
-            sums += [losses.of(*piece).sum(dtype=torch.float64) for piece in losses.pieces(hidden)]
+            for rows, targets, scale in losses.pieces(hidden, of_rows):
+                sums.append(_sum(losses.of(rows, targets), scale))
             saved = _like_gradients(context.needs_input_grad[2], hidden, weights)
         else:
             found = _Gradients(weights, hidden, context.needs_input_grad[2])
-            for rows, targets in losses.pieces(hidden):
-                of_piece = found.add(rows, lambda leaf, targets=targets: losses.of(leaf, targets))
-                sums.append(of_piece.sum(dtype=torch.float64))
+            for rows, targets, scale in losses.pieces(hidden, of_rows):
+                sums.append(_sum(found.add(rows, partial(losses.of, targets=targets), scale), scale))
             saved = [*([] if found.of_rows is None else [found.of_rows]), *found.of_weights]
         # On the host, so that the backward need not wait for the device to read it.
         context.save_for_backward(torch.tensor(not is_dropping(), device="cpu"), *saved)
@@ -415,14 +461,14 @@ class _Together(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> Any:
         is_there, *found = context.saved_tensors
-        if context.is_used or not is_there:
+        if not is_there:
             raise RuntimeError(
-                "a loss in pieces of rows has a second backward, or hooks for saved tensors of the model's own; leave "
-                "these out, or set ds_lgamp.loss_chunk to 0"
+                "hooks for saved tensors of the model's own have kept what a recomputation restores; leave them out, "
+                "or set ds_lgamp.loss_chunk to 0"
             )
-        context.is_used = True
         # Where no row counts, the loss is NaN, but gradients are zero.
         factor = gradients[0] if context.count is None else gradients[0] / context.count.clamp(min=1)
+        # In place, which lets autograd refuse a second backward.
         found = [each.mul_(factor) for each in found]
         of_rows = found.pop(0) if context.needs_input_grad[2] else None
         return None, None, of_rows, *(each.to(dtype) for each, dtype in zip(found, context.dtypes))
@@ -441,13 +487,13 @@ class _Again(torch.autograd.Function):
     def forward(context: Any, losses: Losses, hidden: Tensor, *weights: Tensor) -> Tensor:
         context.losses = losses
         context.save_for_backward(hidden)
-        return torch.cat([losses.of(*piece) for piece in losses.pieces(hidden)])
+        return torch.cat([losses.of(rows, targets) for rows, targets, _ in losses.pieces(hidden, None)])
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> Any:
         (hidden,), losses = context.saved_tensors, context.losses
         weights = losses.head.weights
         found = _Gradients(weights, hidden, context.needs_input_grad[1])
-        for (rows, targets), gradient in zip(losses.pieces(hidden), gradients[0].split(losses.piece)):
-            found.add(rows, lambda leaf, targets=targets: losses.of(leaf, targets), gradient)
+        for rows, targets, gradient in losses.pieces(hidden, gradients[0]):
+            found.add(rows, partial(losses.of, targets=targets), gradient)
         return None, found.of_rows, *(each.to(weight.dtype) for each, weight in zip(found.of_weights, weights))

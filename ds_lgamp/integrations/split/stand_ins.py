@@ -21,7 +21,7 @@ from ds_lgamp.integrations.split.call import Arguments, BlockArguments, apart
 from ds_lgamp.integrations.split.imagined import Imagined, Shape, UnknownShape, full_shape, shapes_in
 from ds_lgamp.integrations.split.parts import Part, Result, ShapesOfCalls, place_of
 from ds_lgamp.integrations.split.state import version_of
-from ds_lgamp.runtime.logits import Head, logits_of
+from ds_lgamp.runtime.logits import Head, deferred
 
 
 class StandIn(nn.Module):
@@ -124,10 +124,11 @@ class DeferringHead(StandIn):
 
     def forward(self, *positional: Any, **named: Any) -> Any:
         own: nn.Module = self._own
-        if named or len(positional) != 1 or not works_by_rows(own):
-            return own(*positional, **named)
-        head = Head.of(own, [*own.parameters()], positional[0].device)
-        return logits_of(head, positional[0], self._loss_chunk)
+        logits = None
+        if not named and len(positional) == 1 and works_by_rows(own):
+            head = Head.of(own, [*own.parameters()], positional[0].device)
+            logits = deferred(head, positional[0], self._loss_chunk)
+        return own(*positional, **named) if logits is None else logits
 
 
 def works_by_rows(module: nn.Module) -> bool:
