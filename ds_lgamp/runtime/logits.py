@@ -18,7 +18,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -41,13 +41,28 @@ class Head(NamedTuple):
     """What it reads that needs gradients."""
     autocast: tuple[str, torch.dtype, bool]
     """The type of device, the type of numbers, and whether autocast is on."""
+    matrix: Tensor | None = None
+    """Of shape (V, H), if the head is a linear layer with this weight, perhaps with a bias, and nothing else."""
 
     @classmethod
-    def of(cls, compute: Callable[[Tensor], Tensor], weights: Sequence[Tensor], device: torch.device) -> Head:
+    def of(
+        cls,
+        compute: Callable[[Tensor], Tensor],
+        weights: Iterable[Tensor],
+        device: torch.device,
+        matrix: Tensor | None = None,
+    ) -> Head:
         """Returns the head as it computes now, under the autocast that is on."""
         kind = device.type
         state = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        return cls(compute, [weight for weight in weights if weight.requires_grad], state)
+        needs_gradients = [weight for weight in weights if weight.requires_grad]
+        return cls(compute, needs_gradients, state, None if state[2] else matrix)
+
+    @classmethod
+    def linear(cls, weight: Tensor, bias: Tensor | None) -> Head:
+        """Returns a linear layer."""
+        own = (weight,) if bias is None else (weight, bias)
+        return cls.of(lambda rows: functional.linear(rows, *own), own, weight.device, weight)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         with torch.autocast(*self.autocast):
@@ -372,12 +387,13 @@ class Losses(NamedTuple):
             rows, self.targets.split(self.piece), repeat(None) if others is None else others.split(self.piece)
         )
 
-    def of(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Returns the losses of a piece."""
+    def of(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, GradientEdge | None]:
+        """Returns the losses of a piece, and where gradients of its logits leave the graph, if there is one."""
         logits = self.head(hidden)
+        edge = get_gradient_edge(logits) if logits.requires_grad else None
         for step in self.steps:
             logits = step(logits)
-        return self.criterion(logits, targets)
+        return self.criterion(logits, targets), edge
 
 
 class _Gradients:
@@ -390,33 +406,58 @@ class _Gradients:
 
     def __init__(self, weights: Sequence[Tensor], hidden: Tensor, of_rows: bool) -> None:
         self._weights = weights
-        self.of_rows = torch.empty_like(hidden, requires_grad=False) if of_rows else None
+        self.of_rows = torch.zeros_like(hidden, requires_grad=False) if of_rows else None
         self.of_weights = [torch.zeros_like(each, dtype=_wide(each.dtype), requires_grad=False) for each in weights]
         self._done = 0
 
-    def add(self, hidden: Tensor, compute: Step, gradient: Tensor | None = None) -> Tensor:
+    def add(self, losses: Losses, rows: Tensor, targets: Tensor, gradient: Tensor | None) -> Tensor:
         """Computes the losses of a piece, and adds its gradients. Returns the losses.
 
         Args:
-            hidden: its rows.
-            compute: returns their losses.
             gradient: that of the losses; by default ones.
         """
+        start, self._done = self._done, self._done + len(rows)
+        of_piece = None if self.of_rows is None else self.of_rows[start : self._done]
         # Nothing that surrounds it saves tensors of this graph, which ends here.
         with torch.enable_grad(), saved_tensors_hooks(_same, _same):
-            leaf = hidden.requires_grad_(self.of_rows is not None)
-            losses = compute(leaf)
-            inputs = [leaf, *self._weights] if self.of_rows is not None else [*self._weights]
-            gradient = torch.ones_like(losses) if gradient is None else gradient.to(losses.dtype)
-            found = [*torch.autograd.grad(losses, inputs, gradient, allow_unused=True)]
-        start, self._done = self._done, self._done + len(hidden)
-        if self.of_rows is not None:
-            own = found.pop(0)
-            self.of_rows[start : self._done] = 0 if own is None else own
-        for total, each in zip(self.of_weights, found):
+            leaf = rows.requires_grad_(of_piece is not None)
+            found, edge = losses.of(leaf, targets)
+            gradient = torch.ones_like(found) if gradient is None else gradient.to(found.dtype)
+            matrix = losses.head.matrix
+            if matrix is None:
+                self._add_all(found, gradient, leaf, of_piece)
+            else:
+                (of_logits,) = torch.autograd.grad(found, [edge], gradient)
+                self._add_linear(matrix, of_logits, rows.detach(), of_piece)
+        return found.detach()
+
+    def _add_all(self, found: Tensor, gradient: Tensor, leaf: Tensor, of_piece: Tensor | None) -> None:
+        """Adds the gradients that autograd computes of any head."""
+        inputs = [*self._weights] if of_piece is None else [*self._weights, leaf]
+        gradients = torch.autograd.grad(found, inputs, gradient, allow_unused=True)
+        totals = [*self.of_weights] if of_piece is None else [*self.of_weights, of_piece]
+        for total, each in zip(totals, gradients):
             if each is not None:
                 total += each
-        return losses.detach()
+
+    @torch.no_grad()
+    def _add_linear(self, matrix: Tensor, of_logits: Tensor, rows: Tensor, of_piece: Tensor | None) -> None:
+        """Adds the gradients of a linear layer, without a temporary of the size of its weight."""
+        if of_piece is not None:
+            torch.mm(of_logits, matrix, out=of_piece)
+        for weight, total in zip(self._weights, self.of_weights):
+            if weight is not matrix:
+                total += of_logits.sum(0, dtype=total.dtype)
+            elif total.dtype == of_logits.dtype:
+                total.addmm_(of_logits.t(), rows)
+            else:
+                some = -(-len(total) // _PARTS)
+                for part, columns in zip(total.split(some), of_logits.split(some, dim=1)):
+                    part += columns.t() @ rows
+
+
+_PARTS = 8
+"""In how many parts the gradient of a weight in 16 bits is computed, before each is added up in 32 bits."""
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -446,12 +487,12 @@ class _Together(torch.autograd.Function):
         if is_dropping():
             # What is saved now is dropped. The forward that restores it computes the gradients.
             for rows, targets, scale in losses.pieces(hidden, of_rows):
-                sums.append(_sum(losses.of(rows, targets), scale))
+                sums.append(_sum(losses.of(rows, targets)[0], scale))
             saved = _like_gradients(context.needs_input_grad[2], hidden, weights)
         else:
             found = _Gradients(weights, hidden, context.needs_input_grad[2])
             for rows, targets, scale in losses.pieces(hidden, of_rows):
-                sums.append(_sum(found.add(rows, partial(losses.of, targets=targets), scale), scale))
+                sums.append(_sum(found.add(losses, rows, targets, scale), scale))
             saved = [*([] if found.of_rows is None else [found.of_rows]), *found.of_weights]
         # On the host, so that the backward need not wait for the device to read it.
         context.save_for_backward(torch.tensor(not is_dropping(), device="cpu"), *saved)
@@ -487,7 +528,7 @@ class _Again(torch.autograd.Function):
     def forward(context: Any, losses: Losses, hidden: Tensor, *weights: Tensor) -> Tensor:
         context.losses = losses
         context.save_for_backward(hidden)
-        return torch.cat([losses.of(rows, targets) for rows, targets, _ in losses.pieces(hidden, None)])
+        return torch.cat([losses.of(rows, targets)[0] for rows, targets, _ in losses.pieces(hidden, None)])
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> Any:
@@ -495,5 +536,5 @@ class _Again(torch.autograd.Function):
         weights = losses.head.weights
         found = _Gradients(weights, hidden, context.needs_input_grad[1])
         for rows, targets, gradient in losses.pieces(hidden, gradients[0]):
-            found.add(rows, partial(losses.of, targets=targets), gradient)
+            found.add(losses, rows, targets, gradient)
         return None, found.of_rows, *(each.to(weight.dtype) for each, weight in zip(found.of_weights, weights))

@@ -323,6 +323,9 @@ def test_frozen_weights_get_no_gradient_and_hidden_states_do():
 def test_automatic_pieces_have_no_more_logits_than_hidden_states_have_numbers():
     assert rows_of_piece("auto", 1 << 15, 4096, 1 << 17) == 1024
     assert rows_of_piece("auto", 1 << 18, 4096, 1 << 17) == 8192
-    assert rows_of_piece("auto", 500, 4096, 1 << 17) == 1024
+    assert rows_of_piece("auto", 500, 4096, 1 << 17) == 500
+    # Four more bytes for each of 4,096 elements of the head's gradient per word, and twelve less for each row.
+    assert rows_of_piece("auto", 1024 + 1365, 4096, 1 << 17) == 1024 + 1365
+    assert rows_of_piece("auto", 1024 + 1366, 4096, 1 << 17) == 1024
     assert rows_of_piece(300, 1000, 4096, 1 << 17) == 300
     assert rows_of_piece(0, 1000, 4096, 1 << 17) == rows_of_piece(None, 1000, 4096, 1 << 17) == 1000

@@ -25,12 +25,12 @@ from ds_lgamp.integrations.split.stand_ins import (
     NONE,
     AbsentModule,
     AbsentTensor,
-    DeferringHead,
     Leaves,
     PartResults,
     PartsBefore,
     Placeholder,
     Results,
+    deferring,
     replacing,
     works_by_rows,
     zeros_like,
@@ -76,7 +76,7 @@ class SplitForward:
             for module in _modules_at(attribute.path, self.blocks)
         ]
         self._loss_graph = LossGraph(model, sides.of_last_layer.values())
-        self._heads = [*_heads(model, sides.after, original.settings.loss_chunk)]
+        self._heads = [*_heads(sides.after)]
         self._lacking: dict[Any, frozenset[int]] = {}
         """Which outputs the last layer cannot compute, by kind of call."""
 
@@ -247,7 +247,8 @@ class SplitForward:
         inputs = [get_gradient_edge(each).node for each in (hidden, *others) if each.requires_grad] if checks else []
         leaves = self.parts_before.no_leaves() if checks else None
         only_loss = self.loss_in is not None and not call.is_whole and torch.is_grad_enabled()
-        heads = self._heads if only_loss else []
+        loss_chunk = self.original.settings.loss_chunk if only_loss else 0
+        heads = [each for head in self._heads if loss_chunk for each in deferring(head, loss_chunk)]
         with self.parts_before.absent(call.shapes, given, leaves), replacing(heads):
             output = self.output(call, lambda: hidden, leaves, carried)
         if only_loss:
@@ -334,18 +335,14 @@ class SplitForward:
             raise ConfigError(_again(f"'{path}'"))
 
 
-def _heads(
-    model: nn.Module, parts: Mapping[str, Part], loss_chunk: int | str | None
-) -> Iterator[tuple[dict[str, Any], str, DeferringHead]]:
-    """Yields stand-ins for linear layers in ``parts`` that may be the head of the ``model``, with their places."""
-    if not loss_chunk:
-        return
-    outer: list[str] = []
-    for part_path, part in parts.items():
-        for path, module in part.named_modules(prefix=part_path) if isinstance(part, nn.Module) else ():
-            if works_by_rows(module) and not any(path.startswith(f"{each}.") for each in outer):
-                outer.append(path)
-                yield *place_of(model, path), DeferringHead(module, loss_chunk)
+def _heads(parts: Mapping[str, Part]) -> Iterator[nn.Module]:
+    """Yields the modules in ``parts`` that may be a head, without those inside one of them."""
+    inside: set[nn.Module] = set()
+    for part in parts.values():
+        for module in part.modules() if isinstance(part, nn.Module) else ():
+            if module not in inside and works_by_rows(module):
+                inside.update(module.modules())
+                yield module
 
 
 def _modules_at(path: str, blocks: Iterable[nn.Module]) -> Iterator[nn.Module]:

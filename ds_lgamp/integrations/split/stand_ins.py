@@ -109,41 +109,38 @@ class AbsentModule(StandIn):
         self._refuse()
 
 
-class DeferringHead(StandIn):
-    """The stand-in for a linear layer after the blocks. If it may be the head, its result is computed in pieces of
-    rows, where the loss is.
+def deferring(module: nn.Module, loss_chunk: int | str | None) -> list[tuple[dict[str, Any], str, Any]]:
+    """Returns the stand-in for the forward of a layer after the blocks, with its place, if it may be the head. Its
+    result is then computed in pieces of rows, where the loss is. Hooks of the layer run as always."""
+    if not works_by_rows(module):
+        return []
+    stock: Callable[..., Any] = module.forward
+    matrix = module.weight if type(module) is nn.Linear else None
 
-    Args:
-        module: the layer.
-        loss_chunk: rows of a piece, or "auto".
-    """
-
-    def __init__(self, module: nn.Module, loss_chunk: int | str) -> None:
-        super().__init__(module)
-        self._loss_chunk = loss_chunk
-
-    def forward(self, *positional: Any, **named: Any) -> Any:
-        own: nn.Module = self._own
+    def forward(*positional: Any, **named: Any) -> Any:
         logits = None
-        if not named and len(positional) == 1 and works_by_rows(own):
-            head = Head.of(own, [*own.parameters()], positional[0].device)
-            logits = deferred(head, positional[0], self._loss_chunk)
-        return own(*positional, **named) if logits is None else logits
+        if not named and len(positional) == 1:
+            head = Head.of(stock, module.parameters(), positional[0].device, matrix)
+            logits = deferred(head, positional[0], loss_chunk)
+        return stock(*positional, **named) if logits is None else logits
+
+    return [(vars(module), "forward", forward)]
 
 
 def works_by_rows(module: nn.Module) -> bool:
-    """Whether a module computes every row of its input by itself, and does nothing else: a plain linear layer, or one
-    with adapters of peft that drop nothing."""
-    is_watched = any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks))
-    if is_watched or module._backward_pre_hooks or "forward" in vars(module):
+    """Whether the forward of a module computes every row of its input by itself, and does nothing else: a plain linear
+    layer, or one with adapters of peft that drop nothing."""
+    if "forward" in vars(module) or module._backward_hooks or module._backward_pre_hooks:
         return False
-    if type(module) is nn.Linear:
-        return True
     kind = type(module)
+    if kind is nn.Linear:
+        return True
     if (kind.__module__, kind.__name__) != ("peft.tuners.lora.layer", "Linear") or any(module.use_dora.values()):
         return False
     drops = any(isinstance(each, nn.Dropout) and each.p > 0 for each in module.modules())
-    return not (drops and module.training) and works_by_rows(module.base_layer)
+    base = module.base_layer
+    is_watched = base._forward_hooks or base._forward_pre_hooks
+    return not (drops and module.training) and not is_watched and works_by_rows(base)
 
 
 class AbsentTensor(Tensor):

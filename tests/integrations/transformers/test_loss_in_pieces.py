@@ -75,9 +75,11 @@ def test_a_head_with_dropout_is_left_alone(pieces):
     assert not pieces
 
 
-def hooked(model: Any) -> Any:
+def test_hooks_of_the_head_run(pieces):
+    model = make("Llama")
+    model.lm_head.register_forward_pre_hook(lambda module, positional: (3 * positional[0],))
     model.lm_head.register_forward_hook(lambda module, positional, result: 2 * result)
-    return model
+    assert_equal(model, micro_batch_of("Llama", 0, 0, 0), pieces)
 
 
 def in_an_own_way(model: Any) -> Any:
@@ -91,7 +93,12 @@ def parametrised(model: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("change", [hooked, in_an_own_way, parametrised])
+def hooked_backwards(model: Any) -> Any:
+    model.lm_head.register_full_backward_hook(lambda module, inputs, outputs: (2 * inputs[0],))
+    return model
+
+
+@pytest.mark.parametrize("change", [in_an_own_way, parametrised, hooked_backwards])
 def test_an_unknown_head_is_left_alone(change, pieces):
     model, batch = change(make("Llama")), micro_batch_of("Llama", 0, 0, 0)
     expected, found = whole(model, batch), in_layers(model, batch, loss_chunk=PIECE)

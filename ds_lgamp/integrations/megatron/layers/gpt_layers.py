@@ -223,8 +223,7 @@ def _deferred(layer: WordEmbedding | LanguageModelHead, weight: Tensor, hidden: 
     """Returns logits that are not computed, if the engine asks for them, and if this rank has all of the vocabulary."""
     if not (layer.loss_chunk and layer.has_whole_rows):
         return None
-    head = Head.of(lambda rows: nn.functional.linear(rows, weight), [weight], hidden.device)
-    return deferred(head, hidden, layer.loss_chunk)
+    return deferred(Head.linear(weight, None), hidden, layer.loss_chunk)
 
 
 def language_model_loss(logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:

@@ -165,7 +165,7 @@ def _head_of(model: torch.nn.Module) -> GPTModel | None:
         return None
     methods = (GPTModel.forward, GPTModel._postprocess, LanguageModule.compute_language_model_loss)
     is_stock = all(getattr(type(gpt), each.__name__) is each and each.__name__ not in vars(gpt) for each in methods)
-    is_watched = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
+    is_watched = layer._backward_hooks or layer._backward_pre_hooks or "forward" in vars(layer)
     config = gpt.config
     is_whole = config.tensor_model_parallel_size == 1 and not layer.skip_bias_add
     otherwise = config.defer_embedding_wgrad_compute or config.mtp_num_layers
@@ -180,9 +180,7 @@ def deferring_logits(model: GPTModel, loss_chunk: int | str | None) -> Iterator[
     stock, stock_loss = layer.forward, model.compute_language_model_loss
 
     def logits_of(hidden: torch.Tensor, weight: Any = None, **others: Any) -> Any:
-        own = layer.weight if weight is None else weight
-        weights = [own] if layer.bias is None else [own, layer.bias]
-        head = Head.of(lambda rows: torch.nn.functional.linear(rows, *weights), weights, hidden.device)
+        head = Head.linear(layer.weight if weight is None else weight, layer.bias)
         logits = deferred(head, hidden, loss_chunk)
         return stock(hidden, weight, **others) if logits is None else (logits, None)
 
