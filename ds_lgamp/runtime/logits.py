@@ -126,13 +126,13 @@ class _Source:
                 "ds_lgamp.loss_chunk to 0"
             )
 
-    def make_real(self) -> None:
+    def compute_all(self) -> None:
         """Computes all logits that derive from the head's."""
         self.check()
         family, self.family = self.family, []
         for reference in family:
             if (logits := reference()) is not None:
-                logits.real()
+                logits.computed()
 
 
 class _Recipe(NamedTuple):
@@ -162,26 +162,26 @@ class Logits(Tensor):
     pieces. Everything else gets the values of all."""
 
     recipe: _Recipe
-    _real: Tensor | None
+    _computed: Tensor | None
 
     @classmethod
     def of(cls, recipe: _Recipe) -> Logits:
         probe, shape = recipe.probe, (*recipe.rows.shape[:-1], recipe.probe.shape[-1])
         logits = Tensor._make_wrapper_subclass(cls, shape, dtype=probe.dtype, device=probe.device)  # type: ignore
-        logits.recipe, logits._real = recipe, None
+        logits.recipe, logits._computed = recipe, None
         recipe.source.family.append(ref(logits))
         return logits
 
-    def real(self) -> Tensor:
+    def computed(self) -> Tensor:
         """Returns the logits, computed."""
-        if self._real is None:
+        if self._computed is None:
             recipe = self.recipe
             with torch.enable_grad():
                 if recipe.parent is None or recipe.operation is None:
-                    self._real = recipe(recipe.source.hidden)
+                    self._computed = recipe(recipe.source.hidden)
                 else:
-                    self._real = recipe.operation(recipe.parent.real())
-        return self._real
+                    self._computed = recipe.operation(recipe.parent.computed())
+        return self._computed
 
     def loss_by_row(self, targets: Tensor, criterion: Criterion) -> Tensor:
         """Returns the loss of every row, in one dimension. Its backward computes each piece again, for gradients that
@@ -227,20 +227,20 @@ class Logits(Tensor):
         # What follows may change them in place, so the others are computed before.
         for leaf in tree_leaves((positional, named)):
             if isinstance(leaf, cls):
-                leaf.recipe.source.make_real()
-        positional, named = tree_map_only(cls, cls.real, (positional, named))
+                leaf.recipe.source.compute_all()
+        positional, named = tree_map_only(cls, cls.computed, (positional, named))
         return function(*positional, **named)
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, positional: Any = (), named: Any = None) -> Any:
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Computes for functions that come here another way, such as the kernels of a function of autograd."""
-        return function(*tree_map_only(cls, _values, positional), **tree_map_only(cls, _values, named or {}))
+        return function(*tree_map_only(cls, _values, args), **tree_map_only(cls, _values, kwargs or {}))
 
 
 @torch.no_grad()
 def _values(logits: Logits) -> Tensor:
-    logits.recipe.source.make_real()
-    return logits.real().detach()
+    logits.recipe.source.compute_all()
+    return logits.computed().detach()
 
 
 class _Deferred(torch.autograd.Function):
@@ -294,7 +294,7 @@ def _without_values(function: Any, positional: tuple[Any, ...], named: Mapping[s
     if not positional or not torch.is_grad_enabled():
         return None
     logits, *others = positional
-    if not isinstance(logits, Logits) or logits._real is not None:
+    if not isinstance(logits, Logits) or logits._computed is not None:
         return None
     name, recipe = getattr(function, "__name__", ""), logits.recipe
     if name == "__getitem__" and len(others) == 1 and _keeps_columns(others[0], logits.dim()):
@@ -358,7 +358,7 @@ class _Asked(NamedTuple):
         deprecated = size_average is not None or reduce is not None
         if not of_rows or weight is not None or deprecated or reduction not in ("mean", "sum", "none"):
             return None
-        return None if input._real is not None else cls(input, target, ignore_index, label_smoothing, reduction)
+        return None if input._computed is not None else cls(input, target, ignore_index, label_smoothing, reduction)
 
     def loss(self) -> Tensor:
         criterion = partial(
@@ -424,7 +424,7 @@ class _Gradients:
             found, edge = losses.of(leaf, targets)
             gradient = torch.ones_like(found) if gradient is None else gradient.to(found.dtype)
             matrix = losses.head.matrix
-            if matrix is None:
+            if matrix is None or edge is None:
                 self._add_all(found, gradient, leaf, of_piece)
             else:
                 (of_logits,) = torch.autograd.grad(found, [edge], gradient)

@@ -293,7 +293,7 @@ def test_logits_say_their_shape_without_being_computed():
     assert isinstance(logits, Logits)
     facts = (logits.shape, logits.size(-1), logits.dim(), logits.numel(), logits.dtype, logits.device.type, len(logits))
     assert facts == (torch.Size([4, 5, VOCABULARY]), VOCABULARY, 3, 20 * VOCABULARY, torch.float32, "cpu", 4)
-    assert logits.requires_grad and logits._real is None
+    assert logits.requires_grad and logits._computed is None
 
 
 def test_autocast_is_that_of_the_head():

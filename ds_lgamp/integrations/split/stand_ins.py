@@ -135,10 +135,11 @@ def works_by_rows(module: nn.Module) -> bool:
     kind = type(module)
     if kind is nn.Linear:
         return True
-    if (kind.__module__, kind.__name__) != ("peft.tuners.lora.layer", "Linear") or any(module.use_dora.values()):
+    adapted: Any = module
+    if (kind.__module__, kind.__name__) != ("peft.tuners.lora.layer", "Linear") or any(adapted.use_dora.values()):
         return False
     drops = any(isinstance(each, nn.Dropout) and each.p > 0 for each in module.modules())
-    base = module.base_layer
+    base: nn.Module = adapted.base_layer
     is_watched = base._forward_hooks or base._forward_pre_hooks
     return not (drops and module.training) and not is_watched and works_by_rows(base)
 

@@ -160,7 +160,7 @@ def _head_of(model: torch.nn.Module) -> GPTModel | None:
     """Returns the GPTModel in ``model`` if its head may be computed in pieces of rows: nobody has changed how it
     computes logits and losses, and this rank has all of the vocabulary."""
     gpt = next((module for module in model.modules() if isinstance(module, GPTModel)), None)
-    layer = getattr(gpt, "output_layer", None)
+    layer: Any = getattr(gpt, "output_layer", None)
     if gpt is None or type(layer) is not ColumnParallelLinear:
         return None
     methods = (GPTModel.forward, GPTModel._postprocess, LanguageModule.compute_language_model_loss)
