@@ -7,7 +7,16 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 from ds_lgamp.schedule.orders import SINGLE_CHUNK_SCHEDULES
 
@@ -215,6 +224,12 @@ class LgampConfig(BaseModel):
     """What engine(...) returns in training, if the model is no PipelineModule. loss: only the model's loss, once all
     micro-batches of a step are there. all: all outputs, at once, from which the script computes its loss. Stage 3 then
     gathers for the forward of every call."""
+    loss_chunk: NonNegativeInt | Literal["auto"] | None = "auto"
+    """For how many rows (tokens) at a time head and loss are computed, forward and backward together, so that logits
+    and their gradients never exist whole. Holds where torch's cross_entropy gets the result of a linear layer, with
+    outputs "loss", and for Megatron-core's GPT without tensor parallelism. auto: as many rows as have no more logits
+    than all rows have elements of hidden states, but at least 1,024, where that saves memory. 0 or null: all at once.
+    """
     activation_dtype: Literal["bf16", "fp8"] | None = None
     """In which type hidden states and their gradients travel between pipeline ranks, if it is narrower than theirs.
     bf16: rounded to 16 bits. fp8: rounded to 8 bits (e4m3), with a scale in fp32 for each block of 128 elements. Only

@@ -13,6 +13,23 @@ Tensor = tuple[Kind, int, int]
 micro-batch) the gradient of that result."""
 
 
+FEWEST_ROWS = 1024
+"""Of an automatic piece. With fewer, adding up the gradients of the head would take longer than to compute them."""
+
+
+def rows_of_piece(loss_chunk: int | str | None, rows: int, width: int, vocabulary: int) -> int:
+    """Returns how many of ``rows`` head and loss compute together: all if ``loss_chunk`` is 0 or None; if it is "auto",
+    as many as have no more logits than all rows have elements of hidden states, each of ``width``, but not few.
+
+    Automatic pieces are left out where they save nothing. Whole logits take about 12 bytes for each of their elements,
+    and pieces 4 for each element of the head's gradient, which adds up in 32 bits.
+    """
+    if loss_chunk != "auto":
+        return min(rows, int(loss_chunk or rows))
+    piece = max(FEWEST_ROWS, -(-rows * width // max(1, vocabulary)))
+    return piece if 12 * (rows - piece) > 4 * width else rows
+
+
 @dataclass(frozen=True)
 class ChunkBytes:
     """Bytes that one micro-batch takes on one chunk. The last chunk includes the loss.

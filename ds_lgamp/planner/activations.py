@@ -42,6 +42,10 @@ visit. Attention by several operations needs two tensors of scores, when the fee
 The logarithms of the softmax are 4 V, which are kept. Their backward needs 8 V beside them. The head's matrix needs w V
 beside its own gradient of w h V. Fused kernels write into the copy, so they need w V beside it.
 
+In pieces of c rows, as the engine computes head and loss of large vocabularies, logits take 12 c V bytes at most, in
+the forward: the logarithms of the softmax and two gradients. What is kept are the gradients of rows, w h per token, and
+of the head's matrix, 4 h V. In 16 bits the backward makes a copy of the latter, w h V.
+
 Not counted: dropout, and memory inside kernels. Tokens count as spread evenly over experts.
 """
 
@@ -50,7 +54,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from ds_lgamp.cost.activations import ChunkBytes
+from ds_lgamp.cost.activations import ChunkBytes, rows_of_piece
 from ds_lgamp.cost.units import ElementBytes
 from ds_lgamp.planner.model import LatentAttention, Model
 
@@ -73,6 +77,9 @@ class Software:
     """Whether each tensor-parallel rank has a part of the sequence between matrices (sequence parallelism)."""
     all_to_all: bool = False
     """Whether an all-to-all replaces the reduce-scatter, as on gloo."""
+    loss_chunk: int | str | None = "auto"
+    """For how many rows at a time the engine computes head and loss, as the key of the block. Fused kernels, and slices
+    of the vocabulary, compute all at once."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +157,19 @@ def end_bytes(model: Model, micro_batch: int, tensor_ranks: int, software: Softw
     result = whole if model.tied_embeddings else whole // parts
     before_loss = _norm(model, software, hidden) * tokens // parts + result
     logits, single, matrix = w * vocabulary * tokens, _SINGLE * vocabulary * tokens, w * hidden * vocabulary
+    embedding = matrix + w * hidden * tokens
+    piece = tokens
+    if tensor_ranks == 1 and not software.fused:
+        piece = rows_of_piece(software.loss_chunk, tokens, hidden, vocabulary)
+    if piece < tokens:
+        working = 3 * _SINGLE * piece * vocabulary
+        return EndBytes(
+            embedding,
+            kept=before_loss + _SINGLE * hidden * vocabulary,
+            forward=whole + working,
+            # Of a recomputed chunk, the repeated forward counts.
+            backward=max(whole + working, matrix if w < _SINGLE else 0),
+        )
     copy = single if w < _SINGLE else 0
     if software.fused:
         forward, loss_backward = logits, logits
@@ -157,7 +177,7 @@ def end_bytes(model: Model, micro_batch: int, tensor_ranks: int, software: Softw
         forward, loss_backward = logits + copy, 2 * single
     at_matrix = logits + matrix + whole + gathered - single
     return EndBytes(
-        embedding=matrix + w * hidden * tokens,
+        embedding,
         kept=before_loss + single,
         forward=forward,
         backward=max(loss_backward, at_matrix),

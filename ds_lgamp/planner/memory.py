@@ -34,7 +34,9 @@ def default_software(configuration: Configuration) -> Software:
     """Returns what trains a configuration as :mod:`ds_lgamp.planner.write` starts it: models of transformers, or layers
     of Megatron-core on several tensor-parallel ranks, with sequence parallelism."""
     several = configuration.tensor_ranks > 1
-    return Software(fused=several, splits_sequence=several)
+    # Stock DeepSpeed has whole logits.
+    loss_chunk = 0 if configuration.micro_batch_outer else "auto"
+    return Software(fused=several, splits_sequence=several, loss_chunk=loss_chunk)
 
 
 def units_of(model: Model, configuration: Configuration, rank: int) -> list[UnitSize]:

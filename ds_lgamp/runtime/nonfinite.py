@@ -14,6 +14,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ds_lgamp.runtime.batch import LoadMicroBatch
+from ds_lgamp.runtime.logits import Logits
 
 INPUTS, LABELS = -2, -1
 """The places of a micro-batch's inputs and labels, lower than the places of the layers."""
@@ -61,7 +62,8 @@ class FirstSeen:
         members = [result] if isinstance(result, torch.Tensor) else tree_leaves(result)
         hidden = not torch.is_grad_enabled()
         for member in members:
-            if isinstance(member, torch.Tensor) and member.is_floating_point():
+            # The loss tells of logits that are not computed.
+            if isinstance(member, torch.Tensor) and member.is_floating_point() and not isinstance(member, Logits):
                 # In chunks that go forward only nothing requires gradients, and hidden states come first.
                 _record(forward, member, infinity_counts=member.requires_grad or hidden)
                 hidden = False

@@ -232,6 +232,26 @@ class _Stop(BaseException):
     Exception, so layers that catch exceptions let it pass."""
 
 
+class _Dropping(saved_tensors_hooks):
+    """Saves places instead of tensors inside the block."""
+
+    now = 0
+    """How many such blocks are entered."""
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        _Dropping.now += 1
+
+    def __exit__(self, *error: Any) -> None:
+        _Dropping.now -= 1
+        super().__exit__(*error)
+
+
+def is_dropping() -> bool:
+    """Whether a forward runs whose saved tensors are dropped, because it will be computed again."""
+    return _Dropping.now > 0
+
+
 class SavedTensors:
     """The saved tensors of one forward."""
 
@@ -240,7 +260,7 @@ class SavedTensors:
 
     def dropped(self) -> saved_tensors_hooks:
         """Returns a context for the first forward. Its graph saves places instead of tensors."""
-        return saved_tensors_hooks(self._drop, _fetch)
+        return _Dropping(self._drop, _fetch)
 
     def restore(self, compute: Callable[[], Any], completely: bool) -> None:
         """Fills the places by calling ``compute``, which repeats the first forward.

@@ -29,6 +29,7 @@ BLOCK: dict[str, tuple[Any, ...]] = {
     "recompute": ("full", "none", "auto"),
     "recompute_memory": ("1 kB", "1 GB", "much"),
     "compile": (False, {"backend": "eager"}),
+    "loss_chunk": ("auto", 0, 3),
     "offload_activations": ("none", "cpu"),
     "regather": ("network", "host"),
     "reproducible": (True, False),

@@ -88,6 +88,10 @@ def of_case(case: int) -> Training:
         block["chunks_per_rank"] = 1
     elif block["schedule"] == "interleaved_1f1b" or random.random() < 0.3:
         block["chunks_per_rank"] = random.choice((1, 2))
+    # From a generator of its own, so that other draws of a case stay.
+    rows = Random(f"rows of case {case}").choice(("auto", 1, 3, 7))
+    if rows != "auto":
+        block["loss_chunk"] = rows
     for way in ways:
         block |= json.loads(WAYS[way].get("config", "{}"))
     config = {

@@ -101,7 +101,7 @@ def test_what_no_gpu_holds_trains_with_its_state_on_the_host():
     plans = search(read_model("llama-8b"), ONE_GPU, 16)
     assert {plan.configuration.offload for plan in plans} == {"optimizer", "parameters"}
     best = plans[0]
-    assert best.method == "layered, parameters and inputs on the host" and best.method in describe(best.configuration)
+    assert best.method == "layered, parameters on the host" and best.method in describe(best.configuration)
     assert all(plan.memory.fits(ONE_GPU) and plan.memory.host > 140e9 for plan in plans)
     with pytest.raises(NothingFits, match=r"needs \S+ GB on the host for each GPU, \S+ GB more than there are. Use"):
         search(read_model("llama-8b"), replace(ONE_GPU, host=replace(CLUSTER.host, memory=100e9)), 16)
@@ -110,7 +110,8 @@ def test_what_no_gpu_holds_trains_with_its_state_on_the_host():
 def test_plans_that_fit_in_memory_stay_there_unless_the_host_is_faster():
     small = search(read_model("gpt2"), CLUSTER, 32)
     assert not any(plan.configuration.uses_host for plan in small)
-    plans = search(read_model("llama-8b"), CLUSTER, 32, suits=lambda one: one.pipeline_ranks == one.tensor_ranks == 1)
+    narrow = replace(CLUSTER, memory=32e9)
+    plans = search(read_model("llama-8b"), narrow, 32, suits=lambda one: one.pipeline_ranks == one.tensor_ranks == 1)
     in_memory = [plan for plan in plans if not plan.configuration.uses_host]
     assert plans[0].configuration.uses_host and plans[0].prediction.seconds < in_memory[0].prediction.seconds
     slow = predict(read_model("llama-8b"), with_host(bus=1e8), plans[0].configuration)

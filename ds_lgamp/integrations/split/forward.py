@@ -18,7 +18,6 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
-from ds_lgamp.integrations.split.byproducts import REDUCED, Byproducts
 from ds_lgamp.integrations.split.call import Autocast, BlockArguments, Call, Calls, DryRun, Needs, Returned, Survey
 from ds_lgamp.integrations.split.outputs import LossGraph, NotComputed, NotReturned, Reduced, lacking_outputs, without
 from ds_lgamp.integrations.split.parts import Attribute, Original, Part, Result, Sides, place_of
@@ -31,12 +30,15 @@ from ds_lgamp.integrations.split.stand_ins import (
     PartsBefore,
     Placeholder,
     Results,
+    deferring,
     replacing,
+    works_by_rows,
     zeros_like,
 )
 from ds_lgamp.integrations.split.state import holds_the_same, unchanged_tensors, version_of
 from ds_lgamp.integrations.split.travelling import EARLIER, Fill, Travelling, uses
-from ds_lgamp.integrations.split.without_blocks import SKIPPED, ForwardWithoutBlocks, Stop
+from ds_lgamp.integrations.split.without_blocks import REDUCED, SKIPPED, Byproducts, ForwardWithoutBlocks, Stop
+from ds_lgamp.runtime.logits import Logits
 
 _IN_PLACE = (
     f"the forward of the model changes hidden states in place between its blocks; with a {BLOCK} block, compute a new "
@@ -74,6 +76,7 @@ class SplitForward:
             for module in _modules_at(attribute.path, self.blocks)
         ]
         self._loss_graph = LossGraph(model, sides.of_last_layer.values())
+        self._heads = [*_heads(sides.after)]
         self._lacking: dict[Any, frozenset[int]] = {}
         """Which outputs the last layer cannot compute, by kind of call."""
 
@@ -243,8 +246,13 @@ class SplitForward:
         # Before the forward, which may change them in place.
         inputs = [get_gradient_edge(each).node for each in (hidden, *others) if each.requires_grad] if checks else []
         leaves = self.parts_before.no_leaves() if checks else None
-        with self.parts_before.absent(call.shapes, given, leaves):
+        only_loss = self.loss_in is not None and not call.is_whole and torch.is_grad_enabled()
+        loss_chunk = self.original.settings.loss_chunk if only_loss else 0
+        heads = [each for head in self._heads if loss_chunk for each in deferring(head, loss_chunk)]
+        with self.parts_before.absent(call.shapes, given, leaves), replacing(heads):
             output = self.output(call, lambda: hidden, leaves, carried)
+        if only_loss:
+            output = tree_map_only(Logits, lambda _: NotReturned(), output)
         if leaves is not None:
             roots = output if self.loss_in is None else self.loss_in(output)
             self._loss_graph.check(call.signature, roots, inputs, leaves)
@@ -325,6 +333,16 @@ class SplitForward:
         """Raises ConfigError if a module that runs before the blocks is called after one."""
         if self._forward.visits:
             raise ConfigError(_again(f"'{path}'"))
+
+
+def _heads(parts: Mapping[str, Part]) -> Iterator[nn.Module]:
+    """Yields the modules in ``parts`` that may be a head, without those inside one of them."""
+    inside: set[nn.Module] = set()
+    for part in parts.values():
+        for module in part.modules() if isinstance(part, nn.Module) else ():
+            if module not in inside and works_by_rows(module):
+                inside.update(module.modules())
+                yield module
 
 
 def _modules_at(path: str, blocks: Iterable[nn.Module]) -> Iterator[nn.Module]:

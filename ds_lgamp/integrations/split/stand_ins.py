@@ -21,6 +21,7 @@ from ds_lgamp.integrations.split.call import Arguments, BlockArguments, apart
 from ds_lgamp.integrations.split.imagined import Imagined, Shape, UnknownShape, full_shape, shapes_in
 from ds_lgamp.integrations.split.parts import Part, Result, ShapesOfCalls, place_of
 from ds_lgamp.integrations.split.state import version_of
+from ds_lgamp.runtime.logits import Head, deferred
 
 
 class StandIn(nn.Module):
@@ -106,6 +107,41 @@ class AbsentModule(StandIn):
 
     def forward(self, *positional: Any, **named: Any) -> Any:
         self._refuse()
+
+
+def deferring(module: nn.Module, loss_chunk: int | str | None) -> list[tuple[dict[str, Any], str, Any]]:
+    """Returns the stand-in for the forward of a layer after the blocks, with its place, if it may be the head. Its
+    result is then computed in pieces of rows, where the loss is. Hooks of the layer run as always."""
+    if not works_by_rows(module):
+        return []
+    stock: Callable[..., Any] = module.forward
+    matrix = module.weight if type(module) is nn.Linear else None
+
+    def forward(*positional: Any, **named: Any) -> Any:
+        logits = None
+        if not named and len(positional) == 1:
+            head = Head.of(stock, module.parameters(), positional[0].device, matrix)
+            logits = deferred(head, positional[0], loss_chunk)
+        return stock(*positional, **named) if logits is None else logits
+
+    return [(vars(module), "forward", forward)]
+
+
+def works_by_rows(module: nn.Module) -> bool:
+    """Whether the forward of a module computes every row of its input by itself, and does nothing else: a plain linear
+    layer, or one with adapters of peft that drop nothing."""
+    if "forward" in vars(module) or module._backward_hooks or module._backward_pre_hooks:
+        return False
+    kind = type(module)
+    if kind is nn.Linear:
+        return True
+    adapted: Any = module
+    if (kind.__module__, kind.__name__) != ("peft.tuners.lora.layer", "Linear") or any(adapted.use_dora.values()):
+        return False
+    drops = any(isinstance(each, nn.Dropout) and each.p > 0 for each in module.modules())
+    base: nn.Module = adapted.base_layer
+    is_watched = base._forward_hooks or base._forward_pre_hooks
+    return not (drops and module.training) and not is_watched and works_by_rows(base)
 
 
 class AbsentTensor(Tensor):

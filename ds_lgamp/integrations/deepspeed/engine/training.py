@@ -57,6 +57,7 @@ from ds_lgamp.runtime.clocks import Stopwatch
 from ds_lgamp.runtime.compiled import notice_compilations
 from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.graph import StoredInputs
+from ds_lgamp.runtime.logits import defer_logits
 from ds_lgamp.runtime.messages import laid_out
 from ds_lgamp.runtime.ring import ring_links
 from ds_lgamp.runtime.trace import trace_if_asked
@@ -187,6 +188,7 @@ class Training:
         if self.settings.recompute == "selective":
             switch_on(self.placed)
         refuse_delayed_scaling(self.placed)
+        defer_logits(built_layers(self.placed).values(), self.placed.loss_fn, self.settings.loss_chunk)
         self._with_own_losses = [
             layer for layer in built_layers(self.placed).values() if isinstance(layer, HasOwnLosses)
         ]

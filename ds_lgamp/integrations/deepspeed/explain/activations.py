@@ -26,6 +26,7 @@ from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources, s
 from ds_lgamp.partition.gradient_reduction import ACCUMULATES_IN_OTHER_DTYPES
 from ds_lgamp.partition.quantised import is_packed
 from ds_lgamp.runtime.chunk import Chunk, cloned, differentiable, passed_on
+from ds_lgamp.runtime.logits import defer_logits
 from ds_lgamp.runtime.measure import CollectiveCounter, chunk_bytes
 from ds_lgamp.runtime.messages import laid_out, message_bytes
 from ds_lgamp.runtime.recompute import read_states, undisturbed
@@ -77,6 +78,7 @@ def measure_activations(
     inputs, labels = micro_batch
     if settings.recompute == "selective":
         switch_on(nn.ModuleList(_modules(layers)))
+    defer_logits(_modules(layers), module.loss_fn, settings.loss_chunk)
     try:
         with undisturbed(sources), FakeTensorMode(allow_non_fake_inputs=True), faked(layers, config, device):
             fake = _fake_data(inputs, device, input_dtype(config)), _fake_data(labels, device)

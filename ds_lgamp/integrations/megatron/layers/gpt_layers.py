@@ -45,6 +45,7 @@ from ds_lgamp.integrations.megatron.layers.transformer_block import (
     refuse_missing_engine,
     unpacked,
 )
+from ds_lgamp.runtime.logits import Head, Logits, deferred
 
 PositionType = Literal["rope", "learned_absolute"]
 TIED_KEY, TIED_WEIGHT = "word_embeddings", "word_embeddings.weight"
@@ -136,6 +137,8 @@ class WordEmbedding(nn.Module):
         )
         self.end_of_document = end_of_document
         self.sequence_parallel = config.sequence_parallel
+        self.loss_chunk: int | str | None = 0
+        self.has_whole_rows = config.tensor_model_parallel_size == 1
 
     def forward(self, tokens: Tensor) -> Hidden:
         hidden = self.word_embeddings(tokens).transpose(0, 1).contiguous()
@@ -196,19 +199,31 @@ class LanguageModelHead(nn.Module):
         self.output_layer = ColumnParallelLinear(
             config.hidden_size, vocab_size, config=config, init_method=config.init_method, bias=False
         )
+        self.loss_chunk: int | str | None = 0
+        self.has_whole_rows = config.tensor_model_parallel_size == 1
 
     def forward(self, hidden: Tensor) -> Tensor:
-        logits, _bias = self.output_layer(hidden)
-        return logits
+        logits = _deferred(self, self.output_layer.weight, hidden)
+        return self.output_layer(hidden)[0] if logits is None else logits
 
 
 def tied_logits(embedding: WordEmbedding, hidden: Tensor) -> Tensor:
     """Returns the logits [s, b, v] of the hidden state [s, b, h], with the weight of the word embedding."""
+    logits = _deferred(embedding, embedding.word_embeddings.weight, hidden)
+    if logits is not None:
+        return logits
     if embedding.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden)
     else:
         hidden = copy_to_tensor_model_parallel_region(hidden)
     return nn.functional.linear(hidden, embedding.word_embeddings.weight)
+
+
+def _deferred(layer: WordEmbedding | LanguageModelHead, weight: Tensor, hidden: Tensor) -> Tensor | None:
+    """Returns logits that are not computed, if the engine asks for them, and if this rank has all of the vocabulary."""
+    if not (layer.loss_chunk and layer.has_whole_rows):
+        return None
+    return deferred(Head.linear(weight, None), hidden, layer.loss_chunk)
 
 
 def language_model_loss(logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
@@ -219,8 +234,18 @@ def language_model_loss(logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor
         labels: target tokens [b, s], and the loss mask [b, s], which is 1 for tokens that count.
     """
     targets, loss_mask = (tensor.transpose(0, 1).contiguous() for tensor in labels)
-    losses = vocab_parallel_cross_entropy(logits.float(), targets)
-    return (losses * loss_mask).sum() / loss_mask.sum().clamp(min=1)
+    count = loss_mask.sum().clamp(min=1)
+    if isinstance(logits, Logits):
+        return logits.loss_in_all(targets, _losses_in_single, count, loss_mask)
+    return (_losses_in_single(logits, targets) * loss_mask).sum() / count
+
+
+language_model_loss.takes_deferred_logits = True  # type: ignore[attr-defined]
+
+
+def _losses_in_single(logits: Tensor, targets: Tensor) -> Tensor:
+    """Returns the cross entropies of logits [..., v], computed in 32 bits."""
+    return vocab_parallel_cross_entropy(logits.float(), targets)
 
 
 def auxiliary_losses(module: nn.Module) -> dict[str, dict[int, float]]:

@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.utils import get_model_config
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
@@ -19,6 +22,7 @@ from ds_lgamp.integrations.megatron.loop.flags import refuse_flags, refuse_toget
 from ds_lgamp.integrations.megatron.loop.several_chunks import device_of, has_two_embeddings, refuse_common
 from ds_lgamp.integrations.megatron.loop.sharded.model import partition_of
 from ds_lgamp.runtime.chunk import Chunk, Tensors
+from ds_lgamp.runtime.logits import Head, Logits, deferred
 from ds_lgamp.schedule.placement import Placement, place_chunks
 
 
@@ -37,6 +41,8 @@ class Batch:
     collect_non_loss_data: bool
     first_validation_step: bool | None
     force_all_reduce: bool | None
+    loss_chunk: int | str | None = 0
+    """Rows for which head and loss are computed together, "auto", or 0 or None for all."""
     reports: list[Any] = field(default_factory=list)
     """The reports of the loss function, by micro-batch."""
 
@@ -122,22 +128,24 @@ class ModelChunk(Chunk):
         batch = self._batch()
         is_last = batch.on_last_rank and self._own == len(batch.models) - 1
         first = schedules.check_first_val_step(batch.first_validation_step, batch.forward_only, micro_batch == 0)
+        head = _head_of(batch.models[self._own]) if is_last else None
         try:
-            output, tokens = schedules.forward_step(
-                batch.forward_step,
-                batch.iterators[self._own],
-                batch.models[self._own],
-                batch.micro_batches,
-                inputs,
-                batch.reports,
-                batch.config,
-                batch.groups.cp.size(),
-                collect_non_loss_data=batch.collect_non_loss_data,
-                is_first_microbatch=first,
-                current_microbatch=micro_batch,
-                vp_stage=self._own if len(batch.models) > 1 else None,
-                is_last_stage=is_last,
-            )
+            with nullcontext() if head is None else deferring_logits(head, batch.loss_chunk):
+                output, tokens = schedules.forward_step(
+                    batch.forward_step,
+                    batch.iterators[self._own],
+                    batch.models[self._own],
+                    batch.micro_batches,
+                    inputs,
+                    batch.reports,
+                    batch.config,
+                    batch.groups.cp.size(),
+                    collect_non_loss_data=batch.collect_non_loss_data,
+                    is_first_microbatch=first,
+                    current_microbatch=micro_batch,
+                    vp_stage=self._own if len(batch.models) > 1 else None,
+                    is_last_stage=is_last,
+                )
         except StopIteration as error:
             raise DataEndError(
                 "an iterator has no micro-batch left; give all pipeline ranks as many, or run fewer batches"
@@ -146,6 +154,48 @@ class ModelChunk(Chunk):
             batch.tokens += tokens
         # In evaluation the output may be of any kind and size. The reports hold whatever the loop needs of it.
         return None if is_last and batch.forward_only else output
+
+
+def _head_of(model: torch.nn.Module) -> GPTModel | None:
+    """Returns the GPTModel in ``model`` if its head may be computed in pieces of rows: nobody has changed how it
+    computes logits and losses, and this rank has all of the vocabulary."""
+    gpt = next((module for module in model.modules() if isinstance(module, GPTModel)), None)
+    layer: Any = getattr(gpt, "output_layer", None)
+    if gpt is None or type(layer) is not ColumnParallelLinear:
+        return None
+    methods = (GPTModel.forward, GPTModel._postprocess, LanguageModule.compute_language_model_loss)
+    is_stock = all(getattr(type(gpt), each.__name__) is each and each.__name__ not in vars(gpt) for each in methods)
+    is_watched = layer._backward_hooks or layer._backward_pre_hooks or "forward" in vars(layer)
+    config = gpt.config
+    is_whole = config.tensor_model_parallel_size == 1 and not layer.skip_bias_add
+    otherwise = config.defer_embedding_wgrad_compute or config.mtp_num_layers
+    return gpt if is_stock and is_whole and not is_watched and not otherwise else None
+
+
+@contextmanager
+def deferring_logits(model: GPTModel, loss_chunk: int | str | None) -> Iterator[None]:
+    """Inside the block, the logits of a model with labels are computed in pieces of rows where its loss is. Its loss
+    is one of every token, so the backward computes each piece again, for the gradients that the script gives it."""
+    layer = model.output_layer
+    stock, stock_loss = layer.forward, model.compute_language_model_loss
+
+    def logits_of(hidden: torch.Tensor, weight: Any = None, **others: Any) -> Any:
+        head = Head.linear(layer.weight if weight is None else weight, layer.bias)
+        logits = deferred(head, hidden, loss_chunk)
+        return stock(hidden, weight, **others) if logits is None else (logits, None)
+
+    def losses_of(labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        if not isinstance(logits, Logits):
+            return stock_loss(labels, logits)
+        # Logits are [s, b, v], labels and losses [b, s].
+        losses = logits.loss_by_row(labels.t(), lambda rows, targets: stock_loss(targets[None], rows[:, None])[0])
+        return losses.view(logits.shape[:2]).t().contiguous()
+
+    vars(layer)["forward"], vars(model)["compute_language_model_loss"] = logits_of, losses_of
+    try:
+        yield
+    finally:
+        del layer.forward, model.compute_language_model_loss
 
 
 _NAMES = {"backward": "backward-compute", "activation": "forward-recv", "gradient": "backward-recv"}

@@ -104,6 +104,7 @@ class ForwardBackward:
             collect_non_loss_data,
             first_val_step,
             force_all_reduce,
+            self._settings.loss_chunk,
         )
         refuse_unsupported(batch)
         refuse_another_file(batch, self._settings, self._zero_stage)

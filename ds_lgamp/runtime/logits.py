@@ -1,0 +1,540 @@
+"""Logits that never exist whole: head and loss are computed in pieces of rows, each forward and backward together.
+
+For a large vocabulary, logits and their gradients are the peak of a step's memory. A head that works row by row gives
+:class:`Logits`, which remember how they would be computed. Where ``torch.nn.functional.cross_entropy`` gets them, a
+piece of rows at a time becomes logits, a loss, and gradients of the rows and of the head, as in the fused losses of
+Liger (arXiv 2410.10989, section 3.2). Whatever else asks for their values gets all of them, with the numbers of the
+head itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import repeat
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.nn import functional
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ds_lgamp.cost.activations import rows_of_piece
+from ds_lgamp.runtime.graph import placeholder
+from ds_lgamp.runtime.recompute import is_dropping
+
+Step = Callable[[Tensor], Tensor]
+"""Computes a tensor from another one of the same shape, element by element."""
+Criterion = Callable[[Tensor, Tensor], Tensor]
+"""Returns the losses of rows from their logits, of shape (rows, V), and targets."""
+
+
+class Head(NamedTuple):
+    """What makes logits of hidden states, row by row."""
+
+    compute: Callable[[Tensor], Tensor]
+    """Returns logits of shape (..., V) for hidden states of shape (..., H)."""
+    weights: Sequence[Tensor]
+    """What it reads that needs gradients."""
+    autocast: tuple[str, torch.dtype, bool]
+    """The type of device, the type of numbers, and whether autocast is on."""
+    matrix: Tensor | None = None
+    """Of shape (V, H), if the head is a linear layer with this weight, perhaps with a bias, and nothing else."""
+
+    @classmethod
+    def of(
+        cls,
+        compute: Callable[[Tensor], Tensor],
+        weights: Iterable[Tensor],
+        device: torch.device,
+        matrix: Tensor | None = None,
+    ) -> Head:
+        """Returns the head as it computes now, under the autocast that is on."""
+        kind = device.type
+        state = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        needs_gradients = [weight for weight in weights if weight.requires_grad]
+        return cls(compute, needs_gradients, state, None if state[2] else matrix)
+
+    @classmethod
+    def linear(cls, weight: Tensor, bias: Tensor | None) -> Head:
+        """Returns a linear layer."""
+        own = (weight,) if bias is None else (weight, bias)
+        return cls.of(lambda rows: functional.linear(rows, *own), own, weight.device, weight)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        with torch.autocast(*self.autocast):
+            return self.compute(hidden)
+
+
+def deferred(head: Head, hidden: Tensor, loss_chunk: int | str | None) -> Logits | None:
+    """Returns the logits of ``hidden`` states, not computed. None if they have no more rows than a piece, or if no
+    gradients are asked for.
+
+    Args:
+        loss_chunk: rows of a piece, "auto", or 0 or None for all.
+    """
+    width = hidden.shape[-1] if hidden.dim() > 1 else 0
+    plain = type(hidden) in _PLAIN and hidden.is_floating_point() and hidden.numel() > 0
+    if not (loss_chunk and plain and torch.is_grad_enabled() and (hidden.requires_grad or head.weights)):
+        return None
+    with torch.no_grad():
+        probe = head(hidden.detach().reshape(-1, width)[:0])
+    rows = hidden.numel() // width
+    piece = rows_of_piece(loss_chunk, rows, width, probe.shape[-1])
+    if rows <= piece:
+        return None
+    return _Deferred.apply(_Recipe(_Source(head, hidden, piece), hidden, (), probe), hidden, *head.weights)
+
+
+@runtime_checkable
+class MakesLogits(Protocol):
+    """A layer whose result may be deferred logits."""
+
+    loss_chunk: int | str | None
+    """Rows of a piece, "auto", or 0 or None for all."""
+
+
+def defer_logits(layers: Iterable[Any], loss_function: Any, loss_chunk: int | str | None) -> None:
+    """Lets layers that can defer logits, if the loss function takes these."""
+    if getattr(loss_function, "takes_deferred_logits", False):
+        for layer in layers:
+            if isinstance(layer, MakesLogits):
+                layer.loss_chunk = loss_chunk
+
+
+class _Source:
+    """The head and the hidden states of logits, and all logits that derive from them.
+
+    Args:
+        piece: rows that are computed together.
+    """
+
+    def __init__(self, head: Head, hidden: Tensor, piece: int) -> None:
+        self.head, self.hidden, self.piece = head, hidden, piece
+        self._version = hidden._version
+        self.family: list[ref[Logits]] = []
+        """In the order in which they were made."""
+
+    def check(self) -> None:
+        """Raises RuntimeError if the hidden states are other ones by now."""
+        if self.hidden._version != self._version:
+            raise RuntimeError(
+                "hidden states were changed in place after the head had got them; let the model change a copy, or set "
+                "ds_lgamp.loss_chunk to 0"
+            )
+
+    def compute_all(self) -> None:
+        """Computes all logits that derive from the head's."""
+        self.check()
+        family, self.family = self.family, []
+        for reference in family:
+            if (logits := reference()) is not None:
+                logits.computed()
+
+
+class _Recipe(NamedTuple):
+    """How logits would be computed."""
+
+    source: _Source
+    rows: Tensor
+    """The hidden states, in the shape of the logits but for the last dimension."""
+    steps: tuple[Step, ...]
+    """What is computed of the head's result, element by element."""
+    probe: Tensor
+    """Logits of no rows, of shape (0, V)."""
+    parent: Logits | None = None
+    """The logits from which these derive; None for the result of the head."""
+    operation: Step | None = None
+    """What makes them of their parent."""
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Returns the logits of the head's ``hidden`` states."""
+        if self.parent is None or self.operation is None:
+            return self.source.head(hidden)
+        return self.operation(self.parent.recipe(hidden))
+
+
+class Logits(Tensor):
+    """Logits of shape (..., V) that are not computed. They say their shape and type. Cross entropy computes them in
+    pieces. Everything else gets the values of all."""
+
+    recipe: _Recipe
+    _computed: Tensor | None
+
+    @classmethod
+    def of(cls, recipe: _Recipe) -> Logits:
+        probe, shape = recipe.probe, (*recipe.rows.shape[:-1], recipe.probe.shape[-1])
+        logits = Tensor._make_wrapper_subclass(cls, shape, dtype=probe.dtype, device=probe.device)  # type: ignore
+        logits.recipe, logits._computed = recipe, None
+        recipe.source.family.append(ref(logits))
+        return logits
+
+    def computed(self) -> Tensor:
+        """Returns the logits, computed."""
+        if self._computed is None:
+            recipe = self.recipe
+            with torch.enable_grad():
+                if recipe.parent is None or recipe.operation is None:
+                    self._computed = recipe(recipe.source.hidden)
+                else:
+                    self._computed = recipe.operation(recipe.parent.computed())
+        return self._computed
+
+    def loss_by_row(self, targets: Tensor, criterion: Criterion) -> Tensor:
+        """Returns the loss of every row, in one dimension. Its backward computes each piece again, for gradients that
+        only then are known."""
+        losses, rows = self._losses(targets, criterion)
+        return _Again.apply(losses, rows, *losses.head.weights)
+
+    def loss_in_all(
+        self, targets: Tensor, criterion: Criterion, count: Tensor | None = None, weights: Tensor | None = None
+    ) -> Tensor:
+        """Returns the sum of the losses of all rows.
+
+        Args:
+            count: a number by which to divide it; where it is less than 1, gradients are divided by 1.
+            weights: those of the rows; by default ones.
+        """
+        losses, rows = self._losses(targets, criterion)
+        dtype = self.recipe.probe.dtype
+        if torch.float16 in (rows.dtype, dtype):
+            # Its gradients fit into 16 bits only with the loss scale, which comes with the backward.
+            of_rows = _Again.apply(losses, rows, *losses.head.weights).float()
+            total = (of_rows if weights is None else of_rows * weights.reshape(-1)).sum()
+            return (total if count is None else total / count).to(dtype)
+        scales = count, None if weights is None else weights.reshape(-1)
+        return _Together.apply(losses, scales, rows, *losses.head.weights).to(dtype)
+
+    def _losses(self, targets: Tensor, criterion: Criterion) -> tuple[Losses, Tensor]:
+        """Returns what computes the losses, and the rows."""
+        recipe, source = self.recipe, self.recipe.source
+        source.check()
+        rows = recipe.rows.reshape(-1, recipe.rows.shape[-1])
+        return Losses(source.head, recipe.steps, source.piece, targets.reshape(-1), criterion), rows
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, positional: Any = (), named: Any = None) -> Any:
+        named = named or {}
+        if _tells_of(function) in _KNOWN:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*positional, **named)
+        result = _without_values(function, positional, named)
+        if result is not None:
+            return result
+        # What follows may change them in place, so the others are computed before.
+        for leaf in tree_leaves((positional, named)):
+            if isinstance(leaf, cls):
+                leaf.recipe.source.compute_all()
+        positional, named = tree_map_only(cls, cls.computed, (positional, named))
+        return function(*positional, **named)
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Computes for functions that come here another way, such as the kernels of a function of autograd."""
+        return function(*tree_map_only(cls, _values, args), **tree_map_only(cls, _values, kwargs or {}))
+
+
+@torch.no_grad()
+def _values(logits: Logits) -> Tensor:
+    logits.recipe.source.compute_all()
+    return logits.computed().detach()
+
+
+class _Deferred(torch.autograd.Function):
+    """Makes logits that are not computed. Its backward is the head's, for functions that call no function of torch."""
+
+    @staticmethod
+    def forward(context: Any, recipe: _Recipe, hidden: Tensor, *weights: Tensor) -> Logits:
+        context.recipe = recipe
+        context.save_for_backward(hidden)
+        return Logits.of(recipe)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> Any:
+        (hidden,), recipe = context.saved_tensors, context.recipe
+        with torch.enable_grad():
+            leaf = hidden.detach().requires_grad_()
+            logits = recipe(leaf)
+        inputs = [leaf, *recipe.source.head.weights]
+        return None, *torch.autograd.grad(logits, inputs, gradients, allow_unused=True)
+
+
+_PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
+_KNOWN = {
+    *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad_fn", "is_leaf", "names", "itemsize"),
+    *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_xpu", "is_mps"),
+    *("size", "dim", "numel", "nelement", "is_floating_point", "is_complex", "get_device", "element_size", "stride"),
+    *("__hash__", "__len__", "_version", "is_sparse_csr", "is_inference", "is_contiguous"),
+}
+"""What of logits is known without their values."""
+_OF_ROWS = {"view", "reshape", "flatten", "unflatten", "unsqueeze", "contiguous", "clone"}
+"""Functions that leave rows in their order, if the last dimension stays."""
+_STEPS = {
+    *("float", "to", "double", "half", "bfloat16", "tanh"),
+    *("mul", "multiply", "__mul__", "__rmul__", "div", "divide", "true_divide", "__truediv__"),
+}
+"""Functions that compute element by element, if everything else that they get is a number or a type."""
+_OTHERS = (int, float, bool, torch.dtype, torch.device, str, type(None))
+
+
+def _tells_of(function: Any) -> str:
+    """Returns the name of a function, or of the attribute that it reads."""
+    name = getattr(function, "__name__", "")
+    return getattr(function.__self__, "__name__", "") if name == "__get__" else name
+
+
+def _without_values(function: Any, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor | None:
+    """Returns what a function makes of logits, if that needs no values; else None."""
+    if function is functional.cross_entropy:
+        asked = _Asked.of(*positional, **named)
+        return None if asked is None else asked.loss()
+    if not positional or not torch.is_grad_enabled():
+        return None
+    logits, *others = positional
+    if not isinstance(logits, Logits) or logits._computed is not None:
+        return None
+    name, recipe = getattr(function, "__name__", ""), logits.recipe
+    if name == "__getitem__" and len(others) == 1 and _keeps_columns(others[0], logits.dim()):
+        made = recipe._replace(rows=recipe.rows[others[0]])
+    elif not all(isinstance(each, _OTHERS) for each in tree_leaves((others, named))):
+        return None
+    elif name in _OF_ROWS:
+        shape = function(torch.empty(logits.shape, device="meta"), *others, **named).shape
+        if not shape or shape[-1] != logits.shape[-1]:
+            return None
+        made = recipe._replace(rows=recipe.rows.reshape(*shape[:-1], recipe.rows.shape[-1]))
+    elif name in _STEPS:
+        step = partial(_applied, function, others, named)
+        made = recipe._replace(steps=(*recipe.steps, step), probe=step(recipe.probe))
+    else:
+        return None
+    made = made._replace(parent=logits, operation=partial(_applied, function, others, named))
+    return _Deferred.apply(made, recipe.source.hidden, *recipe.source.head.weights)
+
+
+def _applied(function: Any, others: Sequence[Any], named: Mapping[str, Any], logits: Tensor) -> Tensor:
+    return function(logits, *others, **named)
+
+
+def _keeps_columns(index: Any, dimensions: int) -> bool:
+    """Whether an index of logits with so many ``dimensions`` chooses whole rows."""
+    if isinstance(index, Tensor):
+        return not isinstance(index, Logits) and index.dtype in (torch.bool, torch.int64) and index.dim() < dimensions
+    entries = index if isinstance(index, tuple) else (index,)
+    if not all(each is Ellipsis or isinstance(each, slice) for each in entries):
+        return False
+    reaches_last = len(entries) == dimensions or any(each is Ellipsis for each in entries[:-1])
+    return not reaches_last or entries[-1] in (slice(None), Ellipsis)
+
+
+class _Asked(NamedTuple):
+    """What a call of cross entropy asks for that pieces can compute."""
+
+    logits: Logits
+    targets: Tensor
+    ignored: int
+    smoothing: float
+    reduction: str
+
+    @classmethod
+    def of(
+        cls,
+        input: Any,
+        target: Any,
+        weight: Any = None,
+        size_average: Any = None,
+        ignore_index: int = -100,
+        reduce: Any = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> _Asked | None:
+        """Takes the arguments of ``torch.nn.functional.cross_entropy``."""
+        if not (isinstance(input, Logits) and type(target) in _PLAIN and torch.is_grad_enabled()):
+            return None
+        of_rows = input.dim() == 2 and target.shape == input.shape[:1] and not target.is_floating_point()
+        deprecated = size_average is not None or reduce is not None
+        if not of_rows or weight is not None or deprecated or reduction not in ("mean", "sum", "none"):
+            return None
+        return None if input._computed is not None else cls(input, target, ignore_index, label_smoothing, reduction)
+
+    def loss(self) -> Tensor:
+        criterion = partial(
+            functional.cross_entropy, ignore_index=self.ignored, reduction="none", label_smoothing=self.smoothing
+        )
+        if self.reduction == "none":
+            return self.logits.loss_by_row(self.targets, criterion)
+        count = (self.targets != self.ignored).sum() if self.reduction == "mean" else None
+        return self.logits.loss_in_all(self.targets, criterion, count)
+
+
+class Losses(NamedTuple):
+    """The losses of rows."""
+
+    head: Head
+    steps: tuple[Step, ...]
+    piece: int
+    """Rows that are computed together."""
+    targets: Tensor
+    criterion: Criterion
+
+    def pieces(self, hidden: Tensor, others: Tensor | None) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+        """Yields rows, targets and ``others`` of every piece."""
+        rows = hidden.detach().split(self.piece)
+        yield from zip(
+            rows, self.targets.split(self.piece), repeat(None) if others is None else others.split(self.piece)
+        )
+
+    def of(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, GradientEdge | None]:
+        """Returns the losses of a piece, and where gradients of its logits leave the graph, if there is one."""
+        logits = self.head(hidden)
+        edge = get_gradient_edge(logits) if logits.requires_grad else None
+        for step in self.steps:
+            logits = step(logits)
+        return self.criterion(logits, targets), edge
+
+
+class _Gradients:
+    """Gradients of rows and of the head's weights, piece by piece. Those of weights add up in 32 bits at least.
+
+    Args:
+        hidden: all rows.
+        of_rows: whether they need gradients.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], hidden: Tensor, of_rows: bool) -> None:
+        self._weights = weights
+        self.of_rows = torch.zeros_like(hidden, requires_grad=False) if of_rows else None
+        self.of_weights = [torch.zeros_like(each, dtype=_wide(each.dtype), requires_grad=False) for each in weights]
+        self._done = 0
+
+    def add(self, losses: Losses, rows: Tensor, targets: Tensor, gradient: Tensor | None) -> Tensor:
+        """Computes the losses of a piece, and adds its gradients. Returns the losses.
+
+        Args:
+            gradient: that of the losses; by default ones.
+        """
+        start, self._done = self._done, self._done + len(rows)
+        of_piece = None if self.of_rows is None else self.of_rows[start : self._done]
+        # Nothing that surrounds it saves tensors of this graph, which ends here.
+        with torch.enable_grad(), saved_tensors_hooks(_same, _same):
+            leaf = rows.requires_grad_(of_piece is not None)
+            found, edge = losses.of(leaf, targets)
+            gradient = torch.ones_like(found) if gradient is None else gradient.to(found.dtype)
+            matrix = losses.head.matrix
+            if matrix is None or edge is None:
+                self._add_all(found, gradient, leaf, of_piece)
+            else:
+                (of_logits,) = torch.autograd.grad(found, [edge], gradient)
+                self._add_linear(matrix, of_logits, rows.detach(), of_piece)
+        return found.detach()
+
+    def _add_all(self, found: Tensor, gradient: Tensor, leaf: Tensor, of_piece: Tensor | None) -> None:
+        """Adds the gradients that autograd computes of any head."""
+        inputs = [*self._weights] if of_piece is None else [*self._weights, leaf]
+        gradients = torch.autograd.grad(found, inputs, gradient, allow_unused=True)
+        totals = [*self.of_weights] if of_piece is None else [*self.of_weights, of_piece]
+        for total, each in zip(totals, gradients):
+            if each is not None:
+                total += each
+
+    @torch.no_grad()
+    def _add_linear(self, matrix: Tensor, of_logits: Tensor, rows: Tensor, of_piece: Tensor | None) -> None:
+        """Adds the gradients of a linear layer, without a temporary of the size of its weight."""
+        if of_piece is not None:
+            torch.mm(of_logits, matrix, out=of_piece)
+        for weight, total in zip(self._weights, self.of_weights):
+            if weight is not matrix:
+                total += of_logits.sum(0, dtype=total.dtype)
+            elif total.dtype == of_logits.dtype:
+                total.addmm_(of_logits.t(), rows)
+            else:
+                some = -(-len(total) // _PARTS)
+                for part, columns in zip(total.split(some), of_logits.split(some, dim=1)):
+                    part += columns.t() @ rows
+
+
+_PARTS = 8
+"""In how many parts the gradient of a weight in 16 bits is computed, before each is added up in 32 bits."""
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+Scales = tuple[Tensor | None, Tensor | None]
+"""A number by which to divide a sum of losses, and the weights of rows."""
+
+
+def _sum(losses: Tensor, weights: Tensor | None) -> Tensor:
+    return (losses if weights is None else losses * weights).sum(dtype=torch.float64)
+
+
+class _Together(torch.autograd.Function):
+    """The sum of losses. Its forward computes gradients, too, which its backward multiplies."""
+
+    @staticmethod
+    def forward(context: Any, losses: Losses, scales: Scales, hidden: Tensor, *weights: Tensor) -> Tensor:
+        sums: list[Tensor] = []
+        count, of_rows = scales
+        context.count, context.dtypes = count, [each.dtype for each in weights]
+        if is_dropping():
+            # What is saved now is dropped. The forward that restores it computes the gradients.
+            for rows, targets, scale in losses.pieces(hidden, of_rows):
+                sums.append(_sum(losses.of(rows, targets)[0], scale))
+            saved = _like_gradients(context.needs_input_grad[2], hidden, weights)
+        else:
+            found = _Gradients(weights, hidden, context.needs_input_grad[2])
+            for rows, targets, scale in losses.pieces(hidden, of_rows):
+                sums.append(_sum(found.add(losses, rows, targets, scale), scale))
+            saved = [*([] if found.of_rows is None else [found.of_rows]), *found.of_weights]
+        # On the host, so that the backward need not wait for the device to read it.
+        context.save_for_backward(torch.tensor(not is_dropping(), device="cpu"), *saved)
+        total = torch.stack(sums).sum()
+        return total if count is None else total / count
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> Any:
+        is_there, *found = context.saved_tensors
+        if not is_there:
+            raise RuntimeError(
+                "hooks for saved tensors of the model's own have kept what a recomputation restores; leave them out, "
+                "or set ds_lgamp.loss_chunk to 0"
+            )
+        # Where no row counts, the loss is NaN, but gradients are zero.
+        factor = gradients[0] if context.count is None else gradients[0] / context.count.clamp(min=1)
+        # In place, which lets autograd refuse a second backward.
+        found = [each.mul_(factor) for each in found]
+        of_rows = found.pop(0) if context.needs_input_grad[2] else None
+        return None, None, of_rows, *(each.to(dtype) for each, dtype in zip(found, context.dtypes))
+
+
+def _like_gradients(of_rows: bool, hidden: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    """Returns tensors without values, of the shapes and types of gradients."""
+    like = [placeholder(hidden)] if of_rows else []
+    return like + [placeholder(each.new_empty((), dtype=_wide(each.dtype)).expand(each.shape)) for each in weights]
+
+
+class _Again(torch.autograd.Function):
+    """The loss of every row. Its backward computes each piece again."""
+
+    @staticmethod
+    def forward(context: Any, losses: Losses, hidden: Tensor, *weights: Tensor) -> Tensor:
+        context.losses = losses
+        context.save_for_backward(hidden)
+        return torch.cat([losses.of(rows, targets)[0] for rows, targets, _ in losses.pieces(hidden, None)])
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> Any:
+        (hidden,), losses = context.saved_tensors, context.losses
+        weights = losses.head.weights
+        found = _Gradients(weights, hidden, context.needs_input_grad[1])
+        for rows, targets, gradient in losses.pieces(hidden, gradients[0]):
+            found.add(losses, rows, targets, gradient)
+        return None, found.of_rows, *(each.to(weight.dtype) for each, weight in zip(found.of_weights, weights))
