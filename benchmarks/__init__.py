@@ -27,6 +27,7 @@ NAMES = (
     "gathers",
     "optimizers",
     "overhead",
+    "recomputation",
     "tracing",
     "growth",
     "checkpoint",

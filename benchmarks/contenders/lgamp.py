@@ -32,6 +32,7 @@ class Layered:
         activation_dtype: value of the configuration key.
         quantised_gradient_bits: value of the configuration key.
         regather: value of the configuration key.
+        recompute_memory: value of the configuration key; None leaves it out.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Layered:
         activation_dtype: str | None = None,
         quantised_gradient_bits: int = 8,
         regather: str = "network",
+        recompute_memory: str | None = None,
     ) -> None:
         self.layout = layout
         ds_lgamp.install()
@@ -72,6 +74,7 @@ class Layered:
                 "activation_dtype": activation_dtype,
                 "quantised_gradient_bits": quantised_gradient_bits,
                 "regather": regather,
+                **({} if recompute_memory is None else {"recompute_memory": recompute_memory}),
             },
         }
         with quiet():
