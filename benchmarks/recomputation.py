@@ -42,7 +42,7 @@ COMPILED_BUDGETS = (0.5, 0.2)
 TOGETHER = "all"
 """The group of contenders that take turns, apart from compiled ones."""
 WARM_UP, SECONDS = 2, 1200
-PEAK, STEP, CPU = "peak", "step", "CPU"
+BUDGET, PEAK, STEP, CPU = "budget", "peak", "step", "CPU"
 LIMIT = 1.02
 """Largest step, relative to that with the next smaller budget: steps scatter."""
 OVER = 1.01
@@ -108,6 +108,8 @@ def run(
         found = compete(groups, layout, MICRO_BATCHES, repetitions, reference=model.reference)
         enter(record, model, layout, found, held)
         aim(record, model, found[TOGETHER], held)
+        for name, budget in budgets.items():
+            record.add(name, config_of(model, layout, TOGETHER), BUDGET, [budget], "bytes")
         over = max(held[name].peak / budget for name, budget in budgets.items())
         record.aim(f"{model.name}: largest peak / its budget", over, OVER)
     return record
@@ -171,10 +173,14 @@ def _allocated(own: list[torch.Tensor], step: Callable[[], Any]) -> Held:
     return Held(state, state + max(beyond))
 
 
+def config_of(model: Model, layout: Layout, group: str) -> Config:
+    return {**layout.config(MICRO_BATCHES), "model": model.name, "group": group}
+
+
 def enter(record: Record, model: Model, layout: Layout, found: dict[str, dict[str, list[Duration]]], held: Any) -> None:
     """Enters step, CPU seconds and peak of every contender. Compiled ones have ds_lgamp's beside them."""
     for group, durations in found.items():
-        config: Config = {**layout.config(MICRO_BATCHES), "model": model.name, "beside": group}
+        config = config_of(model, layout, group)
         for name, each in durations.items():
             record.add(name, config, STEP, [duration.wall for duration in each], "s")
             record.add(name, config, CPU, [duration.cpu for duration in each], "s")

@@ -108,6 +108,15 @@ def turn() -> str:
     return pivot(read("turn").rows, [CONTENDER], setting("recompute"), median(".2f", MB), headings)
 
 
+def recomputation() -> str:
+    """Budget, peak, step and CPU seconds of every kind of recomputation, by model. Compiled ones stand beside the step
+    of ours that took turns with them."""
+    cells = {"budget": median(".1f", MB), "peak": median(".1f", MB), "step": with_spread(".3f"), "CPU": median(".2f")}
+    headings = {"budget": "budget, MB", "peak": "peak, MB", "step": "step, s", "CPU": "CPU, s"}
+    labels = [("model", setting("model")), ("takes turns with", setting("group")), CONTENDER]
+    return pivot(read("recomputation").rows, labels, metric, by_metric(cells), headings)
+
+
 def schedule(link: str) -> str:
     """Step / simulated of every contender on one kind of link."""
     rows = [row for row in read("schedule").rows if row.config["link"] == link and row.metric == "step / simulated"]

@@ -1,4 +1,5 @@
-"""What the engine asks of the host for every micro-batch on every chunk, counted in calls of its functions.
+"""What the engine asks of the host for every micro-batch on every chunk, counted in calls of its functions and of torch's
+operators, which are launches on a GPU.
 
 Times depend on the machine; ``python -m benchmarks run overhead`` measures them.
 """
@@ -7,8 +8,11 @@ import os
 import sys
 from collections import Counter
 
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+
 import ds_lgamp
-from benchmarks.overhead import engine_step
+from benchmarks.overhead import bare_step, engine_step
 from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.program import build_rank_program
 from ds_lgamp.schedule.spec import ProgramSpec
@@ -53,3 +57,49 @@ def test_calls_for_a_micro_batch_on_a_chunk_stay_in_their_budget():
     added = more - fewer
     assert added["execute"] == 2 * visits
     assert added.total() / visits <= LIMIT, added
+
+
+class Operators(TorchDispatchMode):
+    """Counts torch's operators by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.counts[function.overloadpacket.__name__] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def operators_beyond_a_bare_loop(chunks, micro_batches, recomputes):
+    """Returns the operators of a step of the engine that a bare loop does without."""
+    spec = ProgramSpec(
+        *(place_chunks("modular", chunks, 1), "layered", micro_batches, micro_batches),
+        zero_stage=3,
+        recomputes=recomputes,
+    )
+    found = []
+    for step in (engine_step(spec, 0, build_rank_program(spec, 0)), bare_step(spec, 0)):
+        for _ in range(3):
+            step()
+        with Operators() as operators:
+            step()
+        found.append(operators.counts)
+    ours, bare = found
+    ours.subtract(bare)
+    return ours
+
+
+def operators_of_one_more(recomputes):
+    """Returns the operators that one more micro-batch takes on each of 8 further chunks, by name."""
+    few, many = (
+        operators_beyond_a_bare_loop(chunks, 9, recomputes) - operators_beyond_a_bare_loop(chunks, 8, recomputes)
+        for chunks in (8, 16)
+    )
+    return {name: count / 8 for name, count in (many - few).items()}
+
+
+@pytest.mark.parametrize("recomputes", [True, False])
+def test_operators(recomputes):
+    print(run_on_ranks(1, operators_of_one_more, recomputes)[0])
+    assert 0
