@@ -30,6 +30,7 @@ from ds_lgamp.runtime.graph import (
     end_graph,
     end_outputs,
     gradients_of,
+    on_this_thread,
     own_loss,
 )
 from ds_lgamp.runtime.layer_state import Moment
@@ -93,7 +94,7 @@ class Executor:
     @contextmanager
     def run_batch(self, batch: BatchState) -> Iterator[None]:
         """Executes the actions of ``batch`` inside the block. If the script has turns in between, each block goes on
-        where the last one ended.
+        where the last one ended. Gradients are enabled inside it if the batch trains.
 
         Raises ActionError if an action fails. Its communication cannot be taken back, so every later batch on
         these links raises too. Where nothing is communicated, an evaluation raises what its layers raised.
@@ -108,7 +109,7 @@ class Executor:
         recomputes = batch.recomputes or (batch.training and self.meter is not None)
         as_written = torch.jit.optimized_execution(False) if recomputes else nullcontext()
         try:
-            with as_written:
+            with as_written, on_this_thread(), torch.set_grad_enabled(batch.training):
                 yield
             self.current, batch.row = None, self.row
             ended = self.row >= len(self.program) - 1
@@ -202,9 +203,10 @@ class Executor:
                 saved_here = is_own and batch.graphs[chunk - 1, micro_batch].saved is None
                 beginning, inputs = begin_graph(cloned(inputs) if saved_here else inputs, self._marked)
         hooks = nullcontext() if saved is None else saved.dropped()
+        gradients = nullcontext() if trains == batch.training else torch.no_grad()
         self.doing = "forward"
         metered = nullcontext() if meter is None else meter.begin(action, inputs)
-        with self.timing.time("forward"), torch.set_grad_enabled(trains), hooks:
+        with self.timing.time("forward"), gradients, hooks:
             with metered:
                 result = self._compute(action, inputs)
             if chunk == self._last_chunk:
@@ -359,7 +361,7 @@ class Executor:
         assert graph.state is not None, "a forward that is recomputed has read the state"
         current = self.chunks[chunk].state.rewind(graph.state)
         metered = nullcontext() if self.meter is None else self.meter.again(backward)
-        with torch.enable_grad(), self.draws.again(chunk, micro_batch) as completely, metered:
+        with self.draws.again(chunk, micro_batch) as completely, metered:
             saved.restore(partial(self._compute, backward, inputs), completely)
         return current
 
