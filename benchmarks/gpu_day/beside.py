@@ -16,13 +16,15 @@ SECONDS = 450
 Trials = Mapping[str, Trial]
 
 
-def compared(trainings: Iterable[tuple[Contender, Trials]]) -> Iterator[tuple[str, dict[str, Any]]]:
+def compared(
+    trainings: Iterable[tuple[Contender, Trials]], seconds: float = SECONDS
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Trains one contender after another, each in its own process. Yields what was found by contender and trial. Losses
-    of a size have to be those of the first training of that size."""
-    deadline = time.monotonic() + SECONDS
+    of a size have to be those of the first training of that size: all have the same model."""
+    deadline = time.monotonic() + seconds
     expected: dict[GptSize, list[float]] = {}
     for contender, trials in trainings:
-        for name, found in measure_trials(contender, trials, deadline, limit=SECONDS).items():
+        for name, found in measure_trials(contender, trials, deadline, limit=seconds).items():
             size = trials[name].size
             result = {"trial": name, **as_result(contender.name, size, found, expected.get(size))}
             if "losses" in result:

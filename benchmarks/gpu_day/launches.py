@@ -89,7 +89,7 @@ def figures(events: Events) -> dict[str, Any]:
     """Returns what the trace of a step says of launches.
 
     ``idle in computes`` is the share of the step in which the host is in a forward or a backward and the device has
-    nothing to do: the most that graphs of chunks could save.
+    nothing to do: the most that graphs of chunks could save. A bare loop has no actions, and only ``idle``.
     """
     begin, end = min(event["ts"] for event in events), max(event["ts"] + event["dur"] for event in events)
     work = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
@@ -101,7 +101,7 @@ def figures(events: Events) -> dict[str, Any]:
         "launches": len(launches),
         "traced seconds": length / 1e6,
         "idle": 1 - covered(work) / length,
-        "idle in computes": (covered([*work, *computes]) - covered(work)) / length,
+        **({"idle in computes": (covered([*work, *computes]) - covered(work)) / length} if computes else {}),
         "actions": by_kind(actions, launches),
     }
 
