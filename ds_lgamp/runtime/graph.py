@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch.autograd import Variable
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from ds_lgamp.partition.bus import Bus, Transfer
@@ -123,8 +123,7 @@ def _edge(member: torch.Tensor) -> GradientEdge:
     if node is None or isinstance(node, torch._C._FunctionBase):
         # A node of a Python autograd function lives only as long as the tensor it returned, and a leaf has none. Their
         # edges go through a view, whose node is torch's own.
-        view = member.view_as(member)
-        return GradientEdge(view.grad_fn, view.output_nr)
+        return get_gradient_edge(member.view_as(member))
     return GradientEdge(node, member.output_nr)
 
 
