@@ -52,6 +52,8 @@ class LlamaSharded(Sharded):
 
     def __init__(self, layout: Layout, kind: str = "none", budget: float | None = None) -> None:
         super().__init__(layout, LLAMA, deferred_sync=True, keeps_last=True)
+        # A repeated forward would add its keys and values to those of the first one.
+        self.model.config.use_cache = False
         prepare(self.blocks, kind, budget)
         self.budget = budget
 
