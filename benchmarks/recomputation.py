@@ -25,7 +25,7 @@ from benchmarks.contenders.door import Script, reference
 from benchmarks.contenders.lgamp import Layered
 from benchmarks.contenders.recomputing import EVERY, GptSharded, LlamaSharded
 from benchmarks.model import ModelSize, Reference, reference_losses
-from benchmarks.record import OURS, REPETITIONS, Config, Record, begin
+from benchmarks.record import OURS, PART, REPETITIONS, Config, Record, begin
 from benchmarks.training import Duration, compete
 from ds_lgamp.runtime.measure import PeakMemory, live_tensors, storage_of
 from testing.deepspeed_rank import prepare_rank
@@ -93,11 +93,12 @@ def run(
     models: Sequence[Model] = MODELS,
     compiler_budgets: Sequence[float] = COMPILED_BUDGETS,
     repetitions: int = REPETITIONS,
+    part: str | None = None,
 ) -> Record:
-    """Measures every model, and every budget of torch's compiler."""
+    """Measures every model, or the one that ``part`` names, and every budget of torch's compiler."""
     record = begin(NAME)
     layout = Layout(1, RANKS, size)
-    for model in models:
+    for model in [each for each in models if part in (None, each.name)]:
         ours, budgets = own_contenders(model, layout)
         peers = [Contender(f"FSDP2, {kind}", partial(model.sharded, kind=kind)) for kind in EVERY]
         compiled = [
@@ -185,7 +186,7 @@ def _allocated(own: list[torch.Tensor], step: Callable[[], Any]) -> Held:
 
 
 def config_of(model: Model, layout: Layout, group: str) -> Config:
-    return {**layout.config(MICRO_BATCHES), "model": model.name, "group": group}
+    return {**layout.config(MICRO_BATCHES), PART: model.name, "group": group}
 
 
 def enter(record: Record, model: Model, layout: Layout, found: dict[str, dict[str, list[Duration]]], held: Any) -> None:

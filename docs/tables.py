@@ -11,7 +11,7 @@ from benchmarks import NAMES, ON_ACCELERATOR
 from benchmarks.adapters import LINKS
 from benchmarks.gpu_day.findings import NAME as GPU_DAY
 from benchmarks.quickstart import quickstart_rows
-from benchmarks.record import OURS, PARTS, RESULTS, TYPICAL, Config, Row, is_recorded, read
+from benchmarks.record import OURS, PART, PARTS, RESULTS, TYPICAL, Config, Row, is_recorded, read
 from benchmarks.training import LOOPBACK
 from benchmarks.training_slow import SLOW
 from docs.pivot import (
@@ -113,7 +113,7 @@ def recomputation() -> str:
     of ours that took turns with them."""
     cells = {"budget": median(".1f", MB), "peak": median(".1f", MB), "step": with_spread(".3f"), "CPU": median(".2f")}
     headings = {"budget": "budget, MB", "peak": "peak, MB", "step": "step, s", "CPU": "CPU, s"}
-    labels = [("model", setting("model")), ("takes turns with", setting("group")), CONTENDER]
+    labels = [("model", setting(PART)), ("takes turns with", setting("group")), CONTENDER]
     return pivot(read("recomputation").rows, labels, metric, by_metric(cells), headings)
 
 

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks import recomputation
+from benchmarks import IN_PARTS, recomputation
 from benchmarks.contenders.recomputing import EVERY, recompute
 from benchmarks.model import ModelSize, build_blocks
 from benchmarks.recomputation import FULL, HALF, LIMIT, MODELS, NONE, ONE_BY_ONE, Held
-from benchmarks.record import OURS, Record
+from benchmarks.record import OURS, PART, Record
 from benchmarks.training import Duration
 
 BLOCKS = 5
@@ -65,12 +65,16 @@ def test_steps_are_compared_with_less_memory_and_with_peers_that_take_no_less():
     assert OURS not in beside.text
 
 
+def test_each_model_may_be_measured_by_itself():
+    assert IN_PARTS[recomputation.NAME] == tuple(model.name for model in MODELS)
+
+
 @pytest.mark.slow
 def test_the_record_has_every_contender_and_budgets_hold():
     size = ModelSize(blocks=3, width=32, sequence=16, vocabulary=64)
     record = recomputation.run(size, compiler_budgets=(), repetitions=1)
     for model in MODELS:
-        rows = [row for row in record.rows if row.config["model"] == model.name]
+        rows = [row for row in record.rows if row.config[PART] == model.name]
         assert len([row for row in rows if row.metric == "step"]) == 6 + len(EVERY)
         peaks = {row.contender: row.median for row in rows if row.metric == "peak"}
         budgets = {row.contender: row.median for row in rows if row.metric == "budget"}
