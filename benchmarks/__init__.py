@@ -55,6 +55,7 @@ docs/tracing.md and docs/bert.md."""
 
 _PLACES = ("two islands, 200mbit", "two islands, 50mbit", "three islands, 100mbit", "one slow node, 100mbit")
 IN_PARTS = {
+    "recomputation": ("GPT", "Llama"),
     "unlike": _PLACES,
     "islands": _PLACES,
     "divided_experts": ("counts", "seconds of two ranks", "seconds of four ranks"),
