@@ -4,6 +4,7 @@ NAMES = (
     "communication",
     "memory",
     "turn",
+    "recomputation",
     "schedule",
     "latency",
     "overlap",
@@ -56,6 +57,7 @@ docs/failures.md, docs/tracing.md and docs/bert.md."""
 
 _PLACES = ("two islands, 200mbit", "two islands, 50mbit", "three islands, 100mbit", "one slow node, 100mbit")
 IN_PARTS = {
+    "recomputation": ("GPT", "Llama"),
     "unlike": _PLACES,
     "islands": _PLACES,
     "divided_experts": ("counts", "seconds of two ranks", "seconds of four ranks"),

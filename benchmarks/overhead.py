@@ -2,7 +2,8 @@
 
 A chunk multiplies four numbers by its parameter. The engine alternates with a bare loop, which makes only the torch
 calls that every implementation needs: each chunk's forward pass without a graph, its recomputation and its backward
-pass, in the same number and order. Engine time per action is the difference of their CPU times, divided by the number
+pass, in the same number and order. Without recomputation, the bare loop is a script's own: one forward and one backward
+of all chunks for each micro-batch. Engine time per action is the difference of their CPU times, divided by the number
 of actions of the rank's program. It includes the engine's copies of inputs and its handling of random generators. With
 several pipeline ranks it also includes its calls to send, receive and wait.
 
@@ -78,15 +79,18 @@ class Setting(NamedTuple):
     chunks_per_rank: int
     micro_batches: int
     limit: float
+    recomputes: bool = True
 
     @property
     def spec(self) -> ProgramSpec:
         placement = place_chunks("modular", self.chunks_per_rank * self.pipeline_ranks, self.pipeline_ranks)
-        return ProgramSpec(placement, "layered", self.micro_batches, self.micro_batches, zero_stage=3)
+        counts = self.micro_batches, self.micro_batches
+        return ProgramSpec(placement, "layered", *counts, zero_stage=3, recomputes=self.recomputes)
 
 
 SETTINGS = (
     Setting("P1 W1, transport excluded", 1, 8, 16, limit=20),
+    Setting("P1 W1, without recomputation", 1, 8, 16, limit=20, recomputes=False),
     Setting("P2 W1, with transport", 2, 4, 16, limit=50),
 )
 
@@ -126,6 +130,7 @@ def run(
             "pipeline_ranks": setting.pipeline_ranks,
             "chunks_per_rank": setting.chunks_per_rank,
             "micro_batches": setting.micro_batches,
+            "recompute": "full" if setting.recomputes else "none",
             "actions": timed.actions,
         }
         for contender, times in timed.contenders.items():
@@ -164,7 +169,8 @@ def _time_on_rank(spec: ProgramSpec, steps: int, repetitions: int) -> Timed:
     program = build_rank_program(spec, rank)
     contenders = {OURS: engine_step(spec, rank, program), BARE: bare_step(spec, rank)}
     assert contenders[OURS]() == contenders[BARE](), "engine and bare loop compute different losses"
-    contenders[CHECKPOINT] = checkpoint_step(spec, rank)
+    if spec.recomputes:
+        contenders[CHECKPOINT] = checkpoint_step(spec, rank)
     if spec.pipeline_ranks > 1:
         contenders[MESSAGES] = message_step(spec, rank, program)
         contenders[PIPELINE] = pipeline_step(spec)
@@ -211,7 +217,7 @@ def engine_step(spec: ProgramSpec, rank: int, program: Sequence[Action]) -> Step
     )
     inputs = torch.ones(SIZE)
     # The other contenders recompute the last chunk too.
-    whole = [action._replace(recomputed=action.kind in COMPUTE) for action in program]
+    whole = [action._replace(recomputed=spec.recomputes and action.kind in COMPUTE) for action in program]
 
     def step() -> list[torch.Tensor]:
         with executor.run_batch(BatchState(spec.micro_batches, lambda index: (inputs, inputs))):
@@ -224,6 +230,8 @@ def engine_step(spec: ProgramSpec, rank: int, program: Sequence[Action]) -> Step
 def bare_step(spec: ProgramSpec, rank: int) -> Step:
     """A step that computes only the chunks of a rank. It replaces the messages of other ranks by constants."""
     layers, inputs, gradient = _loop(spec, rank)
+    if not spec.recomputes:
+        return partial(_train_each, [layer for _, layer in layers], inputs, gradient, spec.micro_batches)
 
     def step() -> list[torch.Tensor]:
         stored, results = [], [inputs] * spec.micro_batches
@@ -241,6 +249,23 @@ def bare_step(spec: ProgramSpec, rank: int) -> Step:
         return results if rank == spec.loss_rank else []
 
     return step
+
+
+def _train_each(
+    layers: Sequence[Callable[[torch.Tensor], torch.Tensor]],
+    inputs: torch.Tensor,
+    gradient: torch.Tensor,
+    micro_batches: int,
+) -> list[torch.Tensor]:
+    """Makes the forward and the backward of each micro-batch in turn. Returns the losses."""
+    losses = []
+    for _ in range(micro_batches):
+        value = inputs
+        for layer in layers:
+            value = layer(value)
+        torch.autograd.backward(value, gradient)
+        losses.append(value.detach())
+    return losses
 
 
 def checkpoint_step(spec: ProgramSpec, rank: int) -> Step:

@@ -6,6 +6,9 @@ from benchmarks.record import PART, PARTS, Failure, Record, Row, is_recorded, re
 from docs.pivot import CONTENDER, median, micro_batches, pivot, setting, with_spread
 from testing.markdown import table
 
+OFFLOADING = "offload"
+"""The part of the day that times it."""
+
 
 def gpu() -> str:
     """Every run on one accelerator, also those that failed; a sentence if no run is recorded."""
@@ -63,10 +66,11 @@ def stages() -> str:
 def offloading() -> str:
     """Tokens per second of every contender by micro-batches, or why there are none, and the peak with the most."""
     record = read(NAME)
-    rows = [row for row in record.rows if row.metric == RATE]
+    rows = [row for row in record.rows if row.metric == RATE and row.config[PART] == OFFLOADING]
     numbers = sorted({int(row.config["micro_batches"]) for row in rows})
-    peaks = [row for row in record.rows if row.metric == PEAK and row.config["micro_batches"] == numbers[-1]]
-    missing = [failure for failure in record.failures if "micro_batches" in failure.config]
+    peaks = [row for row in record.rows if row.metric == PEAK and row.config[PART] == OFFLOADING]
+    peaks = [row for row in peaks if row.config["micro_batches"] == numbers[-1]]
+    missing = [failure for failure in record.failures if failure.config[PART] == OFFLOADING]
     peak = f"peak memory at M = {numbers[-1]}, GB"
 
     def column(entry: Row | Failure) -> str:

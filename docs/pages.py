@@ -70,6 +70,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "quantised-seconds": network_tables.quantised_seconds,
         "quantised-peers": partial(network_tables.quantised_seconds, "peers"),
         "gathers": tables.gathers,
+        "recomputation": tables.recomputation,
         "overhead": tables.overhead,
         **{f"growth-{part}": partial(tables.growth, metrics) for part, metrics in tables.GROWTH.items()},
         "launch": tables.launch,

@@ -11,7 +11,7 @@ from benchmarks import NAMES, ON_ACCELERATOR
 from benchmarks.adapters import LINKS
 from benchmarks.gpu_day.findings import NAME as GPU_DAY
 from benchmarks.quickstart import quickstart_rows
-from benchmarks.record import OURS, PARTS, RESULTS, TYPICAL, Config, Row, is_recorded, read
+from benchmarks.record import OURS, PART, PARTS, RESULTS, TYPICAL, Config, Row, is_recorded, read
 from benchmarks.training import LOOPBACK
 from benchmarks.training_slow import SLOW
 from docs.pivot import (
@@ -106,6 +106,15 @@ def turn() -> str:
     """Peak MB of every contender, with and without recomputation."""
     headings = {kind: f"recompute {kind}" for kind in ("full", "none")}
     return pivot(read("turn").rows, [CONTENDER], setting("recompute"), median(".2f", MB), headings)
+
+
+def recomputation() -> str:
+    """Budget, peak, step and CPU seconds of every kind of recomputation, by model. Compiled ones stand beside the step
+    of ours that took turns with them."""
+    cells = {"budget": median(".1f", MB), "peak": median(".1f", MB), "step": with_spread(".3f"), "CPU": median(".2f")}
+    headings = {"budget": "budget, MB", "peak": "peak, MB", "step": "step, s", "CPU": "CPU, s"}
+    labels = [("model", setting(PART)), ("takes turns with", setting("group")), CONTENDER]
+    return pivot(read("recomputation").rows, labels, metric, by_metric(cells), headings)
 
 
 def schedule(link: str) -> str:

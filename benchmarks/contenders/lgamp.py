@@ -33,6 +33,7 @@ class Layered:
         quantised_gradient_bits: value of the configuration key.
         regather: value of the configuration key.
         compiled: value of the configuration key ``compile``.
+        recompute_memory: value of the configuration key; None leaves it out.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Layered:
         quantised_gradient_bits: int = 8,
         regather: str = "network",
         compiled: bool = False,
+        recompute_memory: str | None = None,
     ) -> None:
         self.layout = layout
         ds_lgamp.install()
@@ -75,6 +77,7 @@ class Layered:
                 "quantised_gradient_bits": quantised_gradient_bits,
                 "regather": regather,
                 "compile": compiled,
+                **({} if recompute_memory is None else {"recompute_memory": recompute_memory}),
             },
         }
         with quiet():

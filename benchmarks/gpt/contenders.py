@@ -70,14 +70,29 @@ def _accumulate(total: torch.Tensor, weight: torch.Tensor) -> None:
 
 
 class PlainTorch:
-    """A bare loop of plain torch."""
+    """A bare loop of plain torch.
+
+    Args:
+        size: model and batch.
+        recompute: mode of :class:`Gpt`.
+        device: where to train.
+        dtype: data type of the weights.
+        compiled: whether torch compiles every layer by itself.
+    """
 
     def __init__(
-        self, size: GptSize, recompute: str, device: torch.device, dtype: torch.dtype = torch.bfloat16
+        self,
+        size: GptSize,
+        recompute: str,
+        device: torch.device,
+        dtype: torch.dtype = torch.bfloat16,
+        compiled: bool = False,
     ) -> None:
         self.batch = batch_of(size, device)
         with device:
             self.model = Gpt(size, recompute, dtype)
+        for layer in self.model.layers if compiled else ():
+            layer.compile()
         self.parameters = sum(weight.numel() for weight in self.model.parameters())
         self.masters = MasterWeights(self.model.parameters(), build_optimizer)
 

@@ -7,9 +7,10 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec
 from megatron.core.transformer import TransformerConfig
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from benchmarks.gpt.sizes import GptSize
+from benchmarks.selective import keeping_products
 from ds_lgamp.integrations.megatron.layers.gpt_layers import gpt_layer_specs, language_model_loss
 from ds_lgamp.schedule.placement import split_automatic
 
@@ -73,8 +74,9 @@ class Gpt(nn.Module):
     Args:
         size: size of the model.
         recompute: ``full`` recomputes chunk by chunk, as ds_lgamp does, but for the last chunk, which has head and loss
-            and whose backward follows its forward. ``layers`` does not recompute the embedding either. ``none``
-            recomputes nothing.
+            and whose backward follows its forward. ``layers`` does not recompute the embedding either, and ``half``
+            only every second transformer layer. ``operators`` recomputes transformer layers but for their products.
+            ``none`` recomputes nothing.
         dtype: data type of the weights.
     """
 
@@ -84,12 +86,14 @@ class Gpt(nn.Module):
         # Casts each layer when it is built, so that at most one is in fp32.
         self.layers = nn.Sequential(*(spec.build().to(dtype) for spec in specs))
         self.segments = segments([spec.typename.__name__ for spec in specs], recompute)
+        self.contexts = keeping_products if recompute == "operators" else noop_context_fn
 
     def forward(self, tokens: torch.Tensor, labels: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         value = tokens
         for members, recomputed in self.segments:
             if recomputed:
-                value = checkpoint(self._through, members, value, labels, use_reentrant=False)
+                options = {"use_reentrant": False, "context_fn": self.contexts}
+                value = checkpoint(self._through, members, value, labels, **options)
             else:
                 value = self._through(members, value, labels)
         return value
@@ -107,7 +111,8 @@ def segments(types: list[str], recompute: str) -> list[tuple[range, bool]]:
     chunks = split_automatic(types)
     last_chunk = chunks[-2]
     bounds = chunks if recompute == "full" else range(len(types) + 1)
+    chosen = range(0, last_chunk, 2 if recompute == "half" else 1)
     return [
-        (range(first, end), first < last_chunk and (recompute == "full" or types[first] == "TransformerBlock"))
+        (range(first, end), first in chosen and (recompute == "full" or types[first] == "TransformerBlock"))
         for first, end in zip(bounds, bounds[1:])
     ]

@@ -30,5 +30,9 @@ PARTS = (
     Part(f"{__name__}.ranks", 420),
     Part(f"{__name__}.killed", 300),
     Part(f"{__name__}.largest", 475),
+    Part(f"{__name__}.recomputation", 475),
+    Part(f"{__name__}.compiled", 475),
+    Part(f"{__name__}.launches", 475),
+    Part(f"{__name__}.vocabulary", 475),
 )
 """The most valuable first. A new part is one more entry and its module."""

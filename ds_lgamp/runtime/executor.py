@@ -31,6 +31,7 @@ from ds_lgamp.runtime.graph import (
     end_graph,
     end_outputs,
     gradients_of,
+    on_this_thread,
     own_loss,
 )
 from ds_lgamp.runtime.layer_state import Moment
@@ -94,7 +95,7 @@ class Executor:
     @contextmanager
     def run_batch(self, batch: BatchState) -> Iterator[None]:
         """Executes the actions of ``batch`` inside the block. If the script has turns in between, each block goes on
-        where the last one ended.
+        where the last one ended. Gradients are enabled inside it if the batch trains.
 
         Raises ActionError if an action fails. Its communication cannot be taken back, so every later batch on
         these links raises too. Where nothing is communicated, an evaluation raises what its layers raised.
@@ -109,7 +110,7 @@ class Executor:
         recomputes = batch.recomputes or (batch.training and self.meter is not None)
         as_written = torch.jit.optimized_execution(False) if recomputes else nullcontext()
         try:
-            with as_written:
+            with as_written, on_this_thread(), torch.set_grad_enabled(batch.training):
                 yield
             self.current, batch.row = None, self.row
             ended = self.row >= len(self.program) - 1
@@ -203,9 +204,10 @@ class Executor:
                 saved_here = is_own and batch.graphs[chunk - 1, micro_batch].state is None
                 beginning, inputs = begin_graph(cloned(inputs) if saved_here else inputs, self._marked)
         hooks = nullcontext() if saved is None else saved.dropped()
+        gradients = nullcontext() if trains == batch.training else torch.no_grad()
         self.doing = "forward"
         metered = nullcontext() if meter is None else meter.begin(action, inputs)
-        with self.timing.time("forward"), torch.set_grad_enabled(trains), hooks:
+        with self.timing.time("forward"), gradients, hooks:
             with metered:
                 result = self._compute(action, inputs)
             if chunk == self._last_chunk:
@@ -364,7 +366,7 @@ class Executor:
         inputs = as_leaves(graph.beginning, self._marked) if chunk > 0 else graph.beginning
         current = self.chunks[chunk].state.rewind(state)
         metered = nullcontext() if self.meter is None else self.meter.again(backward)
-        with torch.enable_grad(), self.draws.again(chunk, micro_batch) as completely, metered:
+        with self.draws.again(chunk, micro_batch) as completely, metered:
             if graph.saved is None:
                 graph = Graph(inputs, self._ends(chunk, self._compute(backward, inputs)), None, state)
             else:

@@ -5,6 +5,7 @@ Tensors that cross an end keep their shapes and gradients. They keep their data 
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,12 +18,12 @@ from ds_lgamp.partition.memory import shared_size
 from ds_lgamp.runtime.chunk import Tensors, as_tuple, differentiable, needs_gradient
 
 
-@torch.enable_grad()
 def begin_graph(inputs: Tensors, marked: bool = False) -> tuple[Tensors, Tensors]:
     """Begins a graph at ``inputs``. Returns (leaves, followers), each shaped like ``inputs``.
 
     The gradients of the leaves can be read after the backward pass. Layers compute on the followers, which hold the
-    data of ``inputs`` and may be changed in place. No other code may read ``inputs`` from now on.
+    data of ``inputs`` and may be changed in place. No other code may read ``inputs`` from now on. The caller must have
+    gradients enabled.
 
     Args:
         marked: whether only members that require a gradient get one, instead of all floating-point ones.
@@ -53,15 +54,20 @@ def backpropagate(ends: Sequence[Any], gradients: Sequence[torch.Tensor | None])
 
     This is torch.autograd.backward without its checks, which the autograd engine repeats. The checks take longer than
     the pass through a small layer. Megatron-core skips them too.
-
-    It stays on the calling thread. On an accelerator autograd would hand every pass to a thread of its own and back,
-    which takes the host as long as some layers do, and a step has a pass for every chunk and micro-batch.
     """
     starts = [(end, gradient) for end, gradient in zip(ends, gradients) if end is not None and gradient is not None]
     if starts:
         run_backward = Variable._execution_engine.run_backward
-        with torch.autograd.set_multithreading_enabled(False):
-            run_backward(*zip(*starts), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        run_backward(*zip(*starts), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def on_this_thread() -> AbstractContextManager[None]:
+    """Returns a context in which backward passes stay on the calling thread.
+
+    On an accelerator autograd would hand every pass to a thread of its own and back, which takes the host as long as
+    some layers do, and a step has a pass for every chunk and micro-batch.
+    """
+    return torch.autograd.set_multithreading_enabled(False)
 
 
 def gradients_of(leaves: Tensors) -> list[torch.Tensor | None]:
@@ -102,21 +108,28 @@ def _begin(member: torch.Tensor, marked: bool) -> tuple[torch.Tensor, torch.Tens
         return placeholder(member), member
     leaf = member.detach().requires_grad_()
     # To autograd this is not a view, so layers may change it in place. Its gradient passes through unchanged.
-    follower = torch.ops.aten._unsafe_view(leaf, leaf.shape)
+    follower = _follow(leaf, leaf.shape)
     # The graph needs only the leaf's shape and gradient.
     leaf.data = placeholder(member)
     return leaf, follower
 
 
+_follow = torch.ops.aten._unsafe_view.default
+"""Named with its overload, which torch would look for in every call."""
+
+
 def _edge(member: torch.Tensor) -> GradientEdge:
-    # A node of a Python autograd function lives only as long as the tensor it returned. The edge therefore goes through
-    # a view, whose node is torch's own.
-    return get_gradient_edge(member.view_as(member))
+    node = member.grad_fn
+    if node is None or isinstance(node, torch._C._FunctionBase):
+        # A node of a Python autograd function lives only as long as the tensor it returned, and a leaf has none. Their
+        # edges go through a view, whose node is torch's own.
+        return get_gradient_edge(member.view_as(member))
+    return GradientEdge(node, member.output_nr)
 
 
 def placeholder(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a tensor with the shape of ``tensor`` and memory for one element."""
-    return tensor.new_empty(()).expand(tensor.shape)
+    return tensor.new_empty_strided(tensor.shape, (0,) * tensor.dim())
 
 
 _Place = tuple[int, int]

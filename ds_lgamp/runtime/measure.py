@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from ds_lgamp.cost.activations import ChunkBytes
 from ds_lgamp.runtime.chunk import as_leaves, cloned
-from ds_lgamp.runtime.graph import backpropagate, begin_graph, end_graph, own_loss
+from ds_lgamp.runtime.graph import backpropagate, begin_graph, end_graph, on_this_thread, own_loss
 from ds_lgamp.runtime.messages import message_bytes
 from ds_lgamp.runtime.recompute import SavedTensors
 from ds_lgamp.schedule.actions import Action
@@ -262,7 +262,7 @@ def chunk_bytes(
     """
     given, is_last = _tensors(inputs), result_bytes == 0
     existing = [*existing, *(gradients or ()), *given]
-    with PeakMemory(existing, fake=any(map(_is_fake, existing))) as memory:
+    with PeakMemory(existing, fake=any(map(_is_fake, existing))) as memory, on_this_thread():
         before = memory.live()
         if gradients is None:
             with torch.no_grad():

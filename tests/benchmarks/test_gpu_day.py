@@ -11,6 +11,7 @@ from benchmarks.__main__ import main
 from benchmarks.gpu_day import PARTS, Part, command, runner, trace
 from benchmarks.gpu_day.runner import FAILED, NOT_RUN, PASSED, as_table, run_parts
 from benchmarks.gpu_day.trials import TRIALS
+from benchmarks.record import OURS
 from testing import ROOT
 from testing.processes import is_alive, wait
 
@@ -246,8 +247,12 @@ def test_a_dry_run_passes_and_does_every_parts_work(tmp_path):
         assert all(seconds is not None for seconds in found["seconds"])
         assert sorted(found["exit status"]) == [-9] + [1] * (len(found["seconds"]) - 1)
     assert "failures" not in results["speed"]["record"]
-    for name in ("offload", "largest"):
+    for name in ("offload", "largest", "recomputation", "compiled", "vocabulary"):
         assert not any("outcome" in found for found in results[name].values())
     assert all((found["layers"], found["too large"]) == (4, {}) for found in results["largest"].values())
+    for found in results["launches"].values():
+        assert 0 < found["issued after"] <= found["seconds"]
+    computes = results["launches"][f"{OURS}, tiny"]["actions"]
+    assert computes["F"]["count"] == computes["B"]["count"] > 0
     assert results["trace"]["step"]["file"] == "trace_tiny.json.gz"
     assert (tmp_path / "trace_tiny.json.gz").stat().st_size < trace.LARGEST

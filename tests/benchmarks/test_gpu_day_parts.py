@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.gpt.offload import DEEPSPEED, ON_HOST
 from benchmarks.gpt.sizes import SIZES, TINY
-from benchmarks.gpu_day import equality, killed, largest, layouts, offload, ranks, speed, trace, waits
+from benchmarks.gpu_day import beside, equality, killed, largest, launches, layouts, ranks, speed, trace, waits
 from benchmarks.gpu_day.wheels import THERE, WANTED, closure
 from benchmarks.record import OURS, Record
 from testing import ROOT
@@ -171,16 +171,16 @@ def test_only_runs_of_ours_can_fail_the_speed():
 def test_offloading_fails_by_ours_alone_and_by_other_losses_than_in_memory():
     size = SIZES[TINY]
     run = {"losses": [4.0, 2.0], "seconds": [2.0, 4.0, 3.0], "peak": 7, "reserved": 8}
-    found = offload.as_result(ON_HOST, size, run, [4.0, 2.0])
+    found = beside.as_result(ON_HOST, size, run, [4.0, 2.0])
     assert (found["tokens per second"], found["micro-batches"]) == (size.tokens / 3, size.micro_batches)
     assert "failure" not in found and "outcome" not in found
     for contender, key in ((ON_HOST, "failure"), (DEEPSPEED, "outcome")):
-        assert "in step 2" in offload.as_result(contender, size, run, [4.0, 2.1])[key]
-        assert offload.as_result(contender, size, {"failure": "out of memory"}, None)[key] == "out of memory"
+        assert "in step 2" in beside.as_result(contender, size, run, [4.0, 2.1])[key]
+        assert beside.as_result(contender, size, {"failure": "out of memory"}, None)[key] == "out of memory"
     over = {"not run": "the time was over"}
-    found = offload.as_result(ON_HOST, size, over, None)
+    found = beside.as_result(ON_HOST, size, over, None)
     assert found == {**over, "contender": ON_HOST, "micro-batches": size.micro_batches}
-    assert offload.as_result(DEEPSPEED, size, over, None)["outcome"] == "the time was over"
+    assert beside.as_result(DEEPSPEED, size, over, None)["outcome"] == "the time was over"
 
 
 def test_the_first_size_that_trains_is_the_largest(monkeypatch, tmp_path):
@@ -238,6 +238,35 @@ def test_a_trace_gives_busy_time_kernels_and_waits_by_action():
         "host waits, ms": {
             "cudaStreamSynchronize in STEP > Optimizer.step#AdamW.step": 0.5,
             "cudaDeviceSynchronize in no action": 0.5,
+        },
+    }
+
+
+def test_launches_are_counted_by_kind_of_action_and_idle_time_in_computes_is_what_graphs_could_save():
+    events = [
+        event("user_annotation", "F0.0", 0, 40),
+        event("user_annotation", "F0.1", 40, 100),
+        event("user_annotation", "B0.1", 100, 160),
+        event("user_annotation", "WAIT_REDUCE0", 160, 200),
+        event("user_annotation", "Optimizer.step#AdamW.step", 200, 400),
+        *[event("cuda_runtime", "cudaLaunchKernel", at, at + 5) for at in (10, 50, 60, 110, 210)],
+        event("cuda_driver", "cuLaunchKernelEx", 120, 125),
+        event("cuda_runtime", "cudaMemcpyAsync", 20, 25),
+        event("cuda_runtime", "cudaEventRecord", 30, 35),
+        event("kernel", "gemm", 20, 100),
+        event("gpu_memcpy", "copy", 120, 140),
+        event("kernel", "update", 220, 400),
+    ]
+    assert launches.figures(events) == {
+        "launches": 7,
+        "traced seconds": 400e-6,
+        "idle": pytest.approx(0.3),
+        # 20 us before the first kernel, and 40 us of the backward.
+        "idle in computes": pytest.approx(0.15),
+        "actions": {
+            "F": {"count": 2, "launches": 2, "us": 50},
+            "B": {"count": 1, "launches": 2, "us": 60},
+            "WAIT_REDUCE": {"count": 1, "launches": 0, "us": 40},
         },
     }
 

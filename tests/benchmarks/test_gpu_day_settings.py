@@ -9,10 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
+from benchmarks.gpt.contenders import BASELINE
 from benchmarks.gpt.offload import DEEPSPEED, FSDP2_IN_MEMORY, IN_MEMORY, ON_HOST
 from benchmarks.gpt.sizes import SIZES, TINY
-from benchmarks.gpu_day import environment, findings, nccl, offload, settings
+from benchmarks.gpu_day import beside, environment, findings, nccl, settings
 from benchmarks.gpu_day.layouts import Layout
+from benchmarks.gpu_day.recomputation import FIXED, WITHIN
 from benchmarks.record import OURS, Row
 from docs import gpu_tables, tables
 
@@ -83,9 +85,10 @@ def test_the_record_has_a_row_for_every_comparison_with_plain_torch():
     assert findings.as_record(RANKS).rows == [Row(OURS, ranks, findings.DIFFERENCE, 0.5, 0.0, "ratio")]
 
 
-def rate(contender, micro_batches, seconds):
+def rate(contender, micro_batches, seconds, trial="", peak=7):
     size = SIZES[TINY]._replace(micro_batches=micro_batches)
-    return offload.as_result(contender, size, {"losses": [1.0], "seconds": seconds, "peak": 7}, None)
+    found = beside.as_result(contender, size, {"losses": [1.0], "seconds": seconds, "peak": peak}, None)
+    return {"trial": trial, **found}
 
 
 OFFLOAD = report(
@@ -95,7 +98,7 @@ OFFLOAD = report(
         "host, 4": rate(ON_HOST, 4, [1.0]),
         "host, 16": rate(ON_HOST, 16, [1.0, 1.25, 2.0]),
         "DeepSpeed, 4": rate(DEEPSPEED, 4, [4.0]),
-        "DeepSpeed, 16": {"contender": DEEPSPEED, "micro-batches": 16, "outcome": "out of memory"},
+        "DeepSpeed, 16": {"trial": "", "contender": DEEPSPEED, "micro-batches": 16, "outcome": "out of memory"},
     },
 )
 LARGEST = report(
@@ -120,6 +123,42 @@ def test_the_record_has_speed_and_size_with_offloading():
     sizes = findings.as_record(LARGEST)
     assert [(target.value, target.met) for target in sizes.targets] == [(pytest.approx(0.1), True)]
     assert [each.reason for each in sizes.failures] == ["no size trained"]
+
+
+def targets_of(part, *results):
+    """The targets of a part with these results, by the end of their texts."""
+    record = findings.as_record(report(part, **{str(number): found for number, found in enumerate(results)}))
+    return {target.text.removeprefix(f"{part}: "): (target.value, target.met) for target in record.targets}
+
+
+def test_a_training_within_a_budget_is_compared_with_the_budget_and_with_what_takes_no_more():
+    assert targets_of(
+        "recomputation",
+        rate(WITHIN, 4, [1.0], "auto", peak=41e9),
+        rate(FIXED, 4, [2.0], "full", peak=28e9),
+        rate(FIXED, 4, [0.5], "none", peak=75e9),
+        rate(FSDP2_IN_MEMORY, 4, [0.8], "none", peak=32e9),
+        rate(FSDP2_IN_MEMORY, 4, [0.4], "half", peak=48e9),
+    ) == {
+        f"{findings.PEAK} of {WITHIN} / 40 GB": (pytest.approx(1.025), False),
+        f"{findings.RATE} of full recomputation / of {WITHIN}": (pytest.approx(0.5), True),
+        f"{findings.RATE} of the fastest FSDP2 in 40 GB / of {WITHIN}": (pytest.approx(1.25), False),
+    }
+    assert targets_of("recomputation", rate(FIXED, 4, [2.0], "full")) == {}
+
+
+def test_compiled_is_compared_with_compiled_and_plain_with_plain():
+    assert targets_of(
+        "compiled",
+        rate(BASELINE, 4, [1.0], "125M"),
+        rate(OURS, 4, [1.1], "125M"),
+        rate(f"{BASELINE}, compiled", 4, [0.8], "125M"),
+        rate(f"{OURS}, compiled", 4, [0.4], "125M"),
+        rate(f"{OURS}, compiled", 4, [0.4], "1.3B"),
+    ) == {
+        f"{findings.RATE} of {BASELINE} / of {OURS}, 125M": (pytest.approx(1.1), False),
+        f"{findings.RATE} of {BASELINE}, compiled / of {OURS}, compiled, 125M": (pytest.approx(0.5), True),
+    }
 
 
 @pytest.mark.parametrize(

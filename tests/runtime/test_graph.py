@@ -70,13 +70,77 @@ class Asks(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_backward_pass_stays_on_its_thread_and_leaves_the_scripts_own_as_they_are(fails):
-    _, inputs = begin_graph(torch.ones(2))
-    ends = end_graph(Asks.apply(inputs, fails))
-    with pytest.raises(ValueError, match="a layer fails") if fails else nullcontext():
-        backpropagate(ends, [torch.ones(2)])
+def test_backward_passes_stay_on_their_thread_and_leave_the_scripts_own_as_they_are(fails, monkeypatch):
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    executor = executor_of(lambda inputs: Asks.apply(inputs * torch.ones(1, requires_grad=True), fails))
+    with pytest.raises(ActionError, match="a layer fails") if fails else nullcontext():
+        with executor.run_batch(BatchState(1, lambda _: (torch.ones(1), None))):
+            executor.run(map(Action.parse, ("F0.0", "B0.0")))
+    # The pass that frees what a failed one has left is the script's.
     assert Asks.answers.pop() is False
     assert torch._C._is_multithreading_enabled()
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_batch_has_the_gradients_it_needs_whatever_the_script_has_enabled(training, monkeypatch):
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    seen = []
+
+    def layer(inputs):
+        seen.append(torch.is_grad_enabled())
+        return (inputs * torch.ones(1, requires_grad=True)).sum()
+
+    executor = executor_of(layer)
+    program = [
+        Action.parse(text)._replace(recomputed=training) for text in (("F0.0", "B0.0") if training else ("F0.0",))
+    ]
+    for enabled in (True, False):
+        with torch.set_grad_enabled(enabled):
+            with executor.run_batch(BatchState(1, lambda _: (torch.ones(1), None), training, program)):
+                executor.run(program)
+            assert torch.is_grad_enabled() == enabled
+    assert seen == [training] * len(program) * 2
+
+
+class Doubled(torch.autograd.Function):
+    """Twice its input, by a node of Python."""
+
+    @staticmethod
+    def forward(ctx, inputs):
+        return inputs * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+@pytest.mark.parametrize(
+    ("layer", "slope"),
+    [
+        (Doubled.apply, 2),
+        (lambda inputs: (inputs * 3).split(2)[1], 3),
+        (lambda inputs: (inputs * 3).mul_(2), 6),
+        (lambda inputs: inputs.view(-1), 1),
+    ],
+    ids=["Python", "second of two", "in place", "view"],
+)
+def test_a_graph_ends_at_the_node_that_made_the_result_however_it_was_made(layer, slope):
+    leaf, inputs = begin_graph(torch.ones(4))
+    ends = end_graph(layer(inputs))
+    del inputs
+    gc.collect()
+    # Not every torch keeps a node of Python alive by its edge.
+    assert not isinstance(ends[0].node, torch._C._FunctionBase)
+    count = 2 if slope == 3 else 4
+    backpropagate(ends, [torch.ones(count)])
+    assert torch.equal(leaf.grad[-count:], torch.full((count,), float(slope)))
+    assert leaf.grad[:-count].eq(0).all()
+
+
+def test_a_graph_may_end_at_a_parameter():
+    weight = torch.nn.Parameter(torch.ones(2))
+    backpropagate(end_graph(weight), [torch.full((2,), 3.0)])
+    assert torch.equal(weight.grad, torch.full((2,), 3.0))
 
 
 def fails_with_work_left():

@@ -76,7 +76,7 @@ def _seeded(states: dict[str, torch.Tensor], seed: int, device: torch.device) ->
 
 
 def _same_numpy(first: Any, second: Any) -> bool:
-    return first[2:] == second[2:] and numpy.array_equal(first[1], second[1])
+    return first[2:] == second[2:] and first[1].tobytes() == second[1].tobytes()
 
 
 def _same_tracked(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:

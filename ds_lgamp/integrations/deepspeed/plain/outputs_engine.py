@@ -202,7 +202,8 @@ class ReturnedOutputs:
         starts: list[Tensor | None] = [None] * len(places)
         for number, (place, needed) in enumerate(zip(places, needs, strict=True)):
             if needed:
-                (start,), (leaves[place],) = begin_graph((leaves[place],))
+                with torch.enable_grad():
+                    (start,), (leaves[place],) = begin_graph((leaves[place],))
                 start.register_hook(partial(self._arriving, self._step))
                 starts[number] = start
         self._starts.append(starts)
