@@ -338,6 +338,11 @@ class LgampConfig(BaseModel):
                 f"activation_dtype is '{self.activation_dtype}', which rounds where pipeline ranks meet, but "
                 "reproducible promises the same bits for any number of them; remove one of them"
             )
+        if self.compile is not False and self.recompute == "auto":
+            raise ValueError(
+                f"compile is {self.compile!r}, but recompute is 'auto', which cannot measure compiled code; set "
+                "recompute to 'full' or 'none'"
+            )
         if self.compile is not False and self.reproducible:
             raise ValueError(
                 f"compile is {self.compile!r}, whose code for the first shapes rounds otherwise than that for others, "

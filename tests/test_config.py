@@ -46,6 +46,10 @@ def test_a_trace_has_its_first_and_its_last_step(keys, steps):
         ({"compile": {"mode": "reduce-overhead"}}, "use mode 'max-autotune-no-cudagraphs'"),
         ({"compile": {"options": {"triton.cudagraphs": True}}}, "its CUDA graphs would keep the addresses of weights"),
         ({"compile": {"backend": "cudagraphs"}}, "its CUDA graphs would keep the addresses of weights"),
+        (
+            {"compile": True, "recompute": "auto", "recompute_memory": "1 GB"},
+            "compile is True, but recompute is 'auto', which cannot measure compiled code; set recompute to 'full'",
+        ),
         ({"compile": True, "reproducible": True}, "compile is True, whose code for the first shapes rounds otherwise"),
         ({"live_checkpoint": ""}, "ds_lgamp.live_checkpoint is ''"),
         ({"live_checkpoint": "live", "nonfinite": "abort"}, "nonfinite is 'abort', which finds a bad step when its"),

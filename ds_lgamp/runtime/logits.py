@@ -28,6 +28,8 @@ from ds_lgamp.runtime.recompute import is_dropping
 
 Step = Callable[[Tensor], Tensor]
 """Computes a tensor from another one of the same shape, element by element."""
+Autocast = tuple[str, torch.dtype, bool]
+"""The type of device, the type of numbers, and whether autocast is on."""
 Criterion = Callable[[Tensor, Tensor], Tensor]
 """Returns the losses of rows from their logits, of shape (rows, V), and targets."""
 
@@ -39,8 +41,7 @@ class Head(NamedTuple):
     """Returns logits of shape (..., V) for hidden states of shape (..., H)."""
     weights: Sequence[Tensor]
     """What it reads that needs gradients."""
-    autocast: tuple[str, torch.dtype, bool]
-    """The type of device, the type of numbers, and whether autocast is on."""
+    autocast: Autocast
     matrix: Tensor | None = None
     """Of shape (V, H), if the head is a linear layer with this weight, perhaps with a bias, and nothing else."""
 
@@ -53,8 +54,7 @@ class Head(NamedTuple):
         matrix: Tensor | None = None,
     ) -> Head:
         """Returns the head as it computes now, under the autocast that is on."""
-        kind = device.type
-        state = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        state = _autocast_now(device)
         needs_gradients = [weight for weight in weights if weight.requires_grad]
         return cls(compute, needs_gradients, state, None if state[2] else matrix)
 
@@ -67,6 +67,11 @@ class Head(NamedTuple):
     def __call__(self, hidden: Tensor) -> Tensor:
         with torch.autocast(*self.autocast):
             return self.compute(hidden)
+
+
+def _autocast_now(device: torch.device) -> Autocast:
+    kind = device.type
+    return kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
 
 
 def deferred(head: Head, hidden: Tensor, loss_chunk: int | str | None) -> Logits | None:
@@ -190,17 +195,22 @@ class Logits(Tensor):
         return _Again.apply(losses, rows, *losses.head.weights)
 
     def loss_in_all(
-        self, targets: Tensor, criterion: Criterion, count: Tensor | None = None, weights: Tensor | None = None
+        self,
+        targets: Tensor,
+        criterion: Criterion,
+        dtype: torch.dtype,
+        count: Tensor | None = None,
+        weights: Tensor | None = None,
     ) -> Tensor:
         """Returns the sum of the losses of all rows.
 
         Args:
+            dtype: of the result.
             count: a number by which to divide it; where it is less than 1, gradients are divided by 1.
             weights: those of the rows; by default ones.
         """
         losses, rows = self._losses(targets, criterion)
-        dtype = self.recipe.probe.dtype
-        if torch.float16 in (rows.dtype, dtype):
+        if torch.float16 in (rows.dtype, self.recipe.probe.dtype):
             # Its gradients fit into 16 bits only with the loss scale, which comes with the backward.
             of_rows = _Again.apply(losses, rows, *losses.head.weights).float()
             total = (of_rows if weights is None else of_rows * weights.reshape(-1)).sum()
@@ -213,7 +223,8 @@ class Logits(Tensor):
         recipe, source = self.recipe, self.recipe.source
         source.check()
         rows = recipe.rows.reshape(-1, recipe.rows.shape[-1])
-        return Losses(source.head, recipe.steps, source.piece, targets.reshape(-1), criterion), rows
+        autocast = _autocast_now(rows.device)
+        return Losses(source.head, recipe.steps, source.piece, targets.reshape(-1), criterion, autocast), rows
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, positional: Any = (), named: Any = None) -> Any:
@@ -367,7 +378,9 @@ class _Asked(NamedTuple):
         if self.reduction == "none":
             return self.logits.loss_by_row(self.targets, criterion)
         count = (self.targets != self.ignored).sum() if self.reduction == "mean" else None
-        return self.logits.loss_in_all(self.targets, criterion, count)
+        # Under autocast it is not that of the logits.
+        dtype = criterion(self.logits.recipe.probe, self.targets[:0]).dtype
+        return self.logits.loss_in_all(self.targets, criterion, dtype, count)
 
 
 class Losses(NamedTuple):
@@ -379,6 +392,8 @@ class Losses(NamedTuple):
     """Rows that are computed together."""
     targets: Tensor
     criterion: Criterion
+    autocast: Autocast
+    """Where the loss was asked for. A backward runs without."""
 
     def pieces(self, hidden: Tensor, others: Tensor | None) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
         """Yields rows, targets and ``others`` of every piece."""
@@ -391,9 +406,10 @@ class Losses(NamedTuple):
         """Returns the losses of a piece, and where gradients of its logits leave the graph, if there is one."""
         logits = self.head(hidden)
         edge = get_gradient_edge(logits) if logits.requires_grad else None
-        for step in self.steps:
-            logits = step(logits)
-        return self.criterion(logits, targets), edge
+        with torch.autocast(*self.autocast):
+            for step in self.steps:
+                logits = step(logits)
+            return self.criterion(logits, targets), edge
 
 
 class _Gradients:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -142,6 +142,8 @@ class PeakMemory(TorchDispatchMode):
         only_new: whether only what operations inside blocks of this mode make counts. Then nobody needs to name what
             exists, and operations that change its size go unseen.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self, existing: Iterable[torch.Tensor] = (), fake: bool = False, only_new: bool = False) -> None:
         super().__init__()
@@ -297,8 +299,17 @@ def chunk_bytes(
         return ChunkBytes(result_bytes, forward, memory.peak - before - held, by_autograd, keeps_result)
 
 
+@runtime_checkable
+class HasArguments(Protocol):
+    """An input of a chunk that is no tree of tensors, but has one, as a call of a model."""
+
+    @property
+    def arguments(self) -> Any: ...
+
+
 def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    tree = value.arguments if isinstance(value, HasArguments) else value
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 class NotedTensors(SavedTensors):

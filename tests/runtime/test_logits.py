@@ -313,6 +313,22 @@ def test_autocast_is_that_of_the_head():
     torch.testing.assert_close(*found, rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_under_autocast_the_loss_has_32_bits_and_so_has_its_backward(reduction):
+    found = []
+    for piece in (0, 4):
+        torch.manual_seed(3)
+        head, hidden = nn.Linear(WIDTH, VOCABULARY), torch.randn(20, WIDTH, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = logits_of(head, hidden, piece)
+            loss = functional.cross_entropy(logits, torch.arange(20), reduction=reduction)
+        loss.sum().backward()
+        assert loss.dtype is torch.float32
+        found.append([loss.detach(), hidden.grad, head.weight.grad])
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-6, atol=0)
+    torch.testing.assert_close(*found, rtol=1e-2, atol=1e-3)
+
+
 def test_frozen_weights_get_no_gradient_and_hidden_states_do():
     head, hidden = nn.Linear(WIDTH, 900).requires_grad_(False), torch.randn(20, WIDTH, requires_grad=True)
     with PeakMemory([hidden, *head.parameters()]) as memory:

@@ -240,6 +240,10 @@ class Call:
         """What the model's own modules held when its forward first ran for this call; None before that."""
         self._checks_graph: bool | None = None
 
+    @property
+    def arguments(self) -> Arguments:
+        return self.positional, dict(self.named)
+
     @cached_property
     def signature(self) -> Any:
         """What of the arguments may decide which code runs."""

@@ -207,6 +207,11 @@ class LgampDoor(DeepSpeedEngine):
 
     def _compile(self, asked: str, options: Mapping[str, Any]) -> None:
         """Compiles the layers with torch.compile's ``options``, for which somebody has ``asked``, in words."""
+        if self.lgamp.settings.recompute == "auto":
+            raise ConfigError(
+                f"{asked}, but {BLOCK}.recompute is 'auto', which cannot measure compiled code; set it to 'full' or "
+                "'none'"
+            )
         named = {name: value for name, value in options.items() if value is not None and (name, value) not in _DEFAULTS}
         options = {"backend": get_accelerator().get_compile_backend(), **named}
         try:

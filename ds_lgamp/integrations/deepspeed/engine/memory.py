@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import PipelineModule
 from deepspeed.utils import logger
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -28,6 +29,8 @@ from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
 )
 from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype, parameter_dtype
 from ds_lgamp.integrations.deepspeed.config.zero import Home
+from ds_lgamp.integrations.deepspeed.model.experts import divided
+from ds_lgamp.integrations.deepspeed.model.shared_tensors import tensor_group
 from ds_lgamp.optimizers.lamb import Lamb
 from ds_lgamp.optimizers.muon import DEFAULTS, Muon, NewtonSchulz
 from ds_lgamp.partition.agreement import raise_everywhere
@@ -237,6 +240,22 @@ def budget_of(settings: LgampConfig, device: torch.device) -> int | None:
     return settings.recompute_bytes
 
 
+def why_not_alone(module: PipelineModule) -> str | None:
+    """Returns a sentence if the ranks of "auto" must not decide alone what they recompute, because layers exchange data
+    with other ranks, or if a layer cannot be measured; else None."""
+    parts = [*module.modules()]
+    reasons = {
+        "ranks divide the experts of a layer and must recompute alike": bool(divided(module)),
+        "ranks divide layers among each other and must recompute alike": tensor_group(module) is not None,
+        "ranks share a SyncBatchNorm and must recompute alike": any(
+            isinstance(each, nn.SyncBatchNorm) for each in parts
+        ),
+        "a layer is compiled, which cannot be measured": any(each._compiled_call_impl is not None for each in parts),
+    }
+    found = next((reason for reason, holds in reasons.items() if holds), None)
+    return None if found is None else f"{BLOCK}.recompute is 'auto', but {found}; use 'full' or 'none'"
+
+
 def over_budget(limit: int, rank: int, needed: int) -> str | None:
     """Returns a sentence if a rank that recomputes everything needs more than the limit; else None."""
     if needed <= limit:
@@ -257,7 +276,7 @@ class Budget:
     """Decides for a rank which forwards autograd keeps, so that the rank stays within its budget.
 
     The first batch recomputes everything and measures. Later forwards with a larger input than all before are measured
-    as well. Each rank decides alone, because nothing that ranks exchange depends on it.
+    as well. Each rank decides alone, because no layer exchanges data with other ranks (:func:`why_not_alone`).
 
     Args:
         training: the training of this rank.
@@ -291,6 +310,11 @@ class Budget:
             self._meter.has_grown = False
             self._kept = spec, kept_within(self._limit, partial(self._build, spec), self._during, self._size)
         return replace(spec, kept=self._kept[1])
+
+    def begin_anew(self) -> None:
+        """Lets the next batch be as the first one, because other tensors may need gradients."""
+        self._meter.measure_again()
+        self._limit, self._kept = None, (None, frozenset())
 
     def begin_batch(self) -> None:
         """Begins a batch for training."""

@@ -21,7 +21,7 @@ from ds_lgamp.integrations.deepspeed.config.client_optimizer import place_with_g
 from ds_lgamp.integrations.deepspeed.config.precision import input_dtype
 from ds_lgamp.integrations.deepspeed.config.zero import live_folder, on_disk_of
 from ds_lgamp.integrations.deepspeed.engine.data import BatchLoader
-from ds_lgamp.integrations.deepspeed.engine.memory import Budget, budget_of
+from ds_lgamp.integrations.deepspeed.engine.memory import Budget, budget_of, why_not_alone
 from ds_lgamp.integrations.deepspeed.engine.monitor import monitor_if_asked, monitored
 from ds_lgamp.integrations.deepspeed.engine.nonfinite import NonfiniteCheck
 from ds_lgamp.integrations.deepspeed.engine.optimizer import PartitionedOptimizer, build_optimizer
@@ -47,7 +47,7 @@ from ds_lgamp.integrations.split.state import leave_out_hosts
 from ds_lgamp.optimizers.lamb import Lamb
 from ds_lgamp.optimizers.muon import Muon
 from ds_lgamp.optimizers.updates import HostUpdateError
-from ds_lgamp.partition.agreement import host_group
+from ds_lgamp.partition.agreement import host_group, raise_everywhere
 from ds_lgamp.partition.bus import Bus
 from ds_lgamp.partition.quantised import PackedPlaces
 from ds_lgamp.partition.zero_partition import ZeroPartition
@@ -200,7 +200,9 @@ class Training:
         door = self.door
         self.check = door.optimizer.check = None if self.settings.nonfinite is None else NonfiniteCheck(self)
         self.executor = self._build_executor()
-        self.budget = Budget(self, self._given_budget) if self.settings.recompute == "auto" else None
+        if self.settings.recompute == "auto":
+            raise_everywhere(why_not_alone(self.placed), ConfigError)
+            self.budget = Budget(self, self._given_budget)
         self.executor.trace = trace_if_asked(
             self.settings, self.placed.stage_id, self.data_rank, self.device, ConfigError
         )
@@ -280,6 +282,8 @@ class Training:
         self.program_spec = replace(self.program_spec, first_trained=min(first, self.program_spec.first_trained))
         # Other tensors may need gradients now.
         self.executor.links.reset()
+        if self.budget is not None:
+            self.budget.begin_anew()
 
     # One batch
 
@@ -311,7 +315,7 @@ class Training:
             except BaseException as error:
                 if trace is not None:
                     trace.stop()
-                if self.budget is not None:
+                if self.budget is not None and training:
                     self.budget.advise(error)
                 raise
             if ends and training:

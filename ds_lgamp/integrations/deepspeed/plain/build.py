@@ -198,6 +198,11 @@ def check_layout(mpu: Any, of_pipelines: Any, settings: LgampConfig) -> None:
         raise ConfigError(
             f"{ranks} ranks share a sequence, whose loss only the script can compute; set {BLOCK}.outputs to 'all'"
         )
+    if settings.recompute == "auto":
+        raise ConfigError(
+            f"{ranks} ranks share a sequence, and must recompute alike, but with {BLOCK}.recompute 'auto' each decides "
+            "alone; use 'full' or 'none'"
+        )
     sharing, data_ranks = (
         set(dist.get_process_group_ranks(group))
         for group in (mpu.get_sequence_parallel_group(), of_pipelines.get_data_parallel_group())

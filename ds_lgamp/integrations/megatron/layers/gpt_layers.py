@@ -236,7 +236,7 @@ def language_model_loss(logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor
     targets, loss_mask = (tensor.transpose(0, 1).contiguous() for tensor in labels)
     count = loss_mask.sum().clamp(min=1)
     if isinstance(logits, Logits):
-        return logits.loss_in_all(targets, _losses_in_single, count, loss_mask)
+        return logits.loss_in_all(targets, _losses_in_single, torch.float32, count, loss_mask)
     return (_losses_in_single(logits, targets) * loss_mask).sum() / count
 
 

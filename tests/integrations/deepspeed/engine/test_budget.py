@@ -8,9 +8,12 @@ from functools import partial
 from itertools import pairwise, product
 from types import SimpleNamespace
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
+from deepspeed.pipe import LayerSpec, PipelineModule
 
 from ds_lgamp.config import ConfigError, parse_quantity, read_block
 from ds_lgamp.integrations.deepspeed.engine import memory
@@ -31,6 +34,7 @@ from tests.integrations.deepspeed.engine.test_recompute import (
     mean_square,
     micro_batch,
 )
+from tests.integrations.deepspeed.linear import engine_of
 from tests.integrations.deepspeed.plain.training import train_all_on_rank
 from tests.runtime.assembly import gathered
 
@@ -285,6 +289,93 @@ def test_longer_inputs_are_recomputed_and_measured_and_other_numbers_of_micro_ba
     assert again[0] == 0, "short samples all fit"
     assert again[5] > 0, "of long ones some do not"
     assert again[6] > again[5] > again[7], "more micro-batches of the largest size leave less room"
+
+
+def longer_calls():
+    """Calls an engine with longer samples after shorter ones. Returns, by length, what the first and the second chunk
+    keep in bytes."""
+    prepare_rank()
+    torch.manual_seed(1)
+    config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64, n_positions=32)
+    model = transformers.GPT2LMHeadModel(config)
+    block = {"pipeline_ranks": 1, "chunks_per_rank": 2, "recompute": "auto", "recompute_memory": "1 GB"}
+    settings = {"train_micro_batch_size_per_gpu": 2, "zero_allow_untested_optimizer": True, "ds_lgamp": block}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trained, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    found = []
+    for length in (8, 8, 16):
+        tokens = torch.randint(64, (2, length))
+        loss = trained(input_ids=tokens, labels=tokens).loss
+        trained.backward(loss)
+        trained.step()
+        chunks = trained.lgamp.budget._meter.chunks
+        found.append((chunks[0].kept.saved, chunks[1].kept.saved))
+    return found
+
+
+def test_longer_calls_are_measured_on_the_first_chunk_too():
+    (found,) = run_on_ranks(1, longer_calls)
+    (first, *_), again, longer = found
+    assert again[0] == first and longer[0] > 1.8 * first and longer[1] > 1.8 * found[0][1]
+
+
+def unfreezing():
+    """Unfreezes weights above the lowest gain that trains. Returns what chunk 2 keeps in bytes after each batch, and
+    how many forwards the next one keeps."""
+    prepare_rank()
+    layers = [LayerSpec(Scaled) for _ in range(6)]
+    module, found = PipelineModule(layers, num_stages=1, loss_fn=mean_square), []
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_("gain" in name)
+    block = {"layers_per_chunk": 1, "recompute": "auto", "recompute_memory": "3 MB"}
+    trained = engine_of(module, block, micro_batches=4, train_micro_batch_size_per_gpu=2)
+    for number in range(4):
+        if number == 2:
+            module.requires_grad_(True)
+        trained.train_batch(iter([(torch.randn(2, 100, 64), torch.randn(2, 100, 64)) for _ in range(4)]))
+        own = trained.lgamp
+        found.append((own.budget._meter.chunks[2].kept.saved, len(own.own_spec.kept)))
+    return found
+
+
+class Scaled(torch.nn.Module):
+    """A layer whose weights need more saved tensors than its gain."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64, bias=False)
+        self.gain = torch.nn.Parameter(torch.ones(64))
+
+    def forward(self, hidden):
+        return hidden + self.outer(torch.relu(self.inner(hidden))) * self.gain
+
+
+def test_after_a_thaw_all_is_measured_and_decided_anew():
+    (found,) = run_on_ranks(1, unfreezing)
+    (frozen, many), again, (thawed, fewer), after = found
+    assert again == (frozen, many) and after == (thawed, fewer)
+    assert thawed > frozen and fewer < many
+
+
+def complaints():
+    """Returns what refuses modules whose layers exchange data, or are compiled."""
+    prepare_rank()
+    trained = engine(ATTENDING, 1)
+    found = [memory.why_not_alone(trained.module)]
+    trained.module.forward_funcs[1].norm = torch.nn.SyncBatchNorm(4)
+    found.append(memory.why_not_alone(trained.module))
+    del trained.module.forward_funcs[1].norm
+    trained.module.forward_funcs[1].compile(backend="eager")
+    return [*found, memory.why_not_alone(trained.module)]
+
+
+def test_ranks_decide_alone_only_where_no_layer_needs_others_and_all_can_be_measured():
+    ((none, shared, compiled),) = run_on_ranks(1, complaints)
+    assert none is None
+    assert shared == (
+        "ds_lgamp.recompute is 'auto', but ranks share a SyncBatchNorm and must recompute alike; use 'full' or 'none'"
+    )
+    assert "a layer is compiled, which cannot be measured" in compiled
 
 
 def test_scripts_that_call_the_engine_train_to_the_same_bits():
