@@ -42,6 +42,8 @@ class Compiler:
         limits = torch._dynamo.config
         # Older releases know this name only.
         limits.cache_size_limit = max(limits.cache_size_limit, _ENOUGH)
+        # Equal layers share code, but not all may have the same hooks.
+        limits.skip_nnmodule_hook_guards = False
 
     def __call__(self, layer: Callable[..., Any]) -> Callable[..., Any]:
         """Returns ``layer`` compiled. A module stays the same object, and its calls run the code."""

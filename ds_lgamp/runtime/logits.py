@@ -210,7 +210,8 @@ class Logits(Tensor):
             weights: those of the rows; by default ones.
         """
         losses, rows = self._losses(targets, criterion)
-        if torch.float16 in (rows.dtype, self.recipe.probe.dtype):
+        _, narrow, autocasts = losses.head.autocast
+        if torch.float16 in (rows.dtype, self.recipe.probe.dtype, narrow if autocasts else None):
             # Its gradients fit into 16 bits only with the loss scale, which comes with the backward.
             of_rows = _Again.apply(losses, rows, *losses.head.weights).float()
             total = (of_rows if weights is None else of_rows * weights.reshape(-1)).sum()
@@ -265,12 +266,21 @@ class _Deferred(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> Any:
+        _refuse_gradients_of_gradients()
         (hidden,), recipe = context.saved_tensors, context.recipe
         with torch.enable_grad():
             leaf = hidden.detach().requires_grad_()
             logits = recipe(leaf)
         inputs = [leaf, *recipe.source.head.weights]
         return None, *torch.autograd.grad(logits, inputs, gradients, allow_unused=True)
+
+
+def _refuse_gradients_of_gradients() -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "gradients of gradients were asked for (create_graph=True), which a loss in pieces does not have; set "
+            "ds_lgamp.loss_chunk to 0"
+        )
 
 
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
@@ -337,8 +347,9 @@ def _keeps_columns(index: Any, dimensions: int) -> bool:
     entries = index if isinstance(index, tuple) else (index,)
     if not all(each is Ellipsis or isinstance(each, slice) for each in entries):
         return False
-    reaches_last = len(entries) == dimensions or any(each is Ellipsis for each in entries[:-1])
-    return not reaches_last or entries[-1] in (slice(None), Ellipsis)
+    slices = [each for each in entries if each is not Ellipsis]
+    reaches_last = len(slices) == dimensions or (Ellipsis in entries[:-1] and entries[-1] is not Ellipsis)
+    return not reaches_last or slices[-1] == slice(None)
 
 
 class _Asked(NamedTuple):
@@ -517,6 +528,7 @@ class _Together(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> Any:
+        _refuse_gradients_of_gradients()
         is_there, *found = context.saved_tensors
         if not is_there:
             raise RuntimeError(
@@ -548,6 +560,7 @@ class _Again(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> Any:
+        _refuse_gradients_of_gradients()
         (hidden,), losses = context.saved_tensors, context.losses
         weights = losses.head.weights
         found = _Gradients(weights, hidden, context.needs_input_grad[1])

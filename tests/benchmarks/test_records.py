@@ -34,8 +34,8 @@ def test_a_recorded_run_has_rows_targets_and_the_machine(name):
     for target in content["targets"]:
         assert list(target) == ["text", "value", "limit", "met"]
         assert target["met"] == (target["value"] <= target["limit"])
-    # These compare modes of ds_lgamp and have no target.
-    assert content["rows"] and (content["targets"] or name in ("gathers", "updates"))
+    # These compare modes of ds_lgamp, or plans, and have no target.
+    assert content["rows"] and (content["targets"] or name in ("gathers", "updates", "one_machine"))
 
 
 def test_a_record_survives_its_file(results):

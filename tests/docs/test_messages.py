@@ -7,7 +7,9 @@ from docs.messages import PACKAGE, VALUE, Module, messages, raised
 PASSED_ON = {
     ("checkpoint/files.py", "(DamageError if is_damage else CheckpointError)(sentence)"),
     ("checkpoint/whole.py", "CheckpointError(sentence_of(error, 0))"),
+    ("config.py", "ValueError(str(error).partition('; ')[2])"),
     ("integrations/deepspeed/engine/parameters.py", "complaint"),
+    ("integrations/deepspeed/explain/explain.py", "ConfigError(complaint)"),
     ("integrations/deepspeed/model/shared_tensors.py", "complaint"),
     ("integrations/deepspeed/model/materialise.py", "ConfigError(complaint)"),
     ("integrations/deepspeed/plain/model_state.py", "complaint"),

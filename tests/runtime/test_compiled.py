@@ -74,3 +74,12 @@ def test_a_length_that_is_also_a_width_needs_no_code_of_its_own():
 def test_options_that_torch_lacks_are_refused_before_a_layer_runs():
     with pytest.raises(Exception, match="inductro"):
         Compiler({"backend": "inductro"})
+
+
+def test_a_layer_with_a_hook_shares_no_code_with_those_without():
+    torch.compiler.reset()
+    layers, compiler = [Block(number) for number in range(3)], Compiler({"backend": "eager"})
+    layers[1].inner.register_forward_hook(lambda module, given, result: 2 * result)
+    inputs = torch.randn(2, WIDTH)
+    wanted = [layer(inputs) for layer in layers]
+    torch.testing.assert_close([compiler(layer)(inputs) for layer in layers], wanted)

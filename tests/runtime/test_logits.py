@@ -3,17 +3,20 @@
 from collections.abc import Callable
 from typing import Any
 
+import peft
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ds_lgamp.cost.activations import rows_of_piece
+from ds_lgamp.integrations.split.stand_ins import works_by_rows
 from ds_lgamp.runtime.logits import Head, Logits, deferred
 from ds_lgamp.runtime.measure import PeakMemory
 from ds_lgamp.runtime.recompute import SavedTensors
@@ -350,3 +353,30 @@ def test_automatic_pieces_have_no_more_logits_than_hidden_states_have_numbers():
     assert rows_of_piece("auto", 1024 + 1366, 4096, 1 << 17) == 1024
     assert rows_of_piece(300, 1000, 4096, 1 << 17) == 300
     assert rows_of_piece(0, 1000, 4096, 1 << 17) == rows_of_piece(None, 1000, 4096, 1 << 17) == 1000
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_gradients_of_gradients_are_refused(reduction):
+    hidden = torch.randn(20, WIDTH, requires_grad=True)
+    logits = logits_of(nn.Linear(WIDTH, VOCABULARY), hidden, 4)
+    loss = functional.cross_entropy(logits, torch.arange(20), reduction=reduction)
+    with pytest.raises(RuntimeError, match="gradients of gradients were asked for .* set ds_lgamp.loss_chunk to 0"):
+        torch.autograd.grad(loss.sum(), hidden, create_graph=True)
+
+
+def test_slices_of_columns_are_no_rows():
+    hidden, head = torch.randn(20, WIDTH, requires_grad=True), nn.Linear(WIDTH, VOCABULARY)
+    for index in ((slice(None), slice(3, 7), ...), (..., slice(3, 7)), (slice(None), slice(3, 7))):
+        assert torch.equal(logits_of(head, hidden, 4)[index], head(hidden)[index])
+    rows_alone = logits_of(head, hidden, 4)[2:9, ...]
+    assert isinstance(rows_alone, Logits) and rows_alone.shape == (7, VOCABULARY)
+
+
+def test_a_head_whose_weight_is_computed_or_with_adapters_that_are_watched_gives_whole_logits():
+    plain, pruned = nn.Linear(WIDTH, VOCABULARY), prune.identity(nn.Linear(WIDTH, VOCABULARY), "weight")
+    assert works_by_rows(plain) and not works_by_rows(pruned)
+    layers = nn.Sequential(nn.Linear(WIDTH, VOCABULARY))
+    adapted = peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["0"], lora_dropout=0.0), layers)[0]
+    assert works_by_rows(adapted)
+    adapted.lora_A["default"].register_forward_hook(lambda *_: None)
+    assert not works_by_rows(adapted)

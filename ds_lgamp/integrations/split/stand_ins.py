@@ -132,16 +132,22 @@ def works_by_rows(module: nn.Module) -> bool:
     layer, or one with adapters of peft that drop nothing."""
     if "forward" in vars(module) or module._backward_hooks or module._backward_pre_hooks:
         return False
+    if any(_is_watched(part) for part in module.modules() if part is not module):
+        return False
     kind = type(module)
     if kind is nn.Linear:
-        return True
+        # Pruning and weight norm compute the weight.
+        return "weight" in module._parameters
     adapted: Any = module
     if (kind.__module__, kind.__name__) != ("peft.tuners.lora.layer", "Linear") or any(adapted.use_dora.values()):
         return False
     drops = any(isinstance(each, nn.Dropout) and each.p > 0 for each in module.modules())
-    base: nn.Module = adapted.base_layer
-    is_watched = base._forward_hooks or base._forward_pre_hooks
-    return not (drops and module.training) and not is_watched and works_by_rows(base)
+    return not (drops and module.training) and works_by_rows(adapted.base_layer)
+
+
+def _is_watched(module: nn.Module) -> bool:
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(hooks)
 
 
 class AbsentTensor(Tensor):
