@@ -147,6 +147,10 @@ REFUSED = {
         *(2, Mode(2, 1, 2, config={"zero_optimization": {"zero_quantized_gradients": True}})),
         "but a key zero_quantized_... is true, with which nobody has tried it; remove it",
     ),
+    "recomputation that each rank decides": (
+        *(2, Mode(2, 1, 1, config={"block": {"recompute": "auto", "recompute_memory": "1 GB"}})),
+        "but ds_lgamp.recompute is 'auto', with which ranks do not recompute alike; use 'full' or 'none'",
+    ),
 }
 
 

@@ -29,7 +29,6 @@ from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
 )
 from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype, parameter_dtype
 from ds_lgamp.integrations.deepspeed.config.zero import Home
-from ds_lgamp.integrations.deepspeed.model.experts import divided
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import tensor_group
 from ds_lgamp.optimizers.lamb import Lamb
 from ds_lgamp.optimizers.muon import DEFAULTS, Muon, NewtonSchulz
@@ -242,10 +241,9 @@ def budget_of(settings: LgampConfig, device: torch.device) -> int | None:
 
 def why_not_alone(module: PipelineModule) -> str | None:
     """Returns a sentence if the ranks of "auto" must not decide alone what they recompute, because layers exchange data
-    with other ranks, or if a layer cannot be measured; else None."""
+    with other ranks, or if a layer cannot be measured; else None. Divided experts are refused where they are found."""
     parts = [*module.modules()]
     reasons = {
-        "ranks divide the experts of a layer and must recompute alike": bool(divided(module)),
         "ranks divide layers among each other and must recompute alike": tensor_group(module) is not None,
         "ranks share a SyncBatchNorm and must recompute alike": any(
             isinstance(each, nn.SyncBatchNorm) for each in parts

@@ -179,6 +179,9 @@ def refuse_around_experts(
         "zero_hpz_partition_size or mics_shard_size is given; remove it": spec.hierarchy is not None,
         "a key zero_quantized_... is true, with which nobody has tried it; remove it": any(travel),
         f"{BLOCK}.live_checkpoint is given; remove it": settings.live_checkpoint is not None,
+        f"{BLOCK}.recompute is 'auto', with which ranks do not recompute alike; use 'full' or 'none'": (
+            settings.recompute == "auto"
+        ),
         f"{BLOCK}.data_rank_speeds is given, with which ranks have other numbers of micro-batches; remove it": (
             settings.data_rank_speeds is not None
         ),
