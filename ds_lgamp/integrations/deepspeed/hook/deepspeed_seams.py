@@ -58,6 +58,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "_take_model_step",
         "_train_schedule",
         "communication_data_type",
+        "compile",
         "destroy",
         "eval_batch",
         "get_global_grad_norm",
