@@ -45,10 +45,10 @@ def quantised_curves() -> str:
     ).replace("bytes sent", "MB sent")
 
 
-def quantised_seconds(part: str = "seconds") -> str:
+def quantised_seconds() -> str:
     """Seconds of a step with exact and with rounded travel, for every number of micro-batches on every link."""
     return pivot(
-        [row for row in read("quantised").rows if row.config[PART] == part and row.metric == "step"],
+        [row for row in read("quantised").rows if row.config[PART] == "seconds" and row.metric == "step"],
         [("micro-batches", setting("micro_batches")), CONTENDER],
         lambda row: f"{row.config['link']}, s",
         with_spread(".3f"),

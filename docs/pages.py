@@ -68,7 +68,6 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "rounded": network_tables.rounded,
         "quantised-curves": network_tables.quantised_curves,
         "quantised-seconds": network_tables.quantised_seconds,
-        "quantised-peers": partial(network_tables.quantised_seconds, "peers"),
         "gathers": tables.gathers,
         "recomputation": tables.recomputation,
         "overhead": tables.overhead,
