@@ -185,14 +185,15 @@ class _Search:
             fitting: Counter[tuple] = Counter()
             for configuration in with_room(self.model, ways(), self.cluster):
                 layout = _layout(configuration)
-                if configuration.stores_inputs != stores or MOST_ALIKE in (fitting[layout], tried[layout] / TRIES):
+                is_known = fitting[layout] == MOST_ALIKE or tried[layout] == TRIES * MOST_ALIKE
+                if configuration.stores_inputs != stores or is_known:
                     continue
                 tried[layout] += 1
                 self.tried.append(configuration)
                 if self._fits(configuration):
                     fitting[layout] += 1
                     plans.append(self._predicted(configuration))
-                if MOST_ON_HOST in (fitting.total(), tried.total() / TRIES):
+                if fitting.total() == MOST_ON_HOST or tried.total() == TRIES * MOST_ON_HOST:
                     break
         return plans
 

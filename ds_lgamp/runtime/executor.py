@@ -245,7 +245,9 @@ class Executor:
         graph = batch.graphs.pop((chunk, micro_batch))
         state: Moment | None = None
         if graph.state is not None:
-            self.current = action = action._replace(recomputed=True)
+            if not action.recomputed:
+                # Its forward was measured, so it is recomputed whatever the program says.
+                self.current = action = action._replace(recomputed=True)
             self.doing = "backward"
             with self.timing.time("backward"):
                 graph, state = self._recompute(action, graph, graph.state)

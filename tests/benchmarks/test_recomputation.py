@@ -1,11 +1,8 @@
 """``python -m benchmarks run recomputation``: what its peers recompute, and how its targets compare."""
 
-from collections import Counter
-
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import IN_PARTS, recomputation
 from benchmarks.contenders.recomputing import EVERY, recompute
@@ -13,19 +10,10 @@ from benchmarks.model import ModelSize, build_blocks
 from benchmarks.recomputation import FULL, HALF, LIMIT, MODELS, NONE, ONE_BY_ONE, Held
 from benchmarks.record import OURS, PART, Record
 from benchmarks.training import Duration
+from tests.runtime.test_host_work import Operators
 
 BLOCKS = 5
 SIZE = ModelSize(blocks=BLOCKS, width=32, sequence=4)
-
-
-class Operators(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.counts[function.overloadpacket.__name__] += 1
-        return function(*args, **(kwargs or {}))
 
 
 def trained(kind):

@@ -299,37 +299,39 @@ def test_logits_say_their_shape_without_being_computed():
     assert logits.requires_grad and logits._computed is None
 
 
-def test_autocast_is_that_of_the_head():
-    def under_autocast(logits: Tensor, labels: Tensor) -> Tensor:
-        return rows(logits.float(), labels)
-
-    found = []
-    for piece in (0, 4):
-        torch.manual_seed(3)
-        head, hidden = nn.Linear(WIDTH, VOCABULARY), torch.randn(20, WIDTH, requires_grad=True)
-        with torch.autocast("cpu", torch.bfloat16):
-            logits = logits_of(head, hidden, piece)
+def under_autocast(loss_of: Callable[[Tensor], Tensor], piece: int) -> list[Tensor]:
+    """Returns a loss of which ``loss_of`` is called with autocast, and the gradients that it leaves."""
+    torch.manual_seed(3)
+    head, hidden = nn.Linear(WIDTH, VOCABULARY), torch.randn(20, WIDTH, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = logits_of(head, hidden, piece)
         assert logits.dtype is torch.bfloat16
-        loss = under_autocast(logits, torch.arange(20))
-        loss.backward()
-        found.append([loss.detach(), hidden.grad, head.weight.grad])
-    torch.testing.assert_close(*found, rtol=1e-2, atol=1e-3)
+        loss = loss_of(logits)
+    loss.sum().backward()
+    assert isinstance(hidden.grad, Tensor) and isinstance(head.weight.grad, Tensor)
+    return [loss.detach(), hidden.grad, head.weight.grad]
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_under_autocast_the_loss_has_32_bits_and_so_has_its_backward(reduction):
-    found = []
-    for piece in (0, 4):
-        torch.manual_seed(3)
-        head, hidden = nn.Linear(WIDTH, VOCABULARY), torch.randn(20, WIDTH, requires_grad=True)
-        with torch.autocast("cpu", torch.bfloat16):
-            logits = logits_of(head, hidden, piece)
-            loss = functional.cross_entropy(logits, torch.arange(20), reduction=reduction)
-        loss.sum().backward()
-        assert loss.dtype is torch.float32
-        found.append([loss.detach(), hidden.grad, head.weight.grad])
-    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-6, atol=0)
-    torch.testing.assert_close(*found, rtol=1e-2, atol=1e-3)
+def without_autocast(logits: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return rows(logits.float(), torch.arange(20))
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        without_autocast,
+        lambda logits: functional.cross_entropy(logits, torch.arange(20)),
+        lambda logits: functional.cross_entropy(logits, torch.arange(20), reduction="none"),
+    ],
+    ids=["of the head alone", "mean", "by row"],
+)
+def test_head_and_loss_compute_under_the_autocast_of_their_calls(loss_of):
+    """Under autocast a loss has 32 bits, and so has its backward, which runs without."""
+    whole, pieces = under_autocast(loss_of, 0), under_autocast(loss_of, 4)
+    assert pieces[0].dtype is torch.float32
+    torch.testing.assert_close(whole[0], pieces[0], rtol=1e-6, atol=0)
+    torch.testing.assert_close(whole, pieces, rtol=1e-2, atol=1e-3)
 
 
 def test_frozen_weights_get_no_gradient_and_hidden_states_do():

@@ -21,7 +21,7 @@ from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, with_unit
 from ds_lgamp.cost.activations import ActivationBytes, ChunkBytes
 from ds_lgamp.cost.memory import Memory, Pair, kept_within, memory_over_time
 from ds_lgamp.cost.muon import Iteration, Matrix, exchange_bytes, step_memory
-from ds_lgamp.cost.units import ElementBytes, Travel, UnitSize, aligned
+from ds_lgamp.cost.units import ElementBytes, Sharding, Travel, UnitSize, aligned
 from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
     ELEMENTWISE,
     choice_of,
@@ -192,6 +192,13 @@ def updates_in_place(kind: type, options: dict[str, Any]) -> bool:
         return False
     from_outside = kind.__module__.partition(".")[0] in ("deepspeed", "apex")
     return from_outside or (kind in ELEMENTWISE and bool(options.get("fused")))
+
+
+def sharding_of(spec: ProgramSpec, settings: LgampConfig, data_ranks: int) -> Sharding:
+    """Returns how so many data-parallel ranks share what the model consists of."""
+    exact = settings.reproducible
+    all_to_all = exact or get_accelerator().communication_backend_name() == "gloo"
+    return Sharding(spec.zero_stage, data_ranks, spec.hierarchy, all_to_all, exact)
 
 
 def element_bytes(config: Any, update: Update, travel: Travel) -> ElementBytes:

@@ -21,7 +21,7 @@ from ds_lgamp.integrations.deepspeed.config.client_optimizer import place_with_g
 from ds_lgamp.integrations.deepspeed.config.precision import input_dtype
 from ds_lgamp.integrations.deepspeed.config.zero import live_folder, on_disk_of
 from ds_lgamp.integrations.deepspeed.engine.data import BatchLoader
-from ds_lgamp.integrations.deepspeed.engine.memory import Budget, budget_of, why_not_alone
+from ds_lgamp.integrations.deepspeed.engine.memory import Budget, budget_of, sharding_of, why_not_alone
 from ds_lgamp.integrations.deepspeed.engine.monitor import monitor_if_asked, monitored
 from ds_lgamp.integrations.deepspeed.engine.nonfinite import NonfiniteCheck
 from ds_lgamp.integrations.deepspeed.engine.optimizer import PartitionedOptimizer, build_optimizer
@@ -266,9 +266,7 @@ class Training:
     @property
     def sharding(self) -> Sharding:
         """How data-parallel ranks share what the model consists of."""
-        exact, spec = self.settings.reproducible, self.program_spec
-        all_to_all = exact or get_accelerator().communication_backend_name() == "gloo"
-        return Sharding(spec.zero_stage, dist.get_world_size(self.data_group), spec.hierarchy, all_to_all, exact)
+        return sharding_of(self.program_spec, self.settings, dist.get_world_size(self.data_group))
 
     def thaw(self) -> None:
         """Lets parameters train that the script has unfrozen, between batches. Collective and with errors as

@@ -41,6 +41,7 @@ from ds_lgamp.integrations.deepspeed.engine.memory import (
     comes_later,
     element_bytes,
     over_budget,
+    sharding_of,
     space_left,
     unit_sizes,
     update_of,
@@ -223,9 +224,7 @@ class Step(NamedTuple):
 
     @property
     def _sharding(self) -> Sharding:
-        all_to_all = self.settings.reproducible or get_accelerator().communication_backend_name() == "gloo"
-        spec = self.spec
-        return Sharding(spec.zero_stage, self.data_ranks, spec.hierarchy, all_to_all, self.settings.reproducible)
+        return sharding_of(self.spec, self.settings, self.data_ranks)
 
     def facts(self, rank: int, held: ImaginedRank, actions: Sequence[Action]) -> RankFacts:
         """Returns what a pipeline rank does in a step, its ``actions``, with what it holds."""

@@ -288,28 +288,7 @@ def _words(facts: Explanation) -> str:
             f"Quantised weights lie and travel as packed bytes. Each rank has the constants of its layers whole, up to "
             f"{with_bytes(constants)} of its weights."
         )
-    stored = "chunks with what autograd saves of them"
-    if facts.settings.recompute in ("full", "auto"):
-        stored = (
-            "inputs of chunks"
-            if not facts.spec.kept
-            else "inputs of chunks, or chunks with what autograd saves of them"
-        )
-    passing = "layers" if all(rank.memory.update is not None for rank in facts.ranks) else "layers and the optimizer"
-    if facts.activations_unknown is None:
-        sentences.append(f"Stored activations are {stored}, a number. The peak includes their bytes.")
-        if passing != "layers":
-            sentences.append("The optimizer's temporary memory is unknown and left out of the peak.")
-    else:
-        sentences.append(
-            f"Stored activations are {stored}, a number: their bytes are unknown, because {facts.activations_unknown}. "
-            f"The peak leaves them out, and what {passing} take for the moment."
-        )
-    if facts.settings.compile is not False:
-        sentences.append(
-            f"Bytes of activations are those without {BLOCK}.compile: compiled code saves other tensors, and takes "
-            "other memory for the moment."
-        )
+    sentences += _words_on_activations(facts)
     update = max(facts.ranks, key=lambda rank: rank.update_bytes_sent)
     if update.update_collectives:
         sentences.append(
@@ -345,6 +324,33 @@ def _words(facts: Explanation) -> str:
             "parameters that train now. An engine that only evaluates needs ds_lgamp.enabled false."
         )
     return "\n".join(sentences)
+
+
+def _words_on_activations(facts: Explanation) -> list[str]:
+    sentences = []
+    stored = "chunks with what autograd saves of them"
+    if facts.settings.recompute in ("full", "auto"):
+        stored = (
+            "inputs of chunks"
+            if not facts.spec.kept
+            else "inputs of chunks, or chunks with what autograd saves of them"
+        )
+    passing = "layers" if all(rank.memory.update is not None for rank in facts.ranks) else "layers and the optimizer"
+    if facts.activations_unknown is None:
+        sentences.append(f"Stored activations are {stored}, a number. The peak includes their bytes.")
+        if passing != "layers":
+            sentences.append("The optimizer's temporary memory is unknown and left out of the peak.")
+    else:
+        sentences.append(
+            f"Stored activations are {stored}, a number: their bytes are unknown, because {facts.activations_unknown}. "
+            f"The peak leaves them out, and what {passing} take for the moment."
+        )
+    if facts.settings.compile is not False:
+        sentences.append(
+            f"Bytes of activations are those without {BLOCK}.compile: compiled code saves other tensors, and takes "
+            "other memory for the moment."
+        )
+    return sentences
 
 
 def _words_on_experts(facts: Explanation) -> list[str]:
