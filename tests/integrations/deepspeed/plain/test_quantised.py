@@ -53,7 +53,7 @@ def train_and_count(case):
     engine, counter = trained_as_one_process(case)
     partition, spec = engine.optimizer.partition, engine.program_spec
     actions, size = build_program(spec)[engine.lgamp.placed.stage_id], ElementBytes(optimizer=8)
-    home = engine.lgamp._home_of_frozen
+    home = engine.lgamp.home_of_frozen
     units = unit_sizes(partition, home)
     sharding = Sharding(case.stage, engine.grid.data_parallel_size, spec.hierarchy, all_to_all=True)
     packed = [unit for unit in partition.units if any(is_packed(each.parameter) for each in unit.storage.parameters)]
