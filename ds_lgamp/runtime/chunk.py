@@ -116,13 +116,9 @@ def as_leaves(inputs: Tensors, marked: bool = False) -> Tensors:
     Args:
         marked: whether only members that require a gradient get one, instead of all floating-point ones.
     """
-    if isinstance(inputs, tuple):
-        return tuple(_as_leaf(member, marked) for member in inputs)
-    return _as_leaf(inputs, marked)
-
-
-def _as_leaf(member: torch.Tensor, marked: bool) -> torch.Tensor:
-    return member.detach().requires_grad_(needs_gradient(member, marked))
+    members = inputs if isinstance(inputs, tuple) else (inputs,)
+    leaves = tuple([member.detach().requires_grad_(needs_gradient(member, marked)) for member in members])
+    return leaves if isinstance(inputs, tuple) else leaves[0]
 
 
 def needs_gradient(member: torch.Tensor, marked: bool) -> bool:

@@ -186,7 +186,9 @@ class Executor:
         state: Moment | None = None
         beginning: Tensors = ()
         trains = batch.training and chunk >= batch.first_trained
-        meter = self._meter_for(chunk, inputs)
+        meter = self.meter if batch.training else None
+        if meter is not None and not meter.is_outgrown(chunk, inputs):
+            meter = None
         if meter is not None and trains:
             # Nobody knows yet what autograd would keep of it.
             recomputed, action = True, action._replace(recomputed=True)
@@ -332,11 +334,6 @@ class Executor:
         with self._doing("activation"):
             return self.links.take_activations(chunk, micro_batch)
 
-    def _meter_for(self, chunk: int, inputs: Any) -> ChunkMeter | None:
-        """Returns what measures a forward; None if nothing does."""
-        meter = self.meter if self._batch.training else None
-        return meter if meter is not None and meter.is_outgrown(chunk, inputs) else None
-
     def _compute(self, action: Action, inputs: Any) -> Any:
         """Returns the chunk's result; for the last chunk, the loss."""
         _, chunk, micro_batch, recomputed = action
@@ -365,7 +362,7 @@ class Executor:
         before this call; None if nothing changes it.
         """
         _, chunk, micro_batch, _ = backward
-        inputs = as_leaves(graph.beginning, self._marked) if chunk > 0 else graph.beginning
+        inputs = graph.beginning
         current = self.chunks[chunk].state.rewind(state)
         metered = nullcontext() if self.meter is None else self.meter.again(backward)
         with self.draws.again(chunk, micro_batch) as completely, metered:

@@ -1,7 +1,8 @@
 """Predicted steps: their parts, and how they change with the cluster and the configuration."""
 
+import sys
+from collections import Counter
 from dataclasses import replace
-from time import perf_counter
 
 import pytest
 from hypothesis import given
@@ -255,15 +256,17 @@ def test_what_cannot_run_is_refused(changes, message):
         predict(MODEL, named_cluster("a100", 512), replace(STOCK, **changes))
 
 
-@pytest.mark.timing
-def test_a_prediction_takes_less_than_a_millisecond():
+def test_a_prediction_takes_few_calls():
+    """A search makes thousands of predictions. A call takes about a quarter of a microsecond."""
     cluster, model = named_cluster("a100", 3072), read_model("megatron-1t")
-    seconds = []
-    for _ in range(20):
-        start = perf_counter()
-        predict(model, cluster, Configuration(6, 64, 8, 1, 512, schedule="interleaved_1f1b", chunks_per_rank=2))
-        seconds.append(perf_counter() - start)
-    assert min(seconds) < 1e-3
+    configuration = Configuration(6, 64, 8, 1, 512, schedule="interleaved_1f1b", chunks_per_rank=2)
+    calls: Counter[str] = Counter()
+    sys.setprofile(lambda frame, event, argument: calls.update([event]))
+    try:
+        predict(model, cluster, configuration)
+    finally:
+        sys.setprofile(None)
+    assert calls["call"] < 3_000
 
 
 @given(configurations().filter(lambda drawn: drawn.schedule == "layered"))
