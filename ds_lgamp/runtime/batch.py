@@ -1,7 +1,7 @@
 """What an executor works with: its place in the pipeline, where data lie, and the state of the batch that runs."""
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from ds_lgamp.runtime.chunk import ParameterHolder, Tensors
 from ds_lgamp.runtime.graph import StoredInputs
 from ds_lgamp.runtime.layer_state import Moment
 from ds_lgamp.runtime.recompute import SavedTensors
+from ds_lgamp.runtime.split_backward import SecondParts
 from ds_lgamp.schedule.actions import COMPUTE, Action, Kind
 from ds_lgamp.schedule.placement import Placement
 from ds_lgamp.watch.this_rank import this_rank
@@ -96,6 +97,7 @@ class BatchState:
         first_trained: the first chunk with a backward.
         returns_outputs: whether the script computes the loss from outputs, and gives their gradients.
         name: names a micro-batch in errors, where its number alone does not say whose it is.
+        split_chunks: chunks whose backwards have two parts.
     """
 
     micro_batches: int
@@ -105,6 +107,7 @@ class BatchState:
     first_trained: int = 0
     returns_outputs: bool = False
     name: Callable[[int], str] | None = None
+    split_chunks: Set[int] = frozenset()
     graphs: dict[tuple[int, int], Graph] = field(default_factory=dict)
     """Graphs whose backward is still to come, by chunk and micro-batch."""
     results: dict[tuple[Kind, int, int], Any] = field(default_factory=dict)
@@ -116,6 +119,7 @@ class BatchState:
     script, they are outputs without their graph, until somebody takes them."""
     output_gradients: dict[int, Sequence[torch.Tensor | None]] = field(default_factory=dict)
     """What the script gave for outputs, by micro-batch: one for every floating-point tensor, or None."""
+    second_parts: SecondParts = field(default_factory=SecondParts)
     row: int = -1
     """The index of the last action that was executed when the script had its turn."""
     recomputes: bool = field(init=False)
@@ -128,6 +132,7 @@ class BatchState:
         """Drops all tensors of a batch that failed, except losses and labels."""
         for held in (self.graphs, self.results, self.output_gradients):
             held.clear()
+        self.second_parts.clear()
 
     def failure(self, pipeline_rank: int, action: Action | None, error: Exception) -> ActionError:
         """Returns an error that says where the batch failed, and why.

@@ -38,6 +38,7 @@ from ds_lgamp.runtime.layer_state import Moment
 from ds_lgamp.runtime.links import Links
 from ds_lgamp.runtime.measure import ChunkMeter, NotedTensors
 from ds_lgamp.runtime.recompute import Draws, RandomSource, SavedTensors
+from ds_lgamp.runtime.split_backward import splitting
 from ds_lgamp.runtime.trace import Trace
 from ds_lgamp.schedule.actions import COMPUTE, Action, Kind
 from ds_lgamp.watch.this_rank import this_rank
@@ -258,13 +259,19 @@ class Executor:
         gradients = self._take_gradients(chunk, micro_batch, graph.ends)
         self.doing = "backward"
         metered = nullcontext() if self.meter is None else self.meter.backward(action)
-        with self.timing.time("backward"), metered:
+        part = batch.second_parts.first(chunk, micro_batch) if chunk in batch.split_chunks else nullcontext()
+        with self.timing.time("backward"), metered, part:
             backpropagate(graph.ends, gradients)
         if state is not None:
             # Buffers change back only now, because autograd may have saved them for the backward pass.
             state.write()
         if chunk > batch.first_trained:
             batch.results[Kind.BACKWARD, chunk, micro_batch] = gradients_of(graph.beginning)
+
+    def backward_of_weights(self, action: Action) -> None:
+        self.partition.begin_backward(action.chunk)
+        with self._doing("backward"):
+            self._batch.second_parts.run(action.chunk, action.micro_batch)
 
     def send_forward(self, action: Action) -> None:
         _, chunk, micro_batch, _ = action
@@ -340,7 +347,8 @@ class Executor:
         if chunk == 0 or recomputed:
             # Layers may change their input in place. The stored input and the user's batch must stay as they are.
             inputs = cloned(inputs)
-        result = self.chunks[chunk](inputs, micro_batch)
+        with splitting() if chunk in self._batch.split_chunks else nullcontext():
+            result = self.chunks[chunk](inputs, micro_batch)
         if chunk < self._last_chunk:
             as_tuple(result)
         elif self._calls.loss_function is not None:
@@ -415,6 +423,7 @@ _WAITS = {
 _EXECUTE: dict[Kind, Callable[[Executor, Action], None]] = {
     Kind.FORWARD: Executor.forward,
     Kind.BACKWARD: Executor.backward,
+    Kind.WEIGHTS_BACKWARD: Executor.backward_of_weights,
     Kind.SEND_FORWARD: Executor.send_forward,
     Kind.RECV_FORWARD: Executor.receive_forward,
     Kind.SEND_BACKWARD: Executor.send_backward,

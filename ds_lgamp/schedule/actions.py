@@ -14,6 +14,9 @@ a later gather. ``SEND_F3.5`` sends the result
 of ``F3.5`` to the rank of chunk 4, where ``RECV_F4.5`` posts the receive. ``SEND_B3.5`` sends the gradient that
 ``B3.5`` computed to the rank of chunk 2, where ``RECV_B2.5`` posts the receive.
 
+Where backwards have two parts, ``B3.5`` computes the gradient of the chunk's input, which other ranks wait for, and
+``W3.5`` later those of weights that matrix products read (zero bubble, arXiv 2401.10241).
+
 ``RETURN2`` returns the outputs of call 2 to a script that computes the loss itself. The script goes on when all
 pipeline ranks have reached it.
 """
@@ -29,6 +32,7 @@ class Kind(str, Enum):
 
     FORWARD = "F"
     BACKWARD = "B"
+    WEIGHTS_BACKWARD = "W"
     SEND_FORWARD = "SEND_F"
     RECV_FORWARD = "RECV_F"
     SEND_BACKWARD = "SEND_B"
@@ -63,6 +67,8 @@ class Kind(str, Enum):
 
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD})
+"""Computes that need what another compute makes, and that visit a chunk. The second part of a backward needs neither
+messages nor weights."""
 SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
 RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
 AWAITED = {
@@ -91,7 +97,7 @@ BETWEEN_NODES = frozenset({Kind.REFRESH, Kind.COMBINE})
 PARTITION = (COLLECTIVES | TRANSFERS | WAITS | {Kind.RELEASE, Kind.UPDATE}) - OF_INPUTS
 
 _TEXT = re.compile(
-    r"(?:(SEND_F|SEND_B|RECV_F|RECV_B|(?:WAIT_)?(?:STORE|LOAD)_A|F|B)(\d+)\.(\d+)"
+    r"(?:(SEND_F|SEND_B|RECV_F|RECV_B|(?:WAIT_)?(?:STORE|LOAD)_A|F|B|W)(\d+)\.(\d+)"
     r"|(RELEASE|(?:WAIT_)?(?:GATHER|REDUCE|REFRESH|COMBINE|(?:LOAD|STORE)(?:_W)?)|UPDATE)(\d+)"
     r"|RETURN(\d+)|(STEP))"
 )

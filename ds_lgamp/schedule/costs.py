@@ -47,6 +47,8 @@ class Durations(NamedTuple):
     """The copy of one chunk's input for one micro-batch, in either direction, if the host holds inputs."""
     weights: float = 0.0
     """The copy of all weights of one chunk, in either direction, if gathered weights wait on the host."""
+    weights_backward: float | None = None
+    """The part of ``backward`` that may run later, if backwards have two parts; None if half of it."""
 
 
 UNIT_DURATIONS = Durations()
@@ -90,6 +92,15 @@ class Costs:
     """By chunk: its input for one micro-batch, between device and host."""
     weights: Sequence[float] = ()
     """By chunk: all its weights, between device and host."""
+    weights_backward: Sequence[float] = ()
+    """By chunk: the part of its backward that may run later, if backwards have two parts; half of it if this is
+    empty."""
+
+    def parts_of_backward(self, spec: ProgramSpec) -> tuple[list[float], list[float]]:
+        """Returns how long the first and the second part of each chunk's backward take."""
+        halves = self.weights_backward or [cost / 2 for cost in self.backward]
+        second = [cost if chunk in spec.split_chunks else 0.0 for chunk, cost in enumerate(halves)]
+        return [whole - later for whole, later in zip(self.backward, second)], second
 
     def without(self, *names: str) -> "Costs":
         """Returns the same costs, with 0 for everything among ``names``; itself if that is so already."""
@@ -106,6 +117,11 @@ class Costs:
         for name, chunks in _by_chunk(spec).items():
             _check_count(name, getattr(self, name), chunks, "chunk")
         _check_count("tied", self.tied, spec.pipeline_ranks, "pipeline rank")
+        if self.weights_backward:
+            _check_count("weights_backward", self.weights_backward, spec.chunks, "chunk")
+            for later, whole in zip(self.weights_backward, self.backward):
+                if later > whole:
+                    raise ValueError(f"weights_backward is {later}; it is a part of the backward, which takes {whole}")
         for name in ("hop", "message"):
             times: Mapping[Link, float] = getattr(self, name)
             for source, target in links_of(spec) - times.keys():
@@ -122,6 +138,7 @@ def uniform_costs(spec: ProgramSpec, durations: Durations) -> Costs:
         hop=dict.fromkeys(links, durations.hop),
         message=dict.fromkeys(links, durations.message),
         tied=(0.0,) * spec.pipeline_ranks,
+        weights_backward=() if durations.weights_backward is None else (durations.weights_backward,) * spec.chunks,
     )
 
 
@@ -152,6 +169,7 @@ def sized_costs(spec: ProgramSpec, of_layer: Durations, layers: Sequence[float],
         forward=[of_layer.forward * slow for slow in slowness],
         backward=[of_layer.backward * slow for slow in slowness],
         recompute=[of_layer.recompute * slow for slow in slowness],
+        weights_backward=[(of_layer.weights_backward or 0.0) * slow for slow in slowness if of_layer.weights_backward],
         gather=[of_layer.gather * count for count in layers],
         reduce=[of_layer.reduce * count for count in layers],
     )

@@ -2,9 +2,10 @@
 
 Passes add them. Each takes the segments of a pipeline rank and returns them with new actions. Around each compute,
 actions come in this order: RELEASE, GATHER, RECV (posted before use), WAIT_GATHER and WAIT_REDUCE, the compute, its
-SEND, and REDUCE if the chunk's gradient is final. The program ends with the last WAIT_REDUCEs, STEP, and the gathers
-that stages 1 and 2 do not defer. Where the optimizer updates chunks one by one, UPDATE follows the end of a reduction
-or precedes a GATHER. :mod:`ds_lgamp.schedule.transfers` says where RECV, LOAD and STORE come.
+SEND, second parts of earlier backwards, and REDUCE if a chunk's gradient is final. The program ends with the last
+WAIT_REDUCEs, STEP, and the gathers that stages 1 and 2 do not defer. Where the optimizer updates chunks one by one,
+UPDATE follows the end of a reduction or precedes a GATHER. :mod:`ds_lgamp.schedule.transfers` says where RECV, LOAD and
+STORE come, :mod:`ds_lgamp.schedule.split_backward` where second parts of backwards come.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,6 +23,7 @@ from ds_lgamp.schedule.actions import (
     send_of,
 )
 from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.schedule.split_backward import add_second_parts
 from ds_lgamp.schedule.transfers import (
     add_final_updates,
     add_loads,
@@ -99,7 +101,7 @@ def add_sends(spec: ProgramSpec, rank: int, segments: Segments) -> Segments:
 
 
 def add_reductions(spec: ProgramSpec, rank: int, segments: Segments) -> Segments:
-    """Adds REDUCE once a chunk's gradient is final, after the SEND of the last backward."""
+    """Adds REDUCE once a chunk's gradient is final, after the SEND of the last backward or its second part."""
     *calls, actions = segments
     lowered: list[Action] = []
     final = None
@@ -331,6 +333,7 @@ PASSES = (
     add_postponed_updates,
     add_receives,
     add_sends,
+    add_second_parts,
     add_reductions,
     add_step,
     add_waits,

@@ -1,6 +1,7 @@
 """The project's only clock: runs a program on paper.
 
 - Forwards, backwards, hops, collectives and updates take time. Posts and sends are free.
+- Where a backward has two parts, the second one takes its time when it runs. Nobody waits for it.
 - A hop delays only the receiver. A rank's messages leave one after another.
 - The gathers and reductions of a rank run one after another, as on one communicator, beside its compute. The program
   says when they are launched and awaited. They may share a network card with its messages
@@ -35,7 +36,7 @@ from ds_lgamp.schedule.spec import ProgramSpec
 _FORWARD, _BACKWARD = Kind.FORWARD, Kind.BACKWARD
 _SEND_FORWARD, _SEND_BACKWARD = Kind.SEND_FORWARD, Kind.SEND_BACKWARD
 _RECV_FORWARD, _RECV_BACKWARD = Kind.RECV_FORWARD, Kind.RECV_BACKWARD
-_UPDATE, _RETURN = Kind.UPDATE, Kind.RETURN
+_UPDATE, _RETURN, _WEIGHTS_BACKWARD = Kind.UPDATE, Kind.RETURN, Kind.WEIGHTS_BACKWARD
 
 
 @dataclass
@@ -173,7 +174,10 @@ def _ways(spec: ProgramSpec, costs: Costs) -> dict[Kind, list[_Way]]:
     far as chunks train."""
     forwards, backwards = (
         [_Way(owner, cost, again, spec.micro_batches) for owner, cost, again in zip(spec.placement, by_chunk, more)]
-        for by_chunk, more in ((costs.forward, [0.0] * spec.chunks), (costs.backward, costs.recompute))
+        for by_chunk, more in (
+            (costs.forward, [0.0] * spec.chunks),
+            (costs.parts_of_backward(spec)[0], costs.recompute),
+        )
     )
     forwards[0].arrivals = [0.0] * spec.micro_batches
     path = [*forwards, *reversed(backwards[spec.first_trained :])]
@@ -191,6 +195,7 @@ class _Run:
         self.spec, self.program, self.costs = spec, program, costs
         self.blocking_sends, self.sends_at_once = blocking_sends, sends_at_once
         self.ways = _ways(spec, costs)
+        self.second_parts = costs.parts_of_backward(spec)[1]
         self.launched = COLLECTIVES | TRANSFERS | ({_UPDATE} if spec.offload is not None else set())
         """Kinds of actions that run beside compute."""
         self.cards = [(SharedCard if costs.shares_card else Card)(costs) for _ in program]
@@ -251,6 +256,9 @@ class _Run:
             elif kind is _RECV_FORWARD or kind is _RECV_BACKWARD:
                 if self.blocking_sends:
                     self.post(action, woken)
+            elif kind is _WEIGHTS_BACKWARD:
+                spans.append(Span(now, now + self.second_parts[chunk], action))
+                now += self.second_parts[chunk]
             elif kind in WAITS:
                 now = card.wait(action, now)
             elif kind is _RETURN:

@@ -155,6 +155,11 @@ class ProgramSpec:
     a batch early, so pairs of micro-batches that the batch does not have mean nothing."""
     first_trained: int = 0
     """The first chunk with something to train. Gradients end there: chunks below it have no backward."""
+    split_backward: int = 0
+    """How many backwards of a rank may wait for their second part, which computes gradients of weights
+    (:mod:`ds_lgamp.schedule.split_backward`). 0 if every backward is whole."""
+    whole_chunks: frozenset[int] = frozenset()
+    """Chunks whose backwards have one part all the same."""
     returns_outputs: bool = False
     """Whether the script computes the loss from outputs, call by call (:func:`ds_lgamp.schedule.orders.by_calls`). Up
     to the RETURN of a call, programs with more calls are alike, because a script may end a batch early."""
@@ -171,6 +176,7 @@ class ProgramSpec:
         if self.stores_weights:
             _require(self.zero_stage == 3, "zero_stage", self.zero_stage, "only stage 3 gathers weights again")
             _require(self.hierarchy is None, "hierarchy", self.hierarchy, "shards of nodes are gathered inside a node")
+        _require(self.split_backward >= 0, "split_backward", self.split_backward, "use at least 0")
         _require(0 <= self.first_trained < self.chunks, "first_trained", self.first_trained, "name a chunk")
         _require(self.updates in UPDATES, "updates", self.updates, f"use one of {', '.join(UPDATES)}")
         if self.returns_outputs:
@@ -324,13 +330,22 @@ class ProgramSpec:
         at_once = not self.returns_outputs and turns_at_once(self.schedule, self.micro_batches, self.pipeline_ranks)
         return frozenset(range(self.first_trained, self.chunks - 1 if at_once else self.chunks))
 
+    @cached_property
+    def split_chunks(self) -> frozenset[int]:
+        """The chunks whose backwards have two parts. Nobody waits for the gradient of the first one's input, nor do
+        ranks without neighbours wait."""
+        if not self.split_backward or self.forward_only or self.pipeline_ranks == 1:
+            return frozenset()
+        return frozenset(range(self.first_trained + 1, self.chunks)) - self.whole_chunks
+
     def is_final_backward(self, action: Action) -> bool:
         """Whether the chunk's gradient is reduced after this action.
 
         Stages 2 and 3 keep no full gradient between micro-batch groups, so they reduce after each group. Stages 0 and 1
         reduce once per step.
         """
-        if action.kind is not Kind.BACKWARD:
+        last_part = Kind.WEIGHTS_BACKWARD if action.chunk in self.split_chunks else Kind.BACKWARD
+        if action.kind is not last_part:
             return False
         done = action.micro_batch + 1
         if done == self.micro_batches:

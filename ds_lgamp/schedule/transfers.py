@@ -25,10 +25,11 @@ from functools import lru_cache
 from operator import itemgetter
 from typing import NamedTuple
 
-from ds_lgamp.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, Segments, computes_of, receive_of
+from ds_lgamp.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, Segments, computes_of, joined, receive_of
 from ds_lgamp.schedule.orders import first_turning_chunk
 from ds_lgamp.schedule.simulate import simulate
 from ds_lgamp.schedule.spec import NEAREST, RECEIVES_POSTED, Offload, ProgramSpec, Update
+from ds_lgamp.schedule.split_backward import add_second_parts
 
 _AFTER_LOADS = RECEIVES | {Kind.WAIT_GATHER, Kind.WAIT_LOAD_WEIGHTS, Kind.STORE_WEIGHTS, Kind.WAIT_REDUCE}
 """What runs between the loads for the next visit and the first compute of this one."""
@@ -343,7 +344,7 @@ class _Clock(NamedTuple):
 @lru_cache(maxsize=1)
 def _clock(spec: ProgramSpec) -> _Clock:
     """Runs the computes and sends of all ranks on the clock. The programs of all ranks share the result."""
-    program = [spec.computes(rank) for rank in range(spec.pipeline_ranks)]
+    program = [joined(add_second_parts(spec, rank, spec.segments(rank))) for rank in range(spec.pipeline_ranks)]
     spans = simulate(spec, program, sends_at_once=True).spans
-    starts = [[span.start for span in of_rank] for of_rank in spans]
+    starts = [[span.start for span in of_rank if span.action.kind in COMPUTE] for of_rank in spans]
     return _Clock(starts, {span.action[:3]: span.end for of_rank in spans for span in of_rank})

@@ -71,7 +71,8 @@ def validate(spec: ProgramSpec, program: Program) -> None:
         ends = {span.action[:3]: span.end for spans_of_rank in spans for span in spans_of_rank}
         for rank, of_rank in enumerate(stops):
             with _faults_shown(program, rank):
-                check_arrivals(of_rank, [span.start for span in spans[rank]], ends)
+                starts = [span.start for span in spans[rank] if span.action.kind in COMPUTE]
+                check_arrivals(of_rank, starts, ends)
 
 
 @contextmanager

@@ -59,13 +59,14 @@ def beside_1f1b(spec: ProgramSpec, timeline: Timeline, durations: Durations) -> 
     ranks = spec.pipeline_ranks
     length = spec.chunks / ranks
     # A message, and an input on the host, is as large as before.
-    of_layers = set(Durations._fields) - {"hop", "message", "input"}
+    of_layers = set(Durations._fields) - {"hop", "message", "input", "weights_backward"}
     longer = durations._replace(**{name: getattr(durations, name) * length for name in of_layers})
     plain = replace(
         spec,
         placement=place_chunks("contiguous", ranks, ranks),
         schedule="1f1b",
         micro_batch_group=spec.micro_batches,
+        split_backward=0,
     )
     return [Panel(title_of(plain), plain, simulate(plain, build_program(plain), longer)), own]
 

@@ -69,7 +69,8 @@ def state_after_steps(grid, spec, meter=None):
     torch.manual_seed(7)
     for step in range(2):
         actions = program[grid.pipeline_rank]
-        batch = BatchState(MICRO_BATCHES, lambda index, step=step: micro_batch(step, index), program=actions)
+        parts = {"program": actions, "split_chunks": spec.split_chunks}
+        batch = BatchState(MICRO_BATCHES, lambda index, step=step: micro_batch(step, index), **parts)
         with assembled.executor.run_batch(batch):
             assembled.executor.run(actions)
     layers = [layer for layer in built.layers if isinstance(layer, Changing)]

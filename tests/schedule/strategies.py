@@ -55,6 +55,8 @@ def program_specs(draw, max_ranks: int = 5, max_chunks_per_rank: int = 4, max_mi
         returns_outputs=returns_outputs,
         recomputes=draw(st.integers(0, 3)) > 0,
         kept=draw(st.just(frozenset()) | kept_pairs(chunks, micro_batches)),
+        split_backward=draw(st.just(0) | st.integers(1, 5)),
+        whole_chunks=draw(st.just(frozenset()) | st.frozensets(st.integers(0, chunks - 1))),
     )
 
 

@@ -49,7 +49,9 @@ def case(schedule, ranks, chunks_per_rank, micro_batches, stage=0, **durations):
 def test_every_action_takes_what_its_chunk_costs(case):
     spec, costs = case
     timeline = simulate(spec, build_program(spec), replace(costs, shares_card=False))
-    of_kind = {Kind.FORWARD: costs.forward, Kind.BACKWARD: costs.backward, Kind.GATHER: costs.gather}
+    first, second = costs.parts_of_backward(spec)
+    of_kind = {Kind.FORWARD: costs.forward, Kind.BACKWARD: first, Kind.WEIGHTS_BACKWARD: second}
+    of_kind[Kind.GATHER] = costs.gather
     of_kind |= {Kind.REDUCE: costs.reduce, Kind.REFRESH: costs.refresh, Kind.COMBINE: costs.combine}
     of_kind |= {Kind.LOAD: costs.load, Kind.STORE: costs.store, Kind.UPDATE: costs.update}
     for start, end, action in chain(*timeline.spans, *timeline.collectives):

@@ -39,6 +39,10 @@ SPECS = [
     replace(TWO, micro_batches=6, micro_batch_group=6, zero_stage=3, returns_outputs=True),
     replace(TWO, micro_batch_group=4, returns_outputs=True, receives_on_arrival=True),
     replace(TWO, micro_batches=7, micro_batch_group=7).evaluation(),
+    replace(TWO, micro_batches=7, micro_batch_group=7, zero_stage=3, split_backward=2),
+    replace(
+        TWO, zero_stage=2, resident_chunks=1, split_backward=3, receives_on_arrival=True, whole_chunks=frozenset({3})
+    ),
     replace(TWO, schedule="interleaved_1f1b", micro_batch_group=4, zero_stage=3),
     ProgramSpec((0, 1, 2), "1f1b", 7, 7, 2, receives_on_arrival=True),
     ProgramSpec((0, 1, 2), "gpipe", 5, 5, 0),

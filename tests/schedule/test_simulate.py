@@ -77,7 +77,7 @@ def test_the_turn_costs_no_time_while_a_hop_takes_at_most_half_of_a_forward_and_
 
 @given(program_specs(), st.integers(1, 9))
 def test_recomputation_costs_time_on_every_chunk_but_one_that_turns_at_once(spec, recompute):
-    spec = replace(spec, forward_only=False)
+    spec = replace(spec, forward_only=False, split_backward=0)
     result = simulate(spec, build_program(spec), Durations(3, 5, recompute=recompute))
     for span in [span for spans in result.spans for span in spans if span.action.kind is Kind.BACKWARD]:
         kept = not spec.is_recomputed(span.action.chunk, span.action.micro_batch)
@@ -163,7 +163,7 @@ def hidden_collectives(draw):
     With several groups forwards follow backwards, so every visit takes as long as both.
     """
     spec = draw(program_specs().filter(lambda spec: spec.schedule == "layered" and not spec.returns_outputs))
-    spec = replace(spec, forward_only=False)
+    spec = replace(spec, forward_only=False, split_backward=0)
     # At the turn, a rank's only chunk begins a group's backwards after some of its forwards.
     if min(map(spec.placement.count, range(spec.pipeline_ranks))) == 1:
         spec = replace(spec, micro_batch_group=spec.micro_batches)

@@ -8,13 +8,18 @@ from ds_lgamp.schedule.rules.order import Fault, Stop
 from ds_lgamp.schedule.spec import ProgramSpec
 
 _OF_GRADIENTS = frozenset(
-    {Kind.REDUCE, Kind.WAIT_REDUCE, Kind.COMBINE, Kind.WAIT_COMBINE, Kind.STORE, Kind.WAIT_STORE, Kind.UPDATE}
+    {
+        *(Kind.REDUCE, Kind.WAIT_REDUCE, Kind.COMBINE, Kind.WAIT_COMBINE, Kind.STORE, Kind.WAIT_STORE, Kind.UPDATE),
+        Kind.WEIGHTS_BACKWARD,
+    }
 )
 
 
 def check_gradients(spec: ProgramSpec, stops: Sequence[Stop]) -> None:
-    """- A chunk is reduced directly after its last backward, and the SEND of that; at stages 2 and 3 also after the
-      last one of each group.
+    """- Backwards of the chunks that the spec splits have second parts, which run in the order of their backwards. At
+      most so many wait as the spec allows, and none of another group at stages 2 and 3.
+    - A chunk is reduced directly after its last backward, and the SEND or the second part of that; at stages 2 and 3
+      also after the last one of each group.
     - Reductions end in the order they began. A rank waits for the oldest only if it must: before a backward that adds
       to the same chunk's gradient, or that would hold more full gradients than ``resident_chunks`` (stages 1 to 3);
       before STEP; and, if something follows a reduction on its way, when one compute has run beside it.
@@ -42,8 +47,11 @@ class _Gradients:
         self.goes_on = spec.hierarchy is not None or spec.offload is not None
         """Whether something follows a reduction on its way."""
         self.backwards: Counter[int] = Counter()
+        """Complete ones, by chunk."""
+        self.second_parts: list[Action] = []
+        """Backwards that wait for their second part, the oldest first."""
         self.accumulating: set[int] = set()
-        """Chunks with a gradient that is not reduced."""
+        """Chunks with a gradient that is not final."""
         self.reducing: list[int] = []
         """Oldest first."""
         self.covered = 0
@@ -69,7 +77,10 @@ class _Gradients:
             del self.next[0]
         elif not self.next and not self._may_stand(action, stop):
             raise Fault(row, f"{action} does not belong here: {stop} does not need it")
-        if kind is Kind.REDUCE:
+        if kind is Kind.WEIGHTS_BACKWARD:
+            del self.second_parts[0]
+            self._complete(action)
+        elif kind is Kind.REDUCE:
             self.accumulating.discard(chunk)
             self.reducing.append(chunk)
         elif kind is Kind.WAIT_REDUCE:
@@ -114,6 +125,8 @@ class _Gradients:
     def _may_stand(self, action: Action, stop: Stop) -> bool:
         """Whether ``stop`` needs an action that nothing before it demands."""
         steps = stop.action is not None and stop.action.kind is Kind.STEP
+        if action.kind is Kind.WEIGHTS_BACKWARD:
+            return bool(self.second_parts) and self.second_parts[0][1:3] == action[1:3]
         if action.kind is Kind.WAIT_REDUCE:
             return self._must_wait(stop)
         if action.kind is Kind.WAIT_COMBINE:
@@ -142,6 +155,33 @@ class _Gradients:
         kind, chunk, *_ = stop.action
         return kind is Kind.STEP or (kind is Kind.BACKWARD and chunk in self.combining)
 
+    def _check_second_parts(self, stop: Stop, action: Action) -> None:
+        """Checks which backwards wait for their second part when ``action``, that of ``stop``, begins."""
+        waiting, spec = self.second_parts, self.spec
+        if not waiting:
+            return
+        group = spec.micro_batch_group
+        full = action.kind is Kind.BACKWARD and action.chunk not in self.accumulating
+        if not stop.computes:
+            fault = "ends what"
+        elif len(waiting) > spec.split_backward:
+            fault = f"lets more than {spec.split_backward} backwards wait:"
+        elif spec.zero_stage >= 2 and waiting[0].micro_batch // group != action.micro_batch // group:
+            fault = "begins a group before"
+        elif full and spec.zero_stage >= 1 and len(self.accumulating) >= spec.resident_chunks:
+            fault = f"begins one more full gradient than {spec.resident_chunks} before"
+        else:
+            return
+        raise Fault(stop.row, f"{stop} {fault} the second part of {waiting[0]} has not completed")
+
+    def _complete(self, action: Action) -> None:
+        """Counts a backward that ``action`` completes, and notes what must follow."""
+        self.backwards[action.chunk] += 1
+        done = action.micro_batch + 1
+        ends_group = self.spec.zero_stage >= 2 and done % self.spec.micro_batch_group == 0
+        if ends_group or done == self.spec.micro_batches:
+            self.next = [Action(Kind.REDUCE, action.chunk)]
+
     def arrive(self, stop: Stop) -> None:
         """Checks that everything has happened before ``stop``, and notes what it changes."""
         if self.next:
@@ -152,17 +192,17 @@ class _Gradients:
             raise Fault(stop.row, f"{stop} must wait for the reduction of chunk {self.reducing[0]} first")
         if self._must_combine(stop):
             raise Fault(stop.row, f"{stop} must wait for the sum of chunk {self.combining[0]} between nodes first")
-        kind, chunk, micro_batch, _ = stop.action
+        self._check_second_parts(stop, stop.action)
+        kind, chunk, *_ = stop.action
         if stop.computes:
             self.covered = len(self.reducing)
             self.visited.setdefault(chunk)
         if kind is Kind.BACKWARD:
-            self.backwards[chunk] += 1
             self.accumulating.add(chunk)
-            done = micro_batch + 1
-            ends_group = self.spec.zero_stage >= 2 and done % self.spec.micro_batch_group == 0
-            if ends_group or done == self.spec.micro_batches:
-                self.next = [Action(Kind.REDUCE, chunk)]
+            if chunk in self.spec.split_chunks:
+                self.second_parts.append(stop.action)
+            else:
+                self._complete(stop.action)
         elif kind is Kind.STEP:
             if self.storing is not None:
                 raise Fault(stop.row, f"{stop} needs the gradient of chunk {self.storing} on the host first")

@@ -155,7 +155,7 @@ def _sections(spec: ProgramSpec) -> list[set[Kind]]:
         (refreshes if brought_by(spec) is Kind.REFRESH else gathers).add(Kind.UPDATE)
     elif spec.updates != "step":
         reductions.add(Kind.UPDATE)
-    of_first = [{Kind.SEND_FORWARD, Kind.SEND_BACKWARD}, {Kind.REDUCE}]
+    of_first = [{Kind.SEND_FORWARD, Kind.SEND_BACKWARD}, {Kind.WEIGHTS_BACKWARD, Kind.REDUCE}]
     receives = {Kind.RECV_FORWARD, Kind.RECV_BACKWARD}
     return [*of_first, releases, refreshes, gathers, {Kind.LOAD}, receives, arrivals, reductions]
 

@@ -351,6 +351,7 @@ class Training:
             spec.first_trained,
             spec.returns_outputs and training,
             name,
+            spec.split_chunks if training else frozenset(),
         )
 
     def end_batch(self, specs: Iterable[ProgramSpec]) -> None:
