@@ -19,7 +19,7 @@ from benchmarks.record import REPETITIONS, Record, begin
 from ds_lgamp.cost.activations import ActivationBytes, ChunkBytes
 from ds_lgamp.cost.memory import Memory, rank_memory
 from ds_lgamp.cost.units import ElementBytes, Sharding
-from ds_lgamp.runtime.measure import chunk_bytes
+from ds_lgamp.runtime.measure import Way, chunk_bytes
 from ds_lgamp.runtime.recompute import default_sources, read_states
 
 NAME = "memory"
@@ -106,7 +106,7 @@ def bytes_of_block(size: ModelSize, is_first: bool, is_last: bool, recompute: bo
 
     existing = [labels, *parameters, *(parameter.grad for parameter in parameters)]
     handed_on = 0 if is_last else hidden.nbytes
-    return chunk_bytes(compute, hidden, [gradient], existing, handed_on, is_first, recompute)
+    return chunk_bytes(compute, hidden, [gradient], existing, handed_on, is_first, Way(recompute))
 
 
 def largest_deviation(on_ranks: Sequence[Counted], micro_batches: int, formula: Sequence[int]) -> float:

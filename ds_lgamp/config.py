@@ -201,6 +201,12 @@ class LgampConfig(BaseModel):
     recompute_memory: Annotated[str, AfterValidator(_check_memory)] | None = None
     """The most memory that tensors may take on a rank's device with recompute "auto", such as "60 GB". The default is
     what the device has left, less a twentieth for what lies between tensors; a CPU needs a value."""
+    split_backward: bool | PositiveInt = False
+    """true: a backward pass computes the gradient of a chunk's input first, which other pipeline ranks wait for, and
+    gradients of weights later, while its rank would wait. Results are the same to the bit. As many passes of a rank may
+    wait for their second part as there are pipeline ranks; a number sets how many, because each holds the inputs and
+    the gradients of results of its matrix products. Weights that anything else reads than torch.nn.functional.linear or
+    torch.addmm belong to the first part. Without pipeline ranks nothing changes."""
     compile: Compile = False
     """true: torch.compile makes code of what layers compute, in the first batch; of a model that is no PipelineModule
     and no nn.Sequential, of its blocks. Equal layers share code. An object has options of torch.compile: backend, mode,
@@ -342,6 +348,14 @@ class LgampConfig(BaseModel):
             raise ValueError(
                 f"compile is {self.compile!r}, but recompute is 'auto', which cannot measure compiled code; set "
                 "recompute to 'full' or 'none'"
+            )
+        if self.split_backward and (self.compile is not False or self.recompute == "auto"):
+            key, cause = (
+                ("compile", "compiles whole backwards") if self.compile else ("recompute", "measures whole ones")
+            )
+            raise ValueError(
+                f"split_backward is {self.split_backward}, but {key} is {getattr(self, key)!r}, which {cause}; remove "
+                "one of them"
             )
         if self.compile is not False and self.reproducible:
             raise ValueError(

@@ -51,6 +51,10 @@ class ChunkBytes:
     autograd needs it."""
     keeps_result: bool = False
     """Without recomputation: whether autograd keeps the result."""
+    waiting: int = 0
+    """Of a backward that has two parts: what the first one leaves for the second."""
+    second_part: int = 0
+    """Peak during the second part, excluding what waited for it."""
     sent: int | None = None
     """The result as it travels to another rank, if hidden states travel rounded. It is then a copy. Its gradient takes
     as much."""
@@ -67,6 +71,8 @@ class ChunkBytes:
             max(self.backward, other.backward),
             max(self.saved, other.saved),
             self.keeps_result or other.keeps_result,
+            max(self.waiting, other.waiting),
+            max(self.second_part, other.second_part),
             self.sent if other.sent is None else max(other.sent, self.sent or 0),
             kept or self.kept,
         )
@@ -110,7 +116,8 @@ class ActivationMemory:
     receives: int
     sends: int
     saved: int
-    """Without recomputation: tensors that autograd keeps, including inputs and results."""
+    """Without recomputation: tensors that autograd keeps, including inputs and results. Also what first parts of
+    backwards leave for the second ones."""
     working: int
     """Working memory of the one forward or backward that runs."""
     random_states: int
@@ -130,8 +137,8 @@ class ActivationWalk:
             chunks[kind].add(chunk)
         self.own = chunks[Kind.FORWARD] | chunks[Kind.BACKWARD]
         self.last = len(size.chunks) - 1
-        self.trained = chunks[Kind.BACKWARD]
-        """Chunks of this rank with a backward."""
+        self.trained, self.split = chunks[Kind.BACKWARD], chunks[Kind.WEIGHTS_BACKWARD]
+        """Chunks of this rank with a backward, and those where it has two parts."""
         lower = {chunk - 1 for chunk in chunks[Kind.SEND_BACKWARD]}
         self.first_trained = min(self.trained | lower, default=len(size.chunks))
         """The lowest chunk with a backward, as far as this rank knows."""
@@ -161,6 +168,7 @@ class ActivationWalk:
         return {
             Kind.FORWARD: self.forward,
             Kind.BACKWARD: self.backward,
+            Kind.WEIGHTS_BACKWARD: self.second_part,
             Kind.RECV_FORWARD: lambda action: self.hold(_input_of(action), "receives"),
             Kind.RECV_BACKWARD: lambda action: self.hold((Kind.BACKWARD, action.chunk, action.micro_batch), "receives"),
             Kind.SEND_FORWARD: lambda action: self.send((Kind.FORWARD, action.chunk, action.micro_batch)),
@@ -259,6 +267,13 @@ class ActivationWalk:
                 self.ledger.free("batch", self.size.inputs)
         if chunk > self.first_trained:
             self.hold((Kind.BACKWARD, chunk - 1, micro_batch), self.gradient_goes[chunk])
+        if chunk in self.split:
+            self.ledger.take("saved", size.waiting)
+
+    def second_part(self, action: Action) -> None:
+        size = self.size_of(action)
+        self.ledger.pass_by("working", size.second_part)
+        self.ledger.free("saved", size.waiting)
 
     def send(self, tensor: Tensor) -> None:
         under_way = self.under_way[tensor[0]]

@@ -193,6 +193,7 @@ def program_spec(
             stores_inputs=settings.offload_activations != "none",
             recomputes=settings.recompute in ("full", "auto"),
             returns_outputs=settings.outputs == "all",
+            split_backward=pipeline_ranks if settings.split_backward is True else int(settings.split_backward),
             **others,
         )
     except ValueError as error:

@@ -6,6 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -20,6 +21,7 @@ from ds_lgamp.runtime.chunk import as_leaves, cloned
 from ds_lgamp.runtime.graph import backpropagate, begin_graph, end_graph, on_this_thread, own_loss
 from ds_lgamp.runtime.messages import message_bytes
 from ds_lgamp.runtime.recompute import SavedTensors
+from ds_lgamp.runtime.split_backward import SecondParts, splitting
 from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.spec import ActivationType
 
@@ -241,6 +243,15 @@ def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+class Way(NamedTuple):
+    """How a backward runs."""
+
+    recompute: bool
+    """Whether it computes the chunk again."""
+    split: bool = False
+    """Whether it has two parts."""
+
+
 def chunk_bytes(
     compute: Callable[[Any], Any],
     inputs: Any,
@@ -248,7 +259,7 @@ def chunk_bytes(
     existing: Iterable[torch.Tensor],
     result_bytes: int,
     is_first: bool,
-    recompute: bool,
+    way: Way,
 ) -> ChunkBytes:
     """Runs a forward and a backward as the executor does, and returns the bytes they take. If tensors are fake, these
     are the bytes that real ones would take.
@@ -260,43 +271,54 @@ def chunk_bytes(
             the chunk has no backward.
         existing: what is in memory beside the inputs: parameters, their gradients, buffers and labels.
         result_bytes: what the next chunk gets; 0 for the last chunk.
-        recompute: whether the backward computes the chunk again.
+        way: how the backward runs.
     """
     given, is_last = _tensors(inputs), result_bytes == 0
     existing = [*existing, *(gradients or ()), *given]
+    parts, splits = SecondParts(), splitting if way.split else nullcontext
+    first_part = parts.first(0, 0) if way.split else nullcontext()
     with PeakMemory(existing, fake=any(map(_is_fake, existing))) as memory, on_this_thread():
         before = memory.live()
         if gradients is None:
             with torch.no_grad():
                 compute(inputs)
             return ChunkBytes(result_bytes, memory.peak - before, 0)
-        if recompute:
+        if way.recompute:
             saved = SavedTensors()
-            with saved.dropped(), torch.jit.optimized_execution(False):
+            with saved.dropped(), torch.jit.optimized_execution(False), splits():
                 result = compute(inputs if is_first else as_leaves(inputs))
             forward = memory.peak - before
             ends = [own_loss(result)] if is_last else end_graph(result)
             del result
             memory.peak = 0
-            with torch.jit.optimized_execution(False):
+            with torch.jit.optimized_execution(False), splits():
                 saved.restore(partial(compute, inputs if is_first else as_leaves(inputs)), completely=False)
-            backpropagate(ends, gradients)
-            return ChunkBytes(result_bytes, forward, memory.peak - before)
-        copy = cloned(inputs)
-        # The leaves receive gradients, and so they live until the end.
-        leaves, followers = (None, copy) if is_first else begin_graph(copy)
-        del copy
-        result = compute(followers)
-        forward = memory.peak - before - sum(tensor.nbytes for tensor in given)
-        ends = [own_loss(result)] if is_last else end_graph(result)
-        del followers
-        with_result = memory.live()
-        del result
-        held, memory.peak = memory.live() - before, 0
-        keeps_result = not is_last and before + held == with_result
-        backpropagate(ends, gradients)
-        by_autograd = held - result_bytes if keeps_result else held
-        return ChunkBytes(result_bytes, forward, memory.peak - before - held, by_autograd, keeps_result)
+            with first_part:
+                backpropagate(ends, gradients)
+            taken = ChunkBytes(result_bytes, forward, memory.peak - before)
+        else:
+            copy = cloned(inputs)
+            # The leaves receive gradients, and so they live until the end.
+            leaves, followers = (None, copy) if is_first else begin_graph(copy)
+            del copy
+            with splits():
+                result = compute(followers)
+            forward = memory.peak - before - sum(tensor.nbytes for tensor in given)
+            ends = [own_loss(result)] if is_last else end_graph(result)
+            del followers
+            with_result = memory.live()
+            del result
+            held, memory.peak = memory.live() - before, 0
+            keeps_result = not is_last and before + held == with_result
+            with first_part:
+                backpropagate(ends, gradients)
+            by_autograd = held - result_bytes if keeps_result else held
+            taken = ChunkBytes(result_bytes, forward, memory.peak - before - held, by_autograd, keeps_result)
+        if not way.split:
+            return taken
+        waiting, base, memory.peak = parts.nbytes(), memory.live(), 0
+        parts.run(0, 0)
+        return replace(taken, waiting=waiting, second_part=max(0, memory.peak - base))
 
 
 @runtime_checkable

@@ -73,6 +73,13 @@ class SecondParts:
             else:
                 backpropagate([product.weight], [gradient])
 
+    def nbytes(self) -> int:
+        """Returns how much memory they hold."""
+        products = [product for each in self._waiting.values() for product in each]
+        tensors = [tensor for product in products for tensor in (product.input, product.gradient)]
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+        return sum(storages.values())
+
     def clear(self) -> None:
         self._waiting.clear()
 

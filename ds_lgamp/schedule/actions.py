@@ -111,7 +111,8 @@ class Action(NamedTuple):
     chunk: int = -1
     micro_batch: int = -1
     recomputed: bool = False
-    """Of a forward and its backward: whether the backward computes the chunk again. The text form leaves it out."""
+    """Of a forward and of its backward, both parts if it has two: whether the backward computes the chunk again. The
+    text form leaves it out."""
 
     def __str__(self) -> str:
         if self.kind is Kind.STEP:

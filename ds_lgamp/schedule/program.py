@@ -380,7 +380,7 @@ def collectives_agree(replicas: Iterable[ProgramSpec]) -> bool:
 def _collectives(spec: ProgramSpec) -> Program:
     """Returns the gathers and reductions of every pipeline rank. Waits do not change their order, but decide when the
     collectives between nodes run."""
-    passes: tuple[Pass, ...] = (add_residency, add_reductions)
+    passes: tuple[Pass, ...] = (add_residency, add_second_parts, add_reductions)
     if spec.hierarchy is not None:
         passes += (add_step, add_waits)
     program = (build_rank_program(spec, rank, passes) for rank in range(spec.pipeline_ranks))

@@ -125,7 +125,8 @@ class _Rank:
             now += (1 if split else 2) + self.spec.is_recomputed(chunk, micro_batch)
         self.sent = now
         if kind is Kind.BACKWARD and split:
-            self.waiting.append(Action(Kind.WEIGHTS_BACKWARD, chunk, micro_batch))
+            recomputed = self.spec.is_recomputed(chunk, micro_batch)
+            self.waiting.append(Action(Kind.WEIGHTS_BACKWARD, chunk, micro_batch, recomputed))
             while len(self.waiting) > self.spec.split_backward:
                 now = self.run_oldest(now)
         return now

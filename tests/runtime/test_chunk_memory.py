@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from benchmarks.memory import bytes_of_block
 from benchmarks.model import Block, ModelSize, loss_function, micro_batch
 from ds_lgamp.runtime.chunk import differentiable
-from ds_lgamp.runtime.measure import chunk_bytes
+from ds_lgamp.runtime.measure import Way, chunk_bytes
 
 
 class WithMask(nn.Module):
@@ -42,7 +42,7 @@ CHUNKS = {
 }
 
 
-def measured(build, inputs, is_first, recompute):
+def measured(build, inputs, is_first, recompute, split=False):
     layers, given = build(), inputs()
     for parameter in layers.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
@@ -52,17 +52,19 @@ def measured(build, inputs, is_first, recompute):
     gradients = [torch.ones_like(member) for member in differentiable(result)]
     weights = list(layers.parameters())
     existing = [*weights, *layers.buffers(), *(weight.grad for weight in weights if weight.grad is not None)]
-    return chunk_bytes(layers, given, gradients, existing, 4 * 2 * 5 * 16, is_first, recompute)
+    return chunk_bytes(layers, given, gradients, existing, 4 * 2 * 5 * 16, is_first, Way(recompute, split))
 
 
+@pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("name", CHUNKS)
-def test_fake_tensors_take_as_much_as_real_ones(name, recompute):
+def test_fake_tensors_take_as_much_as_real_ones(name, recompute, split):
     build, inputs, is_first = CHUNKS[name]
-    real = measured(build, inputs, is_first, recompute)
+    real = measured(build, inputs, is_first, recompute, split)
     with FakeTensorMode():
-        fake = measured(build, inputs, is_first, recompute)
+        fake = measured(build, inputs, is_first, recompute, split)
     assert fake == real
+    assert (real.waiting > 0) == split and real.second_part * (not split) == 0
     assert real.forward > 0 and real.backward > 0 and (real.saved > 0) == (not recompute)
 
 
@@ -90,7 +92,7 @@ def test_a_fake_transformer_block_takes_what_the_benchmark_measures(is_first, is
             return loss_function(block(inputs), labels) if is_last else block(inputs)
 
         result_bytes = 0 if is_last else hidden.nbytes
-        fake = chunk_bytes(compute, hidden, [gradient], existing, result_bytes, is_first, recompute)
+        fake = chunk_bytes(compute, hidden, [gradient], existing, result_bytes, is_first, Way(recompute))
     assert fake == expected
 
 

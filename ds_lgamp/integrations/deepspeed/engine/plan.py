@@ -5,7 +5,7 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
-from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.cost.units import Travel
@@ -90,6 +90,7 @@ def plan_training(
     data_ranks = module.topology().get_dim("data")
     trained = first_trained(layout, module)
     others: dict[str, Any] = {"updates": updates, "hierarchy": hierarchy, "offload": offload, "first_trained": trained}
+    others["whole_chunks"] = _sharing_chunks(layout, module)
     others["stores_weights"] = regathers_from_host(settings, zero_stage, hierarchy, data_ranks)
     replicas = lru_cache(maxsize=8)(
         partial(replica_specs, settings, layout.placement, data_ranks, zero_stage, **others)
@@ -117,6 +118,17 @@ def first_trained(layout: Layout, module: PipelineModule) -> int:
     trains = {layer_prefix(name) for name, info in tensors if info.is_parameter and info.requires_grad}
     layers = (layer for layer, spec in enumerate(module._layer_specs) if prefix_of(layer, spec) in trains)
     return layout.chunk_of(next(layers, module._num_layers - 1))
+
+
+def _sharing_chunks(layout: Layout, module: PipelineModule) -> frozenset[int]:
+    """Returns the chunks that share a tied module with another chunk of their rank. Its gradient is summed in the order
+    of their backwards, which would change if these had two parts."""
+    users: dict[tuple[str, int], set[int]] = {}
+    for layer, spec in enumerate(module._layer_specs):
+        if isinstance(spec, TiedLayerSpec):
+            chunk = layout.chunk_of(layer)
+            users.setdefault((spec.key, layout.placement[chunk]), set()).add(chunk)
+    return frozenset(chunk for chunks in users.values() if len(chunks) > 1 for chunk in chunks)
 
 
 def replica_specs(

@@ -27,7 +27,7 @@ from ds_lgamp.partition.gradient_reduction import ACCUMULATES_IN_OTHER_DTYPES
 from ds_lgamp.partition.quantised import is_packed
 from ds_lgamp.runtime.chunk import Chunk, cloned, differentiable, passed_on
 from ds_lgamp.runtime.logits import defer_logits
-from ds_lgamp.runtime.measure import CollectiveCounter, chunk_bytes
+from ds_lgamp.runtime.measure import CollectiveCounter, Way, chunk_bytes
 from ds_lgamp.runtime.messages import laid_out, message_bytes
 from ds_lgamp.runtime.recompute import read_states, undisturbed
 from ds_lgamp.schedule.spec import ProgramSpec
@@ -129,9 +129,9 @@ def _chunks(
                 0 if chunk == last else _bytes_of(result),
                 is_first=chunk == 0,
             )
-            taken = measure(recompute=chunk in spec.recomputed_chunks)
+            taken = measure(way=Way(chunk in spec.recomputed_chunks, chunk in spec.split_chunks))
         if settings.recompute == "auto" and chunk in spec.recomputed_chunks:
-            taken = replace(taken, kept=measure(recompute=False))
+            taken = replace(taken, kept=measure(way=Way(recompute=False)))
         if settings.activation_dtype is not None and spec.first_trained <= chunk < last:
             with torch.enable_grad():
                 result = passed_on(compute(cloned(inputs)), None, marks=True)

@@ -46,6 +46,10 @@ REFUSED_KEYS = {
         None,
         f"but in Megatron-LM's training loop hidden states travel in the model's pipeline_dtype; {_WITH_DEEPSPEED}",
     ),
+    "split_backward": (
+        False,
+        f"but in Megatron-LM's training loop each gradient reports to the reduction of all as one; {_WITH_DEEPSPEED}",
+    ),
     "compile": (
         False,
         "but in Megatron-LM's training loop layers have fused kernels of their own, for which its flags ask; "
