@@ -116,6 +116,15 @@ def _add_program(command: argparse.ArgumentParser) -> None:
         default="network",
         help="stage 3: where weights come from that a step needs again: another gather (default) or a copy on the host",
     )
+    command.add_argument(
+        "--split-backward",
+        type=count,
+        nargs="?",
+        const=0,
+        metavar="N",
+        help="backwards in two parts: at most N of a rank, by default P, wait for the second one, which computes "
+        "gradients of weights",
+    )
     command.add_argument("--placement", choices=PLACEMENTS, help="default: contiguous for 1f1b and gpipe, else modular")
 
 
@@ -198,6 +207,7 @@ def _spec(options: argparse.Namespace) -> ProgramSpec:
         hierarchy=Hierarchy(2, options.node_shards == "replicated") if options.node_shards else None,
         offload=Offload(options.offload == "parameters") if options.offload else None,
         stores_weights=options.regather == "host",
+        split_backward=0 if options.split_backward is None else options.split_backward or options.pipeline_ranks,
     )
 
 
@@ -223,11 +233,11 @@ def _durations(options: argparse.Namespace) -> Durations:
         raise ValueError("--refresh and --combine belong to --node-shards; add it, or remove them")
     if options.regather == "network" and options.weights:
         raise ValueError("--weights belongs to --regather host; add it, or remove --weights")
-    durations = Durations(**{name: getattr(options, name) for name in _DURATIONS})
-    for name, duration in durations._asdict().items():
+    durations = {name: getattr(options, name) for name in _DURATIONS}
+    for name, duration in durations.items():
         if not 0 <= duration <= LONGEST:
             raise ValueError(f"--{name} is {duration:g}; a duration is a number from 0 to {LONGEST:g}")
-    return durations
+    return Durations(**durations)
 
 
 def _report(program: Program, timeline: Timeline) -> dict[str, Any]:

@@ -302,12 +302,13 @@ class ProgramSpec:
         return source is not None and self.placement[source] != self.placement[action.chunk]
 
     def sends_output(self, action: Action) -> bool:
-        """Whether the result of a compute goes to another pipeline rank."""
+        """Whether the result of a compute goes to another pipeline rank. A second part of a backward has none."""
         if action.kind is Kind.FORWARD:
             target = action.chunk + 1
             return target < self.chunks and self.placement[target] != self.placement[action.chunk]
         target = action.chunk - 1
-        return target >= self.first_trained and self.placement[target] != self.placement[action.chunk]
+        exists = action.kind is Kind.BACKWARD and target >= self.first_trained
+        return exists and self.placement[target] != self.placement[action.chunk]
 
     def source_chunk(self, action: Action) -> int | None:
         """Returns the chunk whose output or input gradient a compute consumes; None at the ends of the model."""

@@ -224,9 +224,10 @@ def costs_of(shown: Shown) -> Costs:
     def by_chunk(kind: Kind) -> list[float]:
         return [means.get(Action(kind, chunk), 0.0) for chunk in range(spec.chunks)]
 
+    second_parts = by_chunk(Kind.WEIGHTS_BACKWARD)
     return Costs(
         forward=by_chunk(Kind.FORWARD),
-        backward=by_chunk(Kind.BACKWARD),
+        backward=[sum(parts) for parts in zip(by_chunk(Kind.BACKWARD), second_parts)],
         # A measured backward includes the recomputation.
         recompute=[0.0] * spec.chunks,
         gather=by_chunk(Kind.GATHER),
@@ -241,6 +242,7 @@ def costs_of(shown: Shown) -> Costs:
         store=by_chunk(Kind.STORE) if spec.offload else (),
         input=by_chunk(Kind.STORE_INPUT) if spec.stores_inputs else (),
         weights=by_chunk(Kind.LOAD_WEIGHTS) if spec.stores_weights else (),
+        weights_backward=second_parts if spec.split_chunks else (),
     )
 
 

@@ -35,6 +35,8 @@ ROW, BAR, GAP = 24, 20, 18
 TEXT, IDLE, UPDATE = "#768390", "#8b949e", "#2f9e62"
 HUES = {Kind.FORWARD: (0.59, 0.75), Kind.BACKWARD: (0.08, 0.88)}
 """Hue and saturation: blue and orange, which colour-blind readers tell apart."""
+PALE = 0.55
+"""Opacity of the second parts of backwards."""
 LIGHTEST, DARKEST = 0.74, 0.42
 """Lightness of a rank's first and last chunk."""
 
@@ -81,8 +83,8 @@ def title_of(spec: ProgramSpec) -> str:
 def svg_gantt(panels: Sequence[Panel]) -> str:
     """Returns an SVG picture of ``panels``, one above the other, with a legend.
 
-    Each pipeline rank has a bar, with time from left to right. Forwards are blue, backwards orange, later chunks of the
-    rank darker, updates green. Grey is idle time: the bubble and waits for collectives.
+    Each pipeline rank has a bar, with time from left to right. Forwards are blue, backwards orange and their second
+    parts pale, later chunks of the rank darker, updates green. Grey is idle time: the bubble and waits for collectives.
     """
     longest = max(panel.timeline.step_time for panel in panels)
     scale = (WIDTH - LEFT - 1) / longest if longest else 0.0
@@ -123,6 +125,10 @@ def _panel(panel: Panel, top: float, scale: float) -> Iterator[str]:
             for index, chunk in enumerate(chunks):
                 times = [(span.start, span.end) for span in spans if span.action[:2] == (kind, chunk)]
                 yield _bars(_shade(kind, index, len(chunks)), times, bar, scale)
+        for index, chunk in enumerate(chunks) if panel.spec.split_chunks else ():
+            second_part = Kind.WEIGHTS_BACKWARD, chunk
+            times = [(span.start, span.end) for span in spans if span.action[:2] == second_part]
+            yield _bars(_shade(Kind.BACKWARD, index, len(chunks)), times, bar, scale, PALE)
 
 
 def _bars(fill: str, times: Iterable[tuple[float, float]], top: float, scale: float, opacity: float = 1.0) -> str:

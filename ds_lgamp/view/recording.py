@@ -39,7 +39,7 @@ LANE_OF = {
 """The lane of each kind of action that goes on beside compute. An UPDATE on the device is compute."""
 WAITS_FOR = {kind: LANE_OF[kind] for kind in COLLECTIVES | TRANSFERS} | {Kind.REFRESH: "gather", Kind.COMBINE: "reduce"}
 """The kind of wait for each kind of awaited action."""
-_COMPUTES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward"}
+_COMPUTES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.WEIGHTS_BACKWARD: "backward"}
 _ABOUT = "recording.json"
 
 
@@ -116,6 +116,7 @@ class Recording:
         spec["hierarchy"] = hierarchy and Hierarchy(**hierarchy)
         spec["offload"] = offload and Offload(offload["parameters"], tuple(offload["on_device"]))
         spec["kept"] = frozenset(map(tuple, spec.get("kept", ())))
+        spec["whole_chunks"] = frozenset(spec.get("whole_chunks", ()))
         return ProgramSpec(**spec)
 
 
@@ -125,7 +126,7 @@ def spec_fields(spec: ProgramSpec) -> dict[str, Any]:
     values["placement"] = list(spec.placement)
     values["hierarchy"] = None if spec.hierarchy is None else spec.hierarchy._asdict()
     values["offload"] = None if spec.offload is None else spec.offload._asdict()
-    values["kept"] = sorted(spec.kept)
+    values["kept"], values["whole_chunks"] = sorted(spec.kept), sorted(spec.whole_chunks)
     return values
 
 

@@ -23,9 +23,11 @@ _ON_THE_BUS = {
     "stores": {Kind.STORE, Kind.STORE_WEIGHTS},
     "updates": {Kind.UPDATE},
 }
+_SYMBOLS[Kind.WEIGHTS_BACKWARD] = _LETTERS.lower()
 _WIDTH = 120
 """Columns of a chart."""
 _LEGEND = "digit: forward of the rank's n-th chunk, letter: its backward (A for 0, B for 1, ...), dot: idle"
+_LEGEND_OF_SECOND_PARTS = "small letter: the second part of a backward"
 _LEGEND_OF_UPDATES = "u: update of one chunk or of all"
 _LEGEND_OF_COLLECTIVES = "below: digit: gather of the chunk, letter: its reduction; ~: compute waits for one of them"
 _LEGEND_OF_OFFLOADING = (
@@ -39,7 +41,7 @@ def text_gantt(spec: ProgramSpec, timeline: Timeline) -> str:
     """Returns a chart with one line per pipeline rank, time from left to right, at most 120 columns of it.
 
     A digit is a forward and numbers its chunk on the rank, modulo 10. A letter is a backward: A for 0, B for 1, and so
-    on. A u is the optimizer's update, a dot is idle time, and a tilde is compute that waits for something on the lines
+    on; a small letter is the second part of one. A u is the optimizer's update, a dot is idle time, and a tilde is compute that waits for something on the lines
     below. These show, as far as they take time: gathers as digits and reductions as letters, inside and between nodes
     with hierarchical shards; loads from the host as digits, stores and the host's updates as letters.
     """
@@ -60,7 +62,8 @@ def text_gantt(spec: ProgramSpec, timeline: Timeline) -> str:
         lines.append(f"rank {rank:<3d} |{''.join(row)}|")
         for name, beside in _beside(timeline.collectives[rank], timed).items():
             lines.append(f"{name:8} |{''.join(_row(beside, local, unit, columns))}|")
-    legends = [_LEGEND, *([_LEGEND_OF_UPDATES] if any(timeline.updates) else [])]
+    legends = [_LEGEND, *([_LEGEND_OF_SECOND_PARTS] if spec.split_chunks else [])]
+    legends += [_LEGEND_OF_UPDATES] if any(timeline.updates) else []
     legends += [_LEGEND_OF_COLLECTIVES] if timed & COLLECTIVES else []
     legends += [_LEGEND_OF_WEIGHTS] if timed & OF_WEIGHTS else []
     legends += [_LEGEND_OF_OFFLOADING] if timed - COLLECTIVES - OF_WEIGHTS else []

@@ -28,6 +28,7 @@ BLOCK: dict[str, tuple[Any, ...]] = {
     "overlap_update": (True, False),
     "recompute": ("full", "none", "auto"),
     "recompute_memory": ("1 kB", "1 GB", "much"),
+    "split_backward": (True, 2),
     "compile": (False, {"backend": "eager"}),
     "loss_chunk": ("auto", 0, 3),
     "offload_activations": ("none", "cpu"),

@@ -109,6 +109,9 @@ def of_case(case: int) -> Training:
     if random.random() < 0.1 and not block.get("reproducible"):
         # Of any backend, this one takes the least time.
         block["compile"] = {"backend": "eager"}
+    split = Random(f"parts of case {case}").choice((False, True, 1))
+    if split and block["recompute"] != "auto" and not block.get("compile"):
+        block["split_backward"] = split
     return Training(tuple(ways), source, pipeline_ranks, data_ranks, micro_batches, optimizer, config)
 
 

@@ -1,18 +1,34 @@
 """Backwards in two parts change no bit of a training, no count of collectives, and memory as the formula says."""
 
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from ds_lgamp.config import ConfigError, read_block
+from ds_lgamp.cost.memory import rank_memory
+from ds_lgamp.integrations.deepspeed.engine.memory import element_bytes, unit_sizes, update_of
+from ds_lgamp.integrations.deepspeed.explain.activations import measure_activations
 from ds_lgamp.runtime.measure import CollectiveCounter
 from ds_lgamp.schedule.actions import Kind
 from testing.deepspeed_rank import prepare_rank
 from testing.ranks import run_on_ranks
-from tests.integrations.deepspeed.engine.test_recompute import ATTENDING, engine, gradients_of
+from tests.integrations.deepspeed.engine.test_recompute import (
+    ATTENDING,
+    MICRO_BATCHES,
+    Attending,
+    engine,
+    gradients_and_peak_of,
+    gradients_of,
+    mean_square,
+    micro_batch,
+)
+from tests.integrations.deepspeed.plain.training import train_all_on_rank
+from tests.slow import slow_except
 
+MODELS = ["GPT-2", "Llama", "BERT", "Mixtral", "a tied GPT", "a GPT that mixes"]
 LINEAR = [nn.Linear, nn.Tanh] * 4
 BLOCKS = [
     {},
@@ -55,6 +71,43 @@ def test_gradients_and_collectives_of_a_step_stay_the_same(ranks):
     for different, parts in run_on_ranks(ranks, both_ways):
         assert not different
         assert parts > 0
+
+
+def memory_of_steps():
+    """Returns the peak of a step beyond what lies between steps, measured and by the formula, for several limits."""
+    prepare_rank()
+    found = {}
+    for recompute, split in product(("full", "none"), (False, 1, 2, 3)):
+        trained = engine(ATTENDING, 2, split_backward=split, recompute=recompute, placement="modular")
+        core, layers = trained.lgamp, [Attending() for _ in ATTENDING]
+        gradients_of(trained)
+        _, peak = gradients_and_peak_of(trained)
+        module = SimpleNamespace(_layer_specs=layers, loss_fn=mean_square)
+        arguments = layers, range(len(layers) + 1), micro_batch(0), core.own_spec, core.settings, core.config
+        sizes, program = measure_activations(module, *arguments), core.program(core.own_spec)
+        element = element_bytes(core.config, update_of(core.door.optimizer.optimizer, None), core.travel)
+        told = rank_memory(program, unit_sizes(core.partition), core.sharding, element, sizes)
+        found[recompute, split] = peak, told.peak - told.weights, sizes.random_states * len(layers) * MICRO_BATCHES
+    return found
+
+
+def test_memory_is_as_the_formula_says():
+    for rank, found in enumerate(run_on_ranks(2, memory_of_steps)):
+        for case, (peak, told, states) in found.items():
+            assert abs(peak - told) <= 0.01 * told + states, (rank, case, peak, told)
+        assert found["full", 3][0] > 1.05 * found["full", False][0]
+
+
+@pytest.mark.parametrize("stage", slow_except([3], [0, 1, 2, 3]))
+def test_scripts_train_models_to_the_same_bits(stage):
+    """With tied weights, experts, and layers that mix."""
+    blocks = [{"pipeline_ranks": 2, "split_backward": split} for split in (False, True)]
+    cases = [(name, stage, block) for name in MODELS for block in blocks]
+    for courses in run_on_ranks(2, train_all_on_rank, cases):
+        for whole, split in zip(courses[::2], courses[1::2]):
+            assert whole.losses == split.losses
+            for right, gradients in zip(whole.gradients, split.gradients, strict=True):
+                assert all(torch.equal(gradients[name], gradient) for name, gradient in right.items())
 
 
 @pytest.mark.parametrize(
