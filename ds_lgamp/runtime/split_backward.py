@@ -99,12 +99,13 @@ def splitting() -> Iterator[None]:
 def _splitting(products: list[_Product] | None) -> Iterator[None]:
     global _products
     before, functions = _products, (functional.linear, torch.addmm)
-    _products, functional.linear, torch.addmm = products, _split_linear, _split_addmm
+    _products, functional.linear = products, _split_linear
+    vars(torch)["addmm"] = _split_addmm
     try:
         yield
     finally:
         _products = before
-        functional.linear, torch.addmm = functions
+        functional.linear, vars(torch)["addmm"] = functions
 
 
 def _split_linear(input: Any, weight: Any, bias: Any = None) -> Any:

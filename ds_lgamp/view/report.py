@@ -41,9 +41,10 @@ def text_gantt(spec: ProgramSpec, timeline: Timeline) -> str:
     """Returns a chart with one line per pipeline rank, time from left to right, at most 120 columns of it.
 
     A digit is a forward and numbers its chunk on the rank, modulo 10. A letter is a backward: A for 0, B for 1, and so
-    on; a small letter is the second part of one. A u is the optimizer's update, a dot is idle time, and a tilde is compute that waits for something on the lines
-    below. These show, as far as they take time: gathers as digits and reductions as letters, inside and between nodes
-    with hierarchical shards; loads from the host as digits, stores and the host's updates as letters.
+    on; a small letter is the second part of one. A u is the optimizer's update, a dot is idle time, and a tilde is
+    compute that waits for something on the lines below. These show, as far as they take time: gathers as digits and
+    reductions as letters, inside and between nodes with hierarchical shards; loads from the host as digits, stores and
+    the host's updates as letters.
     """
     spans = [span for rank in (*timeline.spans, *timeline.collectives) for span in rank]
     shortest = min((span.end - span.start for span in spans if span.end > span.start), default=0.0)
