@@ -7,6 +7,7 @@ NAMES = (
     "recomputation",
     "schedule",
     "latency",
+    "zero_bubble",
     "overlap",
     "network",
     "updates",

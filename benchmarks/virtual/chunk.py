@@ -1,17 +1,19 @@
 """A chunk whose forward and backward take a given time and compute almost nothing."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn import functional
 
+from ds_lgamp.runtime.split_backward import SecondParts
 from ds_lgamp.schedule.costs import Durations
 from ds_lgamp.schedule.placement import Placement, place_chunks
 
-TOLERANCE = 1e-5
-"""Relative. Summation order makes a smaller difference in fp32."""
+TOLERANCE = 1e-3
+"""Relative. Summation order makes a smaller difference in fp32, and weights of chunks differ by more."""
 WAKE_UP = 50e-6
 """Seconds by which a sleep ends early. A sleeper wakes up about that much too late."""
 
@@ -35,6 +37,9 @@ class Setting(NamedTuple):
     """How many times as long as ``forward`` and ``backward`` the chunks take, repeated over all of them."""
     update: float = 0.0
     """Seconds of the optimizer's update of a chunk."""
+    split_backward: int = 0
+    """How many backwards of a rank may wait for their second part, which takes half of ``backward``; 0 if backwards are
+    whole."""
 
     def length(self, chunk: int) -> float:
         return self.lengths[chunk % len(self.lengths)]
@@ -54,7 +59,12 @@ class Setting(NamedTuple):
         """Makes the chunks of a pipeline rank, in ascending order."""
         own = range(rank, self.chunks, self.pipeline_ranks)
         lengths = {chunk: self.length(chunk) for chunk in own}
-        return {chunk: VirtualChunk(chunk, self.forward * n, self.backward * n) for chunk, n in lengths.items()}
+        return {
+            chunk: (SplitChunk if chunk and self.split_backward else VirtualChunk)(
+                chunk, self.forward * n, self.backward * n
+            )
+            for chunk, n in lengths.items()
+        }
 
     def micro_batch(self, index: int) -> torch.Tensor:
         """Makes an input of the first chunk, with shape [1, elements]."""
@@ -108,6 +118,84 @@ class _Compute(torch.autograd.Function):
         ctx.chunk.gradient += of_weight.item()
         sleep_until(end)
         return of_inputs, of_weight, None
+
+
+class SplitChunk(VirtualChunk):
+    """A chunk whose backward takes half of its time; the second part, of which :class:`SleepingParts` knows, the other
+    half."""
+
+    def __init__(self, index: int, forward: float, backward: float) -> None:
+        super().__init__(index, forward, backward)
+        self.weight = nn.Parameter(torch.tensor([[weight_of(index)]]))
+        self._sum = 0.0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        inputs = _Sleep.apply(inputs, self.seconds[0], self.seconds[1] / 2)
+        return functional.linear(inputs.view(-1, 1), self.weight).view(1, -1)
+
+    def take_gradient(self) -> float:
+        self._sum = 0.0
+        return super().take_gradient()
+
+    def end_backward(self) -> None:
+        """Takes the time of the second part, after which the weight has its gradient."""
+        end = time.monotonic() + self.seconds[1] / 2
+        assert self.weight.grad is not None
+        total = self.weight.grad.item()
+        self.gradient += total - self._sum
+        self._sum = total
+        sleep_until(end)
+
+
+class SleepingParts(SecondParts):
+    """The second parts of the backwards of ``chunks``."""
+
+    def __init__(self, chunks: Mapping[int, VirtualChunk]) -> None:
+        super().__init__()
+        self._chunks = chunks
+
+    def run(self, chunk: int, micro_batch: int) -> None:
+        super().run(chunk, micro_batch)
+        split = self._chunks[chunk]
+        assert isinstance(split, SplitChunk)
+        split.end_backward()
+
+
+class TorchSplitChunk(VirtualChunk):
+    """The same for torch's schedules, which ask autograd for gradients of weights and sum these themselves."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        weight = _Told.apply(_Sleep.apply(self.weight, 0.0, self.seconds[1] / 2), self)
+        return _Sleep.apply(inputs, self.seconds[0], self.seconds[1] / 2) * weight
+
+
+class _Sleep(torch.autograd.Function):
+    """Passes its input on, and the gradient back, and takes a time for both."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
+        ctx.seconds = backward
+        sleep_until(time.monotonic() + forward)
+        return inputs.view_as(inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        sleep_until(time.monotonic() + ctx.seconds)
+        return gradient, None, None
+
+
+class _Told(torch.autograd.Function):
+    """Tells a chunk the gradient of its weight."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, chunk: VirtualChunk) -> torch.Tensor:
+        ctx.chunk = chunk
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.chunk.gradient += gradient.sum().item()
+        return gradient, None
 
 
 def weight_of(chunk: int) -> float:

@@ -6,7 +6,7 @@ numbers.
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from typing import NamedTuple, Protocol
 
@@ -17,13 +17,16 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
+    ScheduleDualPipeV,
     ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
 )
 
 from benchmarks.record import OURS
 from benchmarks.virtual.bare import BareLoop
-from benchmarks.virtual.chunk import Setting, VirtualChunk, loss_function, sleep_until
+from benchmarks.virtual.chunk import Setting, SleepingParts, TorchSplitChunk, VirtualChunk, loss_function, sleep_until
 from ds_lgamp.optimizers.updates import HostUpdates, Options, Updates, postpone, start_postponed
 from ds_lgamp.partition.bus import Bus
 from ds_lgamp.partition.flat_storage import UnitParameter
@@ -63,9 +66,15 @@ class Contender(NamedTuple):
     schedule: str
     """ds_lgamp's name of its order. The simulated time is that of this order."""
     build: Callable[[Setting], Pipeline]
+    splits: bool = False
+    """Whether its program has backwards in two parts."""
+
+    def own(self, setting: Setting) -> Setting:
+        """Returns the setting as it builds it."""
+        return setting._replace(split_backward=setting.pipeline_ranks if self.splits else 0)
 
     def spec(self, setting: Setting) -> ProgramSpec:
-        return spec_of(self.schedule, setting)
+        return spec_of(self.schedule, self.own(setting))
 
     def suits(self, setting: Setting) -> bool:
         """Whether the order suits the number of chunks per rank. Interleaved 1F1B with one chunk equals 1F1B, so it
@@ -99,6 +108,7 @@ def spec_of(
         updates=updates,
         offload=offload,
         recomputes=False,
+        split_backward=setting.split_backward,
     )
 
 
@@ -128,7 +138,7 @@ class Executed:
         self.setting = setting
         self.chunks = setting.chunks_of(rank)
         spec = spec_of(schedule, setting, zero_stage, resident_chunks, micro_batch_group, updates, offload)
-        self.program = build_rank_program(spec, rank)
+        self.program, self.split = build_rank_program(spec, rank), spec.split_chunks
         parameters = {index: _parameters(index, chunk, setting) for index, chunk in self.chunks.items()}
         host = None if offload is None else Host(Bus(DEVICE, bytes_per_second), HostThread(DEVICE), offload.parameters)
         policy = ZeroPolicy(data_group(1 if alone else setting.data_ranks), zero_stage, host=host)
@@ -147,7 +157,8 @@ class Executed:
         )
 
     def step(self) -> float | None:
-        with self.executor.run_batch(BatchState(self.setting.micro_batches, self._load)):
+        parts = {"split_chunks": self.split, "second_parts": SleepingParts(self.chunks)}
+        with self.executor.run_batch(BatchState(self.setting.micro_batches, self._load, **parts)):
             self.executor.run(self.program)
         losses = self.executor.losses
         return torch.stack(losses).mean().item() if losses else None
@@ -185,7 +196,13 @@ class Torch:
     """A schedule of ``torch.distributed.pipelining``. Shapes are given, so that stages need not infer them."""
 
     def __init__(self, setting: Setting, schedule: Callable) -> None:
-        self.chunks = setting.chunks_of(dist.get_rank())
+        rank, last = dist.get_rank(), setting.chunks - 1
+        if schedule in (ScheduleZBVZeroBubble, ScheduleDualPipeV):
+            self.chunks = _whole_of(setting, (rank, last - rank))
+        elif schedule is ScheduleInterleavedZeroBubble:
+            self.chunks = _whole_of(setting, range(rank, setting.chunks, setting.pipeline_ranks))
+        else:
+            self.chunks = setting.chunks_of(rank)
         stages = [
             PipelineStage(
                 chunk,
@@ -255,6 +272,11 @@ def bare_loop(setting: Setting) -> BareLoop:
     return BareLoop(setting, spec_of("layered", setting))
 
 
+def _whole_of(setting: Setting, chunks: Iterable[int]) -> dict[int, VirtualChunk]:
+    """Returns chunks for a schedule of torch with backwards in two parts."""
+    return {chunk: TorchSplitChunk(chunk, setting.forward, setting.backward) for chunk in chunks}
+
+
 def _parameters(index: int, chunk: VirtualChunk, setting: Setting) -> list[UnitParameter]:
     """The parameters of one chunk's unit."""
     parameters = [UnitParameter(f"{index}.weight", chunk.weight, 0)]
@@ -286,6 +308,11 @@ def data_group(ranks: int) -> dist.ProcessGroup:
         in_order = dist.ProcessGroupGloo(store, group.rank(), group.size(), options)
         group._register_backend(DEVICE, dist.ProcessGroup.BackendType.CUSTOM, in_order)
     return group
+
+
+def split(name: str, schedule: str) -> Contender:
+    """Returns a contender of ours with backwards in two parts."""
+    return Contender(f"{OURS} {name}", schedule, partial(Executed, schedule=schedule), splits=True)
 
 
 LAYERED = Contender(f"{OURS} layered", "layered", partial(Executed, schedule="layered"))

@@ -98,7 +98,7 @@ def _measure_on_rank(
     hops, steps = [], []
     for setting in settings:
         hops.append(calibrate_hop(setting.elements))
-        pipelines = {entry.name: entry.build(setting) for entry in contenders if entry.suits(setting)}
+        pipelines = {entry.name: entry.build(entry.own(setting)) for entry in contenders if entry.suits(setting)}
         # A garbage collection during a step would traverse the modules of all frameworks.
         gc.unfreeze()
         gc.collect()

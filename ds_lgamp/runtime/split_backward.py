@@ -133,8 +133,9 @@ def _is_plain(input: Any, weight: Any, bias: Any) -> bool:
         and weight.requires_grad
         and weight.is_leaf
         and weight.dim() == 2
-        # A hook of a weight would see a gradient of None in the first part.
+        # Hooks of a weight would see no gradient, or an old one, in the first part.
         and not weight._backward_hooks
+        and not weight._post_accumulate_grad_hooks
         and torch.is_grad_enabled()
         and not has_torch_function((input, weight, bias))
         and not torch.is_autocast_enabled(input.device.type)
