@@ -49,6 +49,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "turn": tables.turn,
         "schedule-loopback": partial(tables.schedule, "loopback"),
         "schedule-slow": partial(tables.schedule, "1 Gbit/s"),
+        "zero-bubble": tables.zero_bubble,
         "latency": tables.latency,
         "overlap": tables.overlap,
         "network": tables.network,

@@ -124,6 +124,15 @@ def schedule(link: str) -> str:
     return pivot(rows, labels, contender, with_spread(".3f"), numbers_from=0)
 
 
+def zero_bubble() -> str:
+    """The idle time of every contender by micro-batches and link; of ours also beside the simulated step."""
+    rows = [row for row in read("zero_bubble").rows if row.metric in ("idle per rank", "step / simulated")]
+    labels = [("link", setting("link")), ("M", setting("micro_batches")), CONTENDER]
+    cells = {"idle per rank": with_spread(".0f"), "step / simulated": with_spread(".3f")}
+    headings = {"idle per rank": "idle per rank, ms", "step / simulated": "step / simulated"}
+    return pivot(rows, labels, metric, by_metric(cells), headings)
+
+
 def latency() -> str:
     """The bubble of every contender at every length of compute, also relative to both simulations."""
     lengths = ("forward + backward, ms", lambda row: "{forward_ms:g} + {backward_ms:g}".format(**row.config))

@@ -51,10 +51,10 @@ def each_action(segments: Segments, lower: Callable[[Action], Iterable[Action]])
 
 def mark_recomputed(spec: ProgramSpec, rank: int, segments: Segments) -> Segments:
     """Marks the forwards and backwards that are recomputed."""
-    chunks, kept = spec.recomputed_chunks, spec.kept
+    chunks, kept, marked = spec.recomputed_chunks, spec.kept, COMPUTE | {Kind.WEIGHTS_BACKWARD}
     return [
         [
-            Action(kind, chunk, micro_batch, kind in COMPUTE and chunk in chunks and (chunk, micro_batch) not in kept)
+            Action(kind, chunk, micro_batch, kind in marked and chunk in chunks and (chunk, micro_batch) not in kept)
             for kind, chunk, micro_batch, _ in segment
         ]
         for segment in segments

@@ -9,7 +9,8 @@ recomputation and each part of a backward take the same time. A rank whose next 
 of its oldest backward that waits for one. Second parts also run
 
 - once more of them wait than ``ProgramSpec.split_backward`` allows;
-- before a backward that would begin one more full gradient than ``resident_chunks`` (stages 1 to 3);
+- before a backward of another chunk while ``resident_chunks`` chunks have some, because each of these chunks holds a
+  full gradient (stages 1 to 3);
 - before the next micro-batch group, where each group is reduced by itself (stages 2 and 3).
 
 Those of a chunk run in ascending micro-batches, so that its gradient is summed in the order of a whole backward.

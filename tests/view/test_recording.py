@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from ds_lgamp.schedule.actions import COMPUTE, Action, receive_matching
+from ds_lgamp.schedule.actions import COMPUTE, Action, Kind, receive_matching
 from ds_lgamp.schedule.costs import Durations, uniform_costs
 from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.program import build_program
@@ -50,7 +50,8 @@ def test_a_rank_computes_its_program_waits_in_between_and_sends_in_time(spec):
     starts = {each.name: each.start for rank in recording.ranks for each in lane(rank, "compute")}
     for rank, actions in zip(recording.ranks, build_program(spec)):
         computes = [each.name for each in lane(rank, "compute") if each.kind != "step"]
-        assert computes == [str(action) for action in actions if action.kind in COMPUTE]
+        kinds = COMPUTE | {Kind.WEIGHTS_BACKWARD}
+        assert computes == [str(action) for action in actions if action.kind in kinds]
         now = 0.0
         for each in sorted([*lane(rank, "compute"), *lane(rank, "wait")], key=lambda each: each.start):
             assert each.start == now

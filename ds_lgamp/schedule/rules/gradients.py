@@ -161,15 +161,16 @@ class _Gradients:
         if not waiting:
             return
         group = spec.micro_batch_group
-        full = action.kind is Kind.BACKWARD and action.chunk not in self.accumulating
+        chunks = {part.chunk for part in waiting}
+        is_new = action.kind is Kind.BACKWARD and action.chunk not in chunks
         if not stop.computes:
             fault = "ends what"
         elif len(waiting) > spec.split_backward:
             fault = f"lets more than {spec.split_backward} backwards wait:"
         elif spec.zero_stage >= 2 and waiting[0].micro_batch // group != action.micro_batch // group:
             fault = "begins a group before"
-        elif full and spec.zero_stage >= 1 and len(self.accumulating) >= spec.resident_chunks:
-            fault = f"begins one more full gradient than {spec.resident_chunks} before"
+        elif is_new and spec.zero_stage >= 1 and len(chunks) >= spec.resident_chunks:
+            fault = f"lets gradients of more than {spec.resident_chunks} chunks wait:"
         else:
             return
         raise Fault(stop.row, f"{stop} {fault} the second part of {waiting[0]} has not completed")
