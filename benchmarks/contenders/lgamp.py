@@ -34,6 +34,7 @@ class Layered:
         regather: value of the configuration key.
         compiled: value of the configuration key ``compile``.
         recompute_memory: value of the configuration key; None leaves it out.
+        split_backward: value of the configuration key.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Layered:
         regather: str = "network",
         compiled: bool = False,
         recompute_memory: str | None = None,
+        split_backward: bool = False,
     ) -> None:
         self.layout = layout
         ds_lgamp.install()
@@ -77,6 +79,7 @@ class Layered:
                 "quantised_gradient_bits": quantised_gradient_bits,
                 "regather": regather,
                 "compile": compiled,
+                "split_backward": split_backward,
                 **({} if recompute_memory is None else {"recompute_memory": recompute_memory}),
             },
         }
