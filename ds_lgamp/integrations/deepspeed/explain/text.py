@@ -43,7 +43,8 @@ def _header(facts: Explanation) -> str:
     slices = f" x {facts.tensor_ranks} tensor-parallel" if sliced else ""
     each = " on each tensor-parallel rank" if sliced else ""
     compiled = "" if facts.settings.compile is False else ", compiled"
-    computed = f"recompute {facts.settings.recompute}{_budget(facts)}{compiled}"
+    parts = ", backwards in two parts" if spec.split_chunks else ""
+    computed = f"recompute {facts.settings.recompute}{_budget(facts)}{compiled}{parts}"
     return (
         f"{spec.pipeline_ranks} pipeline x {facts.data_ranks} data-parallel{slices} ranks, schedule {spec.schedule}, "
         f"placement {facts.placement}, ZeRO stage {spec.zero_stage}{_shards(spec)}, {facts.precision}\n"
