@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from ds_lgamp.schedule.actions import Action, Kind, Segments, joined
+from ds_lgamp.schedule.actions import Action, Kind, Segments, chunk_beyond, joined
 from ds_lgamp.schedule.orders import (
     ORDERS,
     SCHEDULES,
@@ -317,8 +317,7 @@ class ProgramSpec:
 
     def peer(self, message: Action) -> int:
         """Returns the pipeline rank at the other end of a SEND or RECV."""
-        forward = message.kind in (Kind.SEND_FORWARD, Kind.RECV_BACKWARD)
-        return self.placement[message.chunk + (1 if forward else -1)]
+        return self.placement[chunk_beyond(message)]
 
     def sends_output(self, action: Action) -> bool:
         """Whether the result of a compute goes to another pipeline rank. A second part of a backward has none."""
