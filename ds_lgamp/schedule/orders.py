@@ -100,9 +100,10 @@ def interleaved(placement: Placement, rank: int, micro_batches: int, group: int)
 def zero_bubble_vee(placement: Placement, rank: int, micro_batches: int, group: int) -> Iterator[Action]:
     """ZBV (Qi et al., arXiv 2405.15362): each rank owns a chunk of the way there and one of the way back.
 
-    After a warm-up, forward and backward of both chunks take turns, as in torch's ``ScheduleZBVZeroBubble``. With a
-    forward and both parts of a backward of equal length, a rank waits only until its first input. At most 2P inputs
-    are stored, as many as 1F1B stores on the first rank if its chunks are cut in two.
+    After a warm-up, forward and backward of both chunks take turns, as in torch's ``ScheduleZBVZeroBubble``. If a
+    forward and both parts of a backward are equally long, a rank waits only before its first and after its last
+    compute, P - 1 forwards in all. It stores at most 2P inputs, as 1F1B does on the first rank if its chunks are cut
+    in two.
     """
     there, back = chunks_of(placement, rank)
     following = max(placement) - rank
