@@ -355,12 +355,12 @@ class LgampConfig(BaseModel):
                 "recompute to 'full' or 'none'"
             )
         if self.split_backward and (self.compile is not False or self.recompute == "auto"):
-            key, cause = (
+            other, cause = (
                 ("compile", "compiles whole backwards") if self.compile else ("recompute", "measures whole ones")
             )
             raise ValueError(
-                f"split_backward is {self.split_backward}, but {key} is {getattr(self, key)!r}, which {cause}; remove "
-                "one of them"
+                f"split_backward is {self.split_backward}, but {other} is {getattr(self, other)!r}, which {cause}; "
+                "remove one of them"
             )
         if self.compile is not False and self.reproducible:
             raise ValueError(

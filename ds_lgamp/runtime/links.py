@@ -15,7 +15,7 @@ header as soon as it is due, because a message that nobody receives would block 
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import Any, NamedTuple
 
@@ -72,9 +72,8 @@ class Route(NamedTuple):
     pipeline: tuple[int, ...]
     """The global rank of every pipeline rank."""
     before: Mapping[int, Ends]
-    """By the pipeline rank that sends activations."""
     after: Mapping[int, Ends]
-    """By the pipeline rank that takes them."""
+    """By the pipeline rank that takes activations from this one; ``before`` by the one that sends them."""
 
 
 class Outgoing:
@@ -282,12 +281,10 @@ class Links:
         self._first_answered: float = 0
         self._ways_back: dict[tuple[int, int], tuple[Way, ...]] = {}
         """How the gradients of inputs travel, by chunk and micro-batch, from their receipt until they leave."""
-        self._dynamic = dynamic
-        self._on_arrival = on_arrival
+        self._dynamic, self._on_arrival = dynamic, on_arrival
         self.broken = False
         """Whether a batch runs or failed. Messages of a failed one may be under way that nobody will take."""
-        incoming = dynamic, on_arrival, narrow
-        outgoing = device, dynamic, on_arrival, advice, narrow
+        incoming, outgoing = (dynamic, on_arrival, narrow), (device, dynamic, on_arrival, advice, narrow)
         before, after = route.before.items(), route.after.items()
         self._activations_in = {rank: Incoming(end.activations, device, end.headers, *incoming) for rank, end in before}
         self._activations_out = {rank: Outgoing(end.activations, end.headers, *outgoing) for rank, end in after}
@@ -311,14 +308,12 @@ class Links:
         if not self._on_arrival:
             return
         for later in range(row + 1, len(program)):
-            following = program[later]
-            if following.kind is Kind.RECV_FORWARD:
-                place = self._input_of(following.chunk, following.micro_batch)
-                self._activations_in[self._placement[following.chunk - 1]].prepare(place)
-            elif following.kind is Kind.RECV_BACKWARD:
-                place = Place(following.chunk, following.micro_batch)
-                self._gradients_in[self._placement[following.chunk + 1]].prepare(place)
-            elif following.kind in COMPUTE or following.kind is Kind.RETURN:
+            kind, chunk, micro_batch, _ = program[later]
+            if kind is Kind.RECV_FORWARD:
+                self._activations_in[self._placement[chunk - 1]].prepare(self._input_of(chunk, micro_batch))
+            elif kind is Kind.RECV_BACKWARD:
+                self._gradients_in[self._placement[chunk + 1]].prepare(Place(chunk, micro_batch))
+            elif kind in COMPUTE or kind is Kind.RETURN:
                 return
 
     def post_activations(self, chunk: int, micro_batch: int) -> None:
@@ -345,8 +340,7 @@ class Links:
         ways = self._activations_out[target].announce(chunk, value, self.narrow is None or answered)
         self._activations_out[target].send(as_tuple(value), ways)
         if answered:
-            expected = differentiable(value), ways_back(value, ways)
-            self._gradients_in[target].expect(Place(chunk, micro_batch), *expected)
+            self._gradients_in[target].expect(Place(chunk, micro_batch), differentiable(value), ways_back(value, ways))
 
     def post_gradients(self, chunk: int, micro_batch: int) -> None:
         self._gradients_in[self._placement[chunk + 1]].post(Place(chunk, micro_batch))
@@ -359,8 +353,7 @@ class Links:
 
     def send_gradients(self, chunk: int, micro_batch: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Sends the gradients of the input of ``chunk``, as :meth:`take_gradients` returns them."""
-        ways = self._ways_back.pop((chunk, micro_batch), ())
-        self._gradients_out[self._placement[chunk - 1]].send(gradients, ways)
+        self._gradients_out[self._placement[chunk - 1]].send(gradients, self._ways_back.pop((chunk, micro_batch), ()))
 
     def drain(self) -> None:
         """Waits for all sends under way."""
@@ -383,19 +376,17 @@ class Links:
 
 def _send(message: torch.Tensor, endpoint: Endpoint) -> tuple[dist.Work, torch.Tensor]:
     """Launches a send. Returns its work, and the message, which must live until the work is done."""
-    peer, group, tag = endpoint
-    try:
-        work = dist.isend(message, peer, group=group, tag=tag)
-    except RuntimeError as error:
-        raise LinkError(peer, error) from error
-    assert work is not None, "both ends of a link are members of its group"
-    return work, message
+    return _begun(dist.isend, message, endpoint), message
 
 
 def _receive(message: torch.Tensor, endpoint: Endpoint) -> dist.Work:
+    return _begun(dist.irecv, message, endpoint)
+
+
+def _begun(operation: Callable[..., dist.Work | None], message: torch.Tensor, endpoint: Endpoint) -> dist.Work:
     peer, group, tag = endpoint
     try:
-        work = dist.irecv(message, peer, group=group, tag=tag)
+        work = operation(message, peer, group=group, tag=tag)
     except RuntimeError as error:
         raise LinkError(peer, error) from error
     assert work is not None, "both ends of a link are members of its group"
