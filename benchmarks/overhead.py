@@ -37,8 +37,8 @@ from ds_lgamp.partition.policy import ZeroPolicy
 from ds_lgamp.partition.zero_partition import build_partition
 from ds_lgamp.runtime.batch import BatchState, Calls, Position, Storage
 from ds_lgamp.runtime.chunk import Chunk
+from ds_lgamp.runtime.edges import pipeline_links
 from ds_lgamp.runtime.executor import Executor
-from ds_lgamp.runtime.ring import ring_links
 from ds_lgamp.schedule.actions import COMPUTE, Action, Kind
 from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.program import build_rank_program
@@ -211,7 +211,7 @@ def engine_step(spec: ProgramSpec, rank: int, program: Sequence[Action]) -> Step
         Position(spec.placement, rank),
         {chunk: Chunk([partial(_multiplied, parameter, False)], chunk) for chunk, parameter in parameters.items()},
         Storage(partition),
-        ring_links([list(range(spec.pipeline_ranks))], DEVICE),
+        pipeline_links([list(range(spec.pipeline_ranks))], spec.placement, DEVICE),
         Calls(_loss, update),
         layer_sources(DEVICE),
     )

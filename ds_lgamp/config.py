@@ -145,11 +145,11 @@ class LgampConfig(BaseModel):
     pipeline_ranks: PositiveInt | None = None
     """Over how many pipeline ranks to split a model that is no PipelineModule; default 1. A PipelineModule has its
     num_stages instead."""
-    schedule: Literal["layered", "interleaved_1f1b", "1f1b", "gpipe"] = "layered"
+    schedule: Literal["layered", "interleaved_1f1b", "1f1b", "gpipe", "zbv"] = "layered"
     """The order in which a rank computes."""
-    placement: Literal["modular", "contiguous"] | None = None
-    """How chunks are placed on pipeline ranks. The default is modular, and contiguous for schedules with one chunk per
-    rank."""
+    placement: Literal["modular", "contiguous", "vee"] | None = None
+    """How chunks are placed on pipeline ranks. The default is modular, contiguous for schedules with one chunk per
+    rank, and vee for zbv: two chunks per rank, one on the way to the last rank and one on the way back."""
     chunks_per_rank: PositiveInt | None = None
     """Cuts the layers into this many chunks per pipeline rank by the module's ``partition_method``."""
     layers_per_chunk: PositiveInt | None = None
@@ -308,6 +308,11 @@ class LgampConfig(BaseModel):
         """Whether chunks are DeepSpeed's own pipeline stages."""
         return self.chunks_per_rank == 1 or self.schedule in SINGLE_CHUNK_SCHEDULES
 
+    @property
+    def fixed_chunks_per_rank(self) -> int | None:
+        """``chunks_per_rank``, or what zbv has; None if layers decide."""
+        return 2 if self.schedule == "zbv" else self.chunks_per_rank
+
     @model_validator(mode="after")
     def _check_combinations(self) -> "LgampConfig":
         if self.chunks_per_rank is not None and self.layers_per_chunk is not None:
@@ -350,12 +355,12 @@ class LgampConfig(BaseModel):
                 "recompute to 'full' or 'none'"
             )
         if self.split_backward and (self.compile is not False or self.recompute == "auto"):
-            key, cause = (
+            other, cause = (
                 ("compile", "compiles whole backwards") if self.compile else ("recompute", "measures whole ones")
             )
             raise ValueError(
-                f"split_backward is {self.split_backward}, but {key} is {getattr(self, key)!r}, which {cause}; remove "
-                "one of them"
+                f"split_backward is {self.split_backward}, but {other} is {getattr(self, other)!r}, which {cause}; "
+                "remove one of them"
             )
         if self.compile is not False and self.reproducible:
             raise ValueError(
@@ -381,7 +386,21 @@ class LgampConfig(BaseModel):
             )
         if self.schedule == "interleaved_1f1b" and self.placement == "contiguous":
             raise ValueError("placement is 'contiguous', but schedule 'interleaved_1f1b' needs 'modular'; remove it")
+        self._check_vee()
         return self
+
+    def _check_vee(self) -> None:
+        if self.schedule != "zbv":
+            if self.placement == "vee":
+                raise ValueError("placement is 'vee', which belongs to schedule 'zbv'; use that, or remove placement")
+            return
+        for key, allowed in (("chunks_per_rank", 2), ("layers_per_chunk", None), ("placement", "vee")):
+            value = getattr(self, key)
+            if value not in (None, allowed):
+                raise ValueError(
+                    f"{key} is {value!r}, but schedule 'zbv' has two chunks per pipeline rank, placed as a vee; remove "
+                    f"{key} or use schedule 'layered'"
+                )
 
     def refuse_split(self, whose: str) -> None:
         """Raises ConfigError for keys that say how to split a model, but here ``whose`` layers are given."""

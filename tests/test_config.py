@@ -39,6 +39,17 @@ def test_a_trace_has_its_first_and_its_last_step(keys, steps):
         ({"schedule": "gpipe", "layers_per_chunk": 2}, "layers_per_chunk is 2, but schedule 'gpipe' has one chunk"),
         ({"schedule": "gpipe", "micro_batch_group": 2}, "groups belong to schedule 'layered'"),
         ({"schedule": "interleaved_1f1b", "placement": "contiguous"}, "needs 'modular'"),
+        ({"schedule": "zbv", "chunks_per_rank": 3}, "chunks_per_rank is 3, but schedule 'zbv' has two chunks per pipe"),
+        ({"schedule": "zbv", "layers_per_chunk": 2}, "layers_per_chunk is 2, but schedule 'zbv' has two chunks per pi"),
+        (
+            {"schedule": "zbv", "placement": "contiguous"},
+            "placement is 'contiguous', but schedule 'zbv' has two chunks",
+        ),
+        (
+            {"schedule": "zbv", "micro_batch_group": 2},
+            "micro_batch_group is 2, but groups belong to schedule 'layered'",
+        ),
+        ({"placement": "vee"}, "placement is 'vee', which belongs to schedule 'zbv'; use that, or remove placement"),
         ({"compile": "yes"}, "ds_lgamp.compile is 'yes': input should be a valid "),
         ({"compile": {"moed": "default"}}, "moed is no option of torch.compile; use backend, mode, dynamic"),
         ({"compile": {"dynamic": "no"}}, "its dynamic must be a bool"),

@@ -36,9 +36,9 @@ from ds_lgamp.partition.unit import Unit
 from ds_lgamp.partition.zero_partition import build_partition
 from ds_lgamp.runtime.batch import BatchState, Calls, Position, Storage
 from ds_lgamp.runtime.chunk import Chunk
+from ds_lgamp.runtime.edges import pipeline_links
 from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.recompute import default_sources
-from ds_lgamp.runtime.ring import ring_links
 from ds_lgamp.schedule.orders import SINGLE_CHUNK_SCHEDULES
 from ds_lgamp.schedule.program import build_rank_program
 from ds_lgamp.schedule.spec import Offload, ProgramSpec
@@ -151,7 +151,7 @@ class Executed:
             Position(setting.placement, rank),
             {index: Chunk([chunk], index) for index, chunk in self.chunks.items()},
             Storage(self.partition),
-            ring_links(_pipelines(setting), DEVICE),
+            pipeline_links(_pipelines(setting), setting.placement, DEVICE),
             Calls(loss_function, self._step_optimizer, self._update),
             default_sources(DEVICE),
         )

@@ -81,7 +81,9 @@ def _add_program(command: argparse.ArgumentParser) -> None:
     """Adds the options that say what the program is."""
     command.add_argument("--schedule", choices=SCHEDULES, default="layered")
     command.add_argument("--pipeline-ranks", type=count, default=4, metavar="P")
-    command.add_argument("--chunks-per-rank", type=count, metavar="N", help="default: 1 for 1f1b and gpipe, else 4")
+    command.add_argument(
+        "--chunks-per-rank", type=count, metavar="N", help="default: 1 for 1f1b and gpipe, 2 for zbv, else 4"
+    )
     command.add_argument("--micro-batches", type=count, default=8, metavar="M")
     command.add_argument(
         "--micro-batch-group",
@@ -125,7 +127,9 @@ def _add_program(command: argparse.ArgumentParser) -> None:
         help="backwards in two parts: at most N of a rank, by default P, wait for the second one, which computes "
         "gradients of weights",
     )
-    command.add_argument("--placement", choices=PLACEMENTS, help="default: contiguous for 1f1b and gpipe, else modular")
+    command.add_argument(
+        "--placement", choices=PLACEMENTS, help="default: contiguous for 1f1b and gpipe, vee for zbv, else modular"
+    )
 
 
 def _add_durations(command: argparse.ArgumentParser) -> None:
@@ -185,8 +189,8 @@ def _page(panels: Sequence[Panel]) -> str:
 
 
 def _spec(options: argparse.Namespace) -> ProgramSpec:
-    single_chunk = options.schedule in SINGLE_CHUNK_SCHEDULES
-    chunks_per_rank = (1 if single_chunk else 4) if options.chunks_per_rank is None else options.chunks_per_rank
+    usual = {"zbv": 2, **dict.fromkeys(SINGLE_CHUNK_SCHEDULES, 1)}.get(options.schedule, 4)
+    chunks_per_rank = options.chunks_per_rank or usual
     placement = options.placement or default_placement(options.schedule)
     updates = options.updates or ("next_step" if options.offload else "step")
     # What the host updates is gathered in the next step, and so is what the device updates there.

@@ -45,8 +45,8 @@ def chunk_bounds(
         )
     if settings.pipeline_rank_speeds is not None:
         return bounds_by_speed(settings, pipeline_ranks, split_automatic(layer_types))
-    if settings.chunks_per_rank is not None:
-        return bounds_by_weight(settings.chunks_per_rank, pipeline_ranks, layer_weights)
+    if settings.fixed_chunks_per_rank is not None:
+        return bounds_by_weight(settings.fixed_chunks_per_rank, pipeline_ranks, layer_weights)
     if settings.layers_per_chunk is not None:
         bounds = split_by_count(layers, settings.layers_per_chunk)
         cut = f"{BLOCK}.layers_per_chunk is {settings.layers_per_chunk}, which cuts {layers} layers"
@@ -96,7 +96,8 @@ def bounds_by_speed(settings: LgampConfig, pipeline_ranks: int, blocks: Sequence
             f"{BLOCK}.pipeline_rank_speeds is {speeds}, but the model has {layers} layers of its most frequent class "
             f"for {pipeline_ranks} pipeline ranks; remove it, or use at most {layers} pipeline ranks"
         )
-    per_rank = 1 if settings.one_chunk_per_rank else settings.chunks_per_rank or min(shares_by_speed(layers, speeds))
+    given = 1 if settings.one_chunk_per_rank else settings.fixed_chunks_per_rank
+    per_rank = given or min(shares_by_speed(layers, speeds))
     if per_rank * pipeline_ranks > layers:
         raise ConfigError(
             f"{BLOCK}.chunks_per_rank is {per_rank}: with pipeline_rank_speeds, {pipeline_ranks} pipeline ranks would "

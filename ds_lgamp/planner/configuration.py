@@ -8,10 +8,12 @@ from typing import Any
 from ds_lgamp.cost.units import Travel
 from ds_lgamp.planner.fields import count
 from ds_lgamp.planner.model import Model
-from ds_lgamp.schedule.orders import SCHEDULES, default_placement
+from ds_lgamp.schedule.orders import default_placement
 from ds_lgamp.schedule.placement import Placement, place_chunks, split_by_speed, split_evenly
 from ds_lgamp.schedule.spec import ActivationType, Hierarchy, Offload, ProgramSpec
 
+PLANNED = ("layered", "interleaved_1f1b", "1f1b", "gpipe")
+"""The schedules whose time and memory the planner predicts: those that its closed form knows."""
 RECOMPUTE = ("full", "none")
 OFFLOAD = (None, "optimizer", "parameters")
 _BITS = {"weight_bits": (None, 8), "gradient_bits": (None, 8, 4), "activation_dtype": (None, "fp8")}
@@ -91,7 +93,7 @@ class Configuration:
             "expert_ranks",
         ):
             count(field, getattr(self, field))
-        for field, allowed in (("zero_stage", range(4)), ("schedule", SCHEDULES), ("recompute", RECOMPUTE)):
+        for field, allowed in (("zero_stage", range(4)), ("schedule", PLANNED), ("recompute", RECOMPUTE)):
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{field} is {getattr(self, field)!r}; use one of {', '.join(map(str, allowed))}")
         if self.offload not in OFFLOAD:

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_lgamp.planner.cluster import Cluster
-from ds_lgamp.planner.configuration import RECOMPUTE, Configuration
+from ds_lgamp.planner.configuration import PLANNED, RECOMPUTE, Configuration
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.models import VOCABULARY
 from ds_lgamp.planner.predict import Prediction, predict
-from ds_lgamp.schedule.orders import SCHEDULES
 
 NEEDED = (
     "gpus",
@@ -112,7 +111,7 @@ def _run(row: Mapping[str | Any, str | Any]) -> Run:
             f"global_batch is {batch}; it must be a multiple of micro_batch x data_parallel, which is {per_round}"
         )
     chunks, stage = count("chunks_per_rank", 1), count("zero_stage", 0, least=0)
-    schedule = choice("schedule", {name: name for name in SCHEDULES}, "1f1b" if chunks == 1 else "interleaved_1f1b")
+    schedule = choice("schedule", {name: name for name in PLANNED}, "1f1b" if chunks == 1 else "interleaved_1f1b")
     configuration = Configuration(
         data_ranks=data,
         pipeline_ranks=pipeline,

@@ -50,7 +50,7 @@ class Executor:
 
     Args:
         chunks: the chunks of this rank.
-        links: connect this rank to its neighbours in the ring.
+        links: connect this rank to those with neighbouring chunks.
         random_sources: generators whose states recomputation restores.
         timing: records where the time goes.
     """
@@ -86,7 +86,7 @@ class Executor:
         """The index of the last action that began; the length of the program once only sends are left."""
         self.doing = ""
         """What the current action does, as it is timed."""
-        self.neighbours = Neighbours(*links.neighbours, alike)
+        self.neighbours = Neighbours(tuple(links.pipeline[owner] for owner in self.placement), alike)
         self.begun: set[bool] = set()
         """Which kinds of batches have run: True for training, False for evaluation."""
         self._batch: BatchState
@@ -104,7 +104,7 @@ class Executor:
         self.refuse_after_failure()
         self.links.broken = True
         self._batch = batch
-        self.links.begin(batch.first_trained if batch.training else None)
+        self.links.begin(self.placement, batch.first_trained if batch.training else None)
         self.current, self.program, self.row = None, batch.program, batch.row
         this_rank.whereabouts.place = Place.BATCH
         # TorchScript saves other tensors once it has optimized a function, in its second call.

@@ -15,7 +15,7 @@ header as soon as it is due, because a message that nobody receives would block 
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import Any, NamedTuple
 
@@ -37,6 +37,7 @@ from ds_lgamp.runtime.messages import (
     ways_back,
 )
 from ds_lgamp.schedule.actions import COMPUTE, Action, Kind
+from ds_lgamp.schedule.placement import Placement
 from ds_lgamp.schedule.spec import SENDS_IN_FLIGHT, ActivationType
 
 RESET = "reset the links between batches of other shapes"
@@ -58,15 +59,21 @@ class Endpoint(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """How all messages of a rank travel. Activations come from the previous rank of the ring and go to the next one;
-    gradients travel the other way. Headers travel with activations."""
+    """How the messages of two neighbours travel: activations and headers one way, gradients the other."""
 
-    activations_in: Endpoint
-    activations_out: Endpoint
-    gradients_in: Endpoint
-    gradients_out: Endpoint
-    headers_in: Endpoint
-    headers_out: Endpoint
+    activations: Endpoint
+    gradients: Endpoint
+    headers: Endpoint
+
+
+class Route(NamedTuple):
+    """How a rank is connected in its pipeline. A neighbour may send it activations, take its own, or both."""
+
+    pipeline: tuple[int, ...]
+    """The global rank of every pipeline rank."""
+    before: Mapping[int, Ends]
+    after: Mapping[int, Ends]
+    """By the pipeline rank that takes activations from this one; ``before`` by the one that sends them."""
 
 
 class Outgoing:
@@ -250,9 +257,10 @@ class Incoming:
 
 
 class Links:
-    """All links of a pipeline rank. A ring of one rank uses none.
+    """All links of a pipeline rank. A pipeline of one rank has none.
 
     Args:
+        route: which links there are. A message goes to the rank that has the next chunk of its way.
         dynamic: whether the shapes of a chunk's results may differ between micro-batches.
         on_arrival: whether programs post receives on arrival.
         advice: the fix that the error names if shapes differ unexpectedly.
@@ -262,38 +270,32 @@ class Links:
     def __init__(
         self,
         device: torch.device,
-        ends: Ends,
+        route: Route,
         dynamic: bool = False,
         on_arrival: bool = False,
         advice: str = RESET,
         narrow: ActivationType | None = None,
     ) -> None:
-        self.narrow = narrow
+        self.narrow, self.pipeline = narrow, route.pipeline
+        self._placement: Placement = ()
         self._first_answered: float = 0
         self._ways_back: dict[tuple[int, int], tuple[Way, ...]] = {}
         """How the gradients of inputs travel, by chunk and micro-batch, from their receipt until they leave."""
-        self._dynamic = dynamic
-        self._on_arrival = on_arrival
+        self._dynamic, self._on_arrival = dynamic, on_arrival
         self.broken = False
         """Whether a batch runs or failed. Messages of a failed one may be under way that nobody will take."""
-        self._activations_in = Incoming(ends.activations_in, device, ends.headers_in, dynamic, on_arrival, narrow)
-        self._activations_out = Outgoing(
-            ends.activations_out, ends.headers_out, device, dynamic, on_arrival, advice, narrow
-        )
-        self._gradients_in = Incoming(ends.gradients_in, device, None, dynamic, on_arrival, narrow)
-        self._gradients_out = Outgoing(
-            ends.gradients_out, ends.headers_out, device, dynamic, on_arrival, advice, narrow
-        )
+        incoming, outgoing = (dynamic, on_arrival, narrow), (device, dynamic, on_arrival, advice, narrow)
+        before, after = route.before.items(), route.after.items()
+        self._activations_in = {rank: Incoming(end.activations, device, end.headers, *incoming) for rank, end in before}
+        self._activations_out = {rank: Outgoing(end.activations, end.headers, *outgoing) for rank, end in after}
+        self._gradients_in = {rank: Incoming(end.gradients, device, None, *incoming) for rank, end in after}
+        self._gradients_out = {rank: Outgoing(end.gradients, end.headers, *outgoing) for rank, end in before}
 
-    def begin(self, first_answered: int | None) -> None:
-        """Begins a batch, or a part of one. Results of ``first_answered`` and later chunks get gradients; with None,
-        none does."""
+    def begin(self, placement: Placement, first_answered: int | None) -> None:
+        """Begins a batch, or a part of one, of a model with this ``placement``. Results of ``first_answered`` and later
+        chunks get gradients; with None, none does."""
+        self._placement = placement
         self._first_answered = inf if first_answered is None else first_answered
-
-    @property
-    def neighbours(self) -> tuple[int, int]:
-        """The global ranks before and after this one in the ring."""
-        return self._activations_in.endpoint.peer, self._activations_out.endpoint.peer
 
     def prepare(self, program: Sequence[Action], row: int) -> None:
         """Takes the memory of what is received between the send in this ``row`` of the program, which comes next, and
@@ -306,22 +308,22 @@ class Links:
         if not self._on_arrival:
             return
         for later in range(row + 1, len(program)):
-            following = program[later]
-            if following.kind is Kind.RECV_FORWARD:
-                self._activations_in.prepare(self._input_of(following.chunk, following.micro_batch))
-            elif following.kind is Kind.RECV_BACKWARD:
-                self._gradients_in.prepare(Place(following.chunk, following.micro_batch))
-            elif following.kind in COMPUTE or following.kind is Kind.RETURN:
+            kind, chunk, micro_batch, _ = program[later]
+            if kind is Kind.RECV_FORWARD:
+                self._activations_in[self._placement[chunk - 1]].prepare(self._input_of(chunk, micro_batch))
+            elif kind is Kind.RECV_BACKWARD:
+                self._gradients_in[self._placement[chunk + 1]].prepare(Place(chunk, micro_batch))
+            elif kind in COMPUTE or kind is Kind.RETURN:
                 return
 
     def post_activations(self, chunk: int, micro_batch: int) -> None:
-        self._activations_in.post(self._input_of(chunk, micro_batch))
+        self._activations_in[self._placement[chunk - 1]].post(self._input_of(chunk, micro_batch))
 
     def take_activations(self, chunk: int, micro_batch: int) -> Tensors:
         """Waits for the input of ``chunk`` and returns it, as the previous chunk returned it. With a narrow type, its
         tensors require gradients where those of the previous chunk do."""
         place = self._input_of(chunk, micro_batch)
-        value, ways = self._activations_in.take(place)
+        value, ways = self._activations_in[self._placement[chunk - 1]].take(place)
         if self.narrow is not None and place.answered:
             back = self._ways_back[chunk, micro_batch] = ways_back(value, ways)
             for row, member in enumerate(differentiable(value)):
@@ -334,28 +336,29 @@ class Links:
     def send_activations(self, chunk: int, micro_batch: int, value: Tensors, answered: bool) -> None:
         """Sends the result of ``chunk``. ``answered`` says whether its gradients come back; in evaluation they do
         not."""
-        ways = self._activations_out.announce(chunk, value, self.narrow is None or answered)
-        self._activations_out.send(as_tuple(value), ways)
+        target = self._placement[chunk + 1]
+        ways = self._activations_out[target].announce(chunk, value, self.narrow is None or answered)
+        self._activations_out[target].send(as_tuple(value), ways)
         if answered:
-            self._gradients_in.expect(Place(chunk, micro_batch), differentiable(value), ways_back(value, ways))
+            self._gradients_in[target].expect(Place(chunk, micro_batch), differentiable(value), ways_back(value, ways))
 
     def post_gradients(self, chunk: int, micro_batch: int) -> None:
-        self._gradients_in.post(Place(chunk, micro_batch))
+        self._gradients_in[self._placement[chunk + 1]].post(Place(chunk, micro_batch))
 
     def take_gradients(self, chunk: int, micro_batch: int) -> tuple[torch.Tensor | None, ...]:
         """Waits for the gradients of the result of ``chunk``, one for every floating-point tensor. It is None if the
         tensor needed none."""
-        gradients, _ = self._gradients_in.take(Place(chunk, micro_batch))
+        gradients, _ = self._gradients_in[self._placement[chunk + 1]].take(Place(chunk, micro_batch))
         return gradients
 
     def send_gradients(self, chunk: int, micro_batch: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Sends the gradients of the input of ``chunk``, as :meth:`take_gradients` returns them."""
-        self._gradients_out.send(gradients, self._ways_back.pop((chunk, micro_batch), ()))
+        self._gradients_out[self._placement[chunk - 1]].send(gradients, self._ways_back.pop((chunk, micro_batch), ()))
 
     def drain(self) -> None:
         """Waits for all sends under way."""
-        self._activations_out.drain()
-        self._gradients_out.drain()
+        for link in (*self._activations_out.values(), *self._gradients_out.values()):
+            link.drain()
 
     def reset(self, dynamic: bool | None = None) -> None:
         """Forgets all shapes, so that the next batch may have other ones. Headers then travel again.
@@ -366,25 +369,24 @@ class Links:
             dynamic: whether shapes may differ between micro-batches from now on; None changes nothing.
         """
         self._dynamic = self._dynamic if dynamic is None else dynamic
-        for end in (self._activations_in, self._gradients_in, self._activations_out, self._gradients_out):
-            end.reset(self._dynamic)
+        for ends in (self._activations_in, self._gradients_in, self._activations_out, self._gradients_out):
+            for end in ends.values():
+                end.reset(self._dynamic)
 
 
 def _send(message: torch.Tensor, endpoint: Endpoint) -> tuple[dist.Work, torch.Tensor]:
     """Launches a send. Returns its work, and the message, which must live until the work is done."""
-    peer, group, tag = endpoint
-    try:
-        work = dist.isend(message, peer, group=group, tag=tag)
-    except RuntimeError as error:
-        raise LinkError(peer, error) from error
-    assert work is not None, "both ends of a link are members of its group"
-    return work, message
+    return _begun(dist.isend, message, endpoint), message
 
 
 def _receive(message: torch.Tensor, endpoint: Endpoint) -> dist.Work:
+    return _begun(dist.irecv, message, endpoint)
+
+
+def _begun(operation: Callable[..., dist.Work | None], message: torch.Tensor, endpoint: Endpoint) -> dist.Work:
     peer, group, tag = endpoint
     try:
-        work = dist.irecv(message, peer, group=group, tag=tag)
+        work = operation(message, peer, group=group, tag=tag)
     except RuntimeError as error:
         raise LinkError(peer, error) from error
     assert work is not None, "both ends of a link are members of its group"

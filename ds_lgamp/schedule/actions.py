@@ -182,6 +182,11 @@ def send_matching(receive: Action) -> Action:
     return Action(Kind.SEND_BACKWARD, receive.chunk + 1, receive.micro_batch)
 
 
+def chunk_beyond(message: Action) -> int:
+    """Returns the chunk at the other end of a SEND or RECV."""
+    return message.chunk + (1 if message.kind in (Kind.SEND_FORWARD, Kind.RECV_BACKWARD) else -1)
+
+
 def awaited_by(wait: Action) -> Action:
     """Returns the action that ``wait`` waits for."""
     return Action(AWAITED[wait.kind], wait.chunk, wait.micro_batch)

@@ -4,6 +4,7 @@ Every order runs the backwards of a chunk in ascending micro-batches. Gradients 
 under every schedule.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 from ds_lgamp.schedule.actions import Action, Kind, Segments
@@ -17,6 +18,8 @@ SINGLE_CHUNK_SCHEDULES = ("1f1b", "gpipe")
 
 def default_placement(schedule: str) -> str:
     """Returns the default placement of ``schedule``."""
+    if schedule == "zbv":
+        return "vee"
     return "contiguous" if schedule in SINGLE_CHUNK_SCHEDULES else "modular"
 
 
@@ -94,6 +97,27 @@ def interleaved(placement: Placement, rank: int, micro_batches: int, group: int)
         yield Action(Kind.BACKWARD, *nth(index, backward_chunks))
 
 
+def zero_bubble_vee(placement: Placement, rank: int, micro_batches: int, group: int) -> Iterator[Action]:
+    """ZBV (Qi et al., arXiv 2405.15362): each rank owns a chunk of the way there and one of the way back.
+
+    After a warm-up, forward and backward of both chunks take turns, as in torch's ``ScheduleZBVZeroBubble``. If a
+    forward and both parts of a backward are equally long, a rank waits only before its first and after its last
+    compute, P - 1 forwards in all. It stores at most 2P inputs, as 1F1B does on the first rank if its chunks are cut
+    in two.
+    """
+    there, back = chunks_of(placement, rank)
+    following = max(placement) - rank
+    forwards, backwards = ([(kind, chunk) for chunk in (there, back)] for kind in (Kind.FORWARD, Kind.BACKWARD))
+    warm_up = [forwards[0]] * (2 * following + 1) + forwards[::-1] * rank
+    warm_up += [forwards[1], backwards[1]] * (following + 1)
+    steady = [forwards[0], backwards[0], forwards[1], backwards[1]] * micro_batches
+    done: Counter[tuple[Kind, int]] = Counter()
+    for compute in (*warm_up, *steady):
+        if done[compute] < micro_batches:
+            yield Action(*compute, done[compute])
+            done[compute] += 1
+
+
 def forward_only(placement: Placement, rank: int, micro_batches: int, group: int) -> Iterator[Action]:
     """Evaluation: all micro-batches pass through a chunk before the next chunk starts."""
     return _forward(chunks_of(placement, rank), range(micro_batches))
@@ -149,5 +173,6 @@ ORDERS: dict[str, Order] = {
     "interleaved_1f1b": interleaved,
     "1f1b": one_forward_one_backward,
     "gpipe": gpipe,
+    "zbv": zero_bubble_vee,
 }
 SCHEDULES = tuple(ORDERS)

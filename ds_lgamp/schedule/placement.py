@@ -9,16 +9,18 @@ from math import inf
 Placement = tuple[int, ...]
 """The pipeline rank of every chunk."""
 
-PLACEMENTS = ("modular", "contiguous")
+PLACEMENTS = ("modular", "contiguous", "vee")
 
 
 def place_chunks(kind: str, chunks: int, pipeline_ranks: int) -> Placement:
     """Places ``chunks`` on ``pipeline_ranks``.
 
     ``modular`` places chunk c on rank c mod P (Lamy-Poirier, arXiv 2106.02679). ``contiguous`` gives each rank a run of
-    neighbouring chunks; the first ranks take one more if C mod P is not 0.
+    neighbouring chunks; the first ranks take one more if C mod P is not 0. ``vee`` places 2P chunks on the way from
+    the first rank to the last one and back, so that the first rank owns both ends of the model (Qi et al., arXiv
+    2405.15362).
 
-    Raises ValueError if there are fewer chunks than ranks, or if ``kind`` is unknown.
+    Raises ValueError if there are fewer chunks than ranks, or not two for each with ``vee``, or if ``kind`` is unknown.
     """
     if pipeline_ranks < 1:
         raise ValueError(f"pipeline_ranks is {pipeline_ranks}; it must be at least 1")
@@ -32,6 +34,13 @@ def place_chunks(kind: str, chunks: int, pipeline_ranks: int) -> Placement:
     if kind == "contiguous":
         bounds = split_evenly(chunks, pipeline_ranks)
         return tuple(bisect_right(bounds, chunk) - 1 for chunk in range(chunks))
+    if kind == "vee":
+        if chunks != 2 * pipeline_ranks:
+            raise ValueError(
+                f"placement is 'vee', which needs 2 chunks on each of {pipeline_ranks} pipeline ranks, but there are "
+                f"{chunks} chunks; set chunks_per_rank to 2"
+            )
+        return (*range(pipeline_ranks), *reversed(range(pipeline_ranks)))
     raise ValueError(f"placement is '{kind}'; it must be one of {', '.join(PLACEMENTS)}")
 
 

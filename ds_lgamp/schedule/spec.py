@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from ds_lgamp.schedule.actions import Action, Kind, Segments, joined
+from ds_lgamp.schedule.actions import Action, Kind, Segments, chunk_beyond, joined
 from ds_lgamp.schedule.orders import (
     ORDERS,
     SCHEDULES,
@@ -188,6 +188,14 @@ class ProgramSpec:
             _require(self.defers_gathers, "updates", self.updates, "nothing is updated yet to gather; defer gathers")
         if self.schedule == "interleaved_1f1b":
             self._require_interleaved()
+        if self.schedule == "zbv":
+            _require(
+                self.placement == (*range(self.pipeline_ranks), *reversed(range(self.pipeline_ranks))),
+                "schedule",
+                self.schedule,
+                f"it takes two chunks per rank in placement 'vee', but this placement is {self.placement}; remove "
+                "placement and set chunks_per_rank to 2",
+            )
         if self.schedule in SINGLE_CHUNK_SCHEDULES:
             _require(
                 self.placement == tuple(range(self.pipeline_ranks)),
@@ -298,8 +306,18 @@ class ProgramSpec:
 
     def receives_input(self, action: Action) -> bool:
         """Whether the input of a compute comes from another pipeline rank."""
+        return self.source_rank(action) is not None
+
+    def source_rank(self, action: Action) -> int | None:
+        """Returns the other pipeline rank from which the input of a compute comes; None if its own rank has it."""
         source = self.source_chunk(action)
-        return source is not None and self.placement[source] != self.placement[action.chunk]
+        if source is None or self.placement[source] == self.placement[action.chunk]:
+            return None
+        return self.placement[source]
+
+    def peer(self, message: Action) -> int:
+        """Returns the pipeline rank at the other end of a SEND or RECV."""
+        return self.placement[chunk_beyond(message)]
 
     def sends_output(self, action: Action) -> bool:
         """Whether the result of a compute goes to another pipeline rank. A second part of a backward has none."""

@@ -279,31 +279,51 @@ def receive_posts(spec: ProgramSpec, rank: int, segments: Segments) -> list[list
 
 
 def _early(spec: ProgramSpec, rank: int, computes: Sequence[Action]) -> list[list[Action]]:
-    """Posts receives of one kind in the order of their consumers.
-
-    With a window of n receives, each is posted n - 1 computes of its kind before its consumer, but not before the
-    window has room. Forwards and backwards may alternate in between, so a receive is posted at most 2(n - 1) computes
-    of any kind earlier.
-    """
+    """Posts receives of one kind in the order of their consumers."""
     posts: list[list[Action]] = [[] for _ in computes]
     for kind in (Kind.FORWARD, Kind.BACKWARD):
-        alike = [index for index, action in enumerate(computes) if action.kind is kind]
-        received = [order for order, index in enumerate(alike) if spec.receives_input(computes[index])]
-        window = _window(spec, rank, kind)
-        for position, order in enumerate(received):
-            consumer, earliest = alike[order], order - (window - 1)
-            early = alike[earliest] if earliest >= 0 else alike[0] + earliest
-            room = alike[received[position - window]] + 1 if position >= window else 0
-            posts[max(room, early, consumer - 2 * (window - 1))].append(receive_of(computes[consumer]))
+        sources = {index: spec.source_rank(action) for index, action in enumerate(computes) if action.kind is kind}
+        links = set(sources.values()) - {None}
+        window, places = _window(spec, rank, kind), dict[int, int]()
+        for link in links:
+            alike = [index for index, source in sources.items() if source is None or source == link]
+            received = [order for order, index in enumerate(alike) if sources[index] == link]
+            places.update(_places(alike, received, window, alone=len(links) == 1))
+        for consumer in sorted(places):
+            posts[places[consumer]].append(receive_of(computes[consumer]))
     return posts
 
 
+def _places(alike: Sequence[int], received: Sequence[int], window: int, alone: bool) -> Iterator[tuple[int, int]]:
+    """Yields the consumer of each message of one kind on one link, and the compute before which its receive is posted.
+
+    With a window of n receives, each is posted n - 1 computes of its kind before its consumer, but not before the
+    window has room. Forwards and backwards may alternate in between, so a receive is posted at most 2(n - 1) computes
+    of any kind earlier. There is no such limit where two links bring messages of one kind: most computes in between
+    then belong to the other link.
+
+    Args:
+        alike: the computes of the kind, without those that take messages of another link.
+        received: the places in ``alike`` of those that take a message.
+        window: n.
+        alone: whether no other link brings messages of the kind.
+    """
+    for position, order in enumerate(received):
+        consumer, earliest = alike[order], order - (window - 1)
+        early = alike[earliest] if earliest >= 0 else alike[0] + earliest
+        room = alike[received[position - window]] + 1 if position >= window else 0
+        yield consumer, max(room, early, consumer - 2 * (window - 1) if alone else 0)
+
+
 def _window(spec: ProgramSpec, rank: int, kind: Kind) -> int:
-    """Returns how many receives of one kind ``rank`` keeps posted early.
+    """Returns how many receives of one kind ``rank`` keeps posted early on one link.
 
     This is ``RECEIVES_POSTED`` unless messages pile up. While a group larger than the ring passes, they do so on the
-    wrap-around link and where the turn begins.
+    wrap-around link and where the turn begins. zbv passes no groups, and in evaluation its last rank has them all
+    before it sends any back.
     """
+    if spec.schedule == "zbv":
+        return RECEIVES_POSTED
     forward = kind is Kind.FORWARD
     # Evaluation ignores groups: all micro-batches pass through a chunk together. It has no turn.
     group = spec.micro_batches if spec.forward_only else min(spec.micro_batch_group, spec.micro_batches)

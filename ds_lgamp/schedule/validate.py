@@ -142,8 +142,8 @@ class _Queues:
         """The next action of each rank to start."""
         self.started: set[Action] = set()
         """Sends, receives and turns of the script that have started."""
-        self.newest: dict[tuple[int, Kind], Action] = {}
-        """The last send or receive on each stream, by rank and kind."""
+        self.newest: dict[tuple[int, Kind, int], Action] = {}
+        """The last send or receive on each stream: by rank, kind and the rank at the other end."""
         self.blocked: dict[Action, list[int]] = defaultdict(list)
         """Ranks whose queue waits for a send or receive to start, or for others at a RETURN."""
         self.returned: dict[Action, set[int]] = defaultdict(set)
@@ -166,7 +166,7 @@ class _Queues:
                 break
             if action.kind in SENDS or action.kind in RECEIVES:
                 self.started.add(action)
-                self.newest[rank, action.kind] = action
+                self.newest[rank, action.kind, self.spec.peer(action)] = action
                 woken.extend(self.blocked.pop(action, ()))
             self.position[rank] += 1
         return woken
@@ -178,7 +178,9 @@ class _Queues:
             return action
         if action.kind in COMPUTE:
             return send_matching(receive_of(action)) if self.spec.receives_input(action) else None
-        before = self.newest.get((rank, action.kind))
+        if action.kind not in SENDS and action.kind not in RECEIVES:
+            return None
+        before = self.newest.get((rank, action.kind, self.spec.peer(action)))
         if before is None:
             return None
         return receive_matching(before) if before.kind in SENDS else send_matching(before)

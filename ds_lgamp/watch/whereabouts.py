@@ -9,6 +9,7 @@ import math
 import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum
@@ -18,11 +19,22 @@ from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 
-from ds_lgamp.schedule.actions import COLLECTIVES, SENDS, WAITS, Action, Kind, awaited_by, receive_of
+from ds_lgamp.schedule.actions import (
+    COLLECTIVES,
+    RECEIVES,
+    SENDS,
+    WAITS,
+    Action,
+    Kind,
+    awaited_by,
+    chunk_beyond,
+    receive_matching,
+    receive_of,
+    send_matching,
+)
 from ds_lgamp.schedule.spec import SENDS_IN_FLIGHT
 from ds_lgamp.watch.last_words import in_flight_of
 
-_MESSAGES = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD, Kind.RECV_FORWARD, Kind.RECV_BACKWARD)
 _LAUNCHES = "launches"
 """The key that counts gathers and reductions together: all data-parallel ranks launch them in the same order."""
 
@@ -30,9 +42,8 @@ _LAUNCHES = "launches"
 class Neighbours(NamedTuple):
     """The ranks that a rank may wait for, by their number in the whole job."""
 
-    previous: int
-    """The rank before it in the ring of its pipeline, from which activations come."""
-    following: int
+    owners: tuple[int, ...]
+    """The rank of every chunk, in this rank's pipeline."""
     alike: tuple[int, ...]
     """The data-parallel ranks with the same chunks, itself among them."""
 
@@ -93,15 +104,25 @@ class Standing(NamedTuple):
         return standing._replace(waits=tuple(Wait(*wait)._replace(ranks=tuple(wait[0])) for wait in standing.waits))
 
 
-def done_before(program: Sequence[Action], row: int) -> dict[str, int]:
-    """Returns how often the actions before ``row`` send, post and launch."""
-    done = dict.fromkeys([*(kind.value for kind in _MESSAGES), _LAUNCHES], 0)
+def done_before(program: Sequence[Action], row: int, owners: Sequence[int]) -> dict[str, int]:
+    """Returns how often the actions before ``row`` send and post, by kind and the rank at the other end; and how often
+    they launch.
+
+    Args:
+        owners: the rank of every chunk.
+    """
+    done: Counter[str] = Counter()
     for action in program[: max(row, 0)]:
-        if action.kind in _MESSAGES:
-            done[action.kind.value] += 1
+        if action.kind in SENDS or action.kind in RECEIVES:
+            done[_channel(action.kind, owners[chunk_beyond(action)])] += 1
         elif action.kind in COLLECTIVES:
             done[_LAUNCHES] += 1
-    return done
+    return dict(done)
+
+
+def _channel(kind: Kind, peer: int) -> str:
+    """Returns the key that counts the sends or posts of one kind to or from the rank ``peer``."""
+    return f"{kind.value} {peer}"
 
 
 def waits_in(program: Sequence[Action], row: int, doing: str, neighbours: Neighbours) -> tuple[Wait, ...]:
@@ -112,50 +133,55 @@ def waits_in(program: Sequence[Action], row: int, doing: str, neighbours: Neighb
         doing: what the rank does inside the action: one of ``runtime.clocks``'s kinds.
         neighbours: the ranks around it.
     """
+    owners = neighbours.owners
     if row >= len(program):
-        return _unfinished_sends(program, row, neighbours) if doing == "send" else ()
+        return _unfinished_sends(program, row, owners) if doing == "send" else ()
     action = program[row]
     if doing in ("activation", "gradient"):
-        return (_message(program, action, doing, neighbours),)
+        return (_message(program, action, doing, owners),)
     if doing == "send":
         if action.kind not in SENDS:
-            return _unfinished_sends(program, row, neighbours)
+            return _unfinished_sends(program, row, owners)
         # The receiver must take the oldest message before one more may be under way.
-        sent = done_before(program, row + 1)[action.kind.value]
-        return (_taking(action.kind, max(1, sent - SENDS_IN_FLIGHT), neighbours),)
+        return (_taking(action, max(1, _number(program[: row + 1], action, owners) - SENDS_IN_FLIGHT), owners),)
     if action.kind in WAITS and awaited_by(action).kind in COLLECTIVES and len(neighbours.alike) > 1:
         return (_collective(program, row, neighbours),)
     return ()
 
 
-def _message(program: Sequence[Action], compute: Action, doing: str, neighbours: Neighbours) -> Wait:
+def _message(program: Sequence[Action], compute: Action, doing: str, owners: Sequence[int]) -> Wait:
     post = receive_of(compute)
-    number = [action for action in program if action.kind is post.kind].index(post) + 1
-    forward = compute.kind is Kind.FORWARD
-    peer = neighbours.previous if forward else neighbours.following
-    source = Action(compute.kind, compute.chunk - 1 if forward else compute.chunk + 1, compute.micro_batch)
-    sends = Kind.SEND_FORWARD if forward else Kind.SEND_BACKWARD
-    return Wait((peer,), f"the {doing} that rank {peer} sends after {source}", sends.value, number)
+    number = _number(program[: program.index(post) + 1], post, owners)
+    send, peer = send_matching(post), owners[chunk_beyond(post)]
+    source = Action(compute.kind, send.chunk, compute.micro_batch)
+    text = f"the {doing} that rank {peer} sends after {source}"
+    return Wait((peer,), text, _channel(send.kind, owners[post.chunk]), number)
 
 
-def _unfinished_sends(program: Sequence[Action], row: int, neighbours: Neighbours) -> tuple[Wait, ...]:
-    done = done_before(program, row)
-    kinds = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
-    return tuple(_taking(kind, done[kind.value], neighbours) for kind in kinds if done[kind.value])
+def _number(actions: Sequence[Action], message: Action, owners: Sequence[int]) -> int:
+    """Returns how many of ``actions`` are of the kind and link of ``message``."""
+    done = done_before(actions, len(actions), owners)
+    return done[_channel(message.kind, owners[chunk_beyond(message)])]
 
 
-def _taking(kind: Kind, number: int, neighbours: Neighbours) -> Wait:
-    forward = kind is Kind.SEND_FORWARD
-    peer = neighbours.following if forward else neighbours.previous
-    message = "activation" if forward else "gradient"
-    posts = Kind.RECV_FORWARD if forward else Kind.RECV_BACKWARD
-    return Wait((peer,), f"rank {peer} to take the {message} it was sent", posts.value, number)
+def _unfinished_sends(program: Sequence[Action], row: int, owners: Sequence[int]) -> tuple[Wait, ...]:
+    last = {(each.kind, owners[chunk_beyond(each)]): each for each in program[:row] if each.kind in SENDS}
+    return tuple(_taking(send, _number(program[:row], send, owners), owners) for send in last.values())
+
+
+def _taking(send: Action, number: int, owners: Sequence[int]) -> Wait:
+    """Returns the wait for the receiver to take the first ``number`` messages of the kind and link of ``send``."""
+    post, message = receive_matching(send), "activation" if send.kind is Kind.SEND_FORWARD else "gradient"
+    peer = owners[post.chunk]
+    return Wait(
+        (peer,), f"rank {peer} to take the {message} it was sent", _channel(post.kind, owners[send.chunk]), number
+    )
 
 
 def _collective(program: Sequence[Action], row: int, neighbours: Neighbours) -> Wait:
     launch = awaited_by(program[row])
     begun = [place for place, action in enumerate(program[:row]) if action == launch]
-    count = done_before(program, begun[-1] + 1)[_LAUNCHES] if begun else 0
+    count = done_before(program, begun[-1] + 1, neighbours.owners)[_LAUNCHES] if begun else 0
     return Wait(neighbours.alike, f"{launch} with ranks {listed(neighbours.alike)}", _LAUNCHES, count)
 
 
@@ -352,7 +378,7 @@ class Observer:
             standing = standing._replace(stack=calls.text())
         waits: tuple[Wait, ...] = ()
         if executor is not None and place is not Place.DATA:
-            standing = standing._replace(done=done_before(executor.program, row))
+            standing = standing._replace(done=done_before(executor.program, row, executor.neighbours.owners))
             at_end, current = row >= len(executor.program), executor.current
             if place is Place.BATCH and (current is not None or at_end):
                 standing = standing._replace(place="at the end of the batch" if at_end else f"in {current}")

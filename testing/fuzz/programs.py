@@ -14,7 +14,7 @@ from ds_lgamp.schedule.spec import UPDATES, Hierarchy, Offload, ProgramSpec
 from ds_lgamp.schedule.validate import run_in_one_queue, validate
 from testing.fuzz.outcome import Outcome, sentence_fault
 
-SCHEDULES = ("layered", "interleaved_1f1b", "1f1b", "gpipe")
+SCHEDULES = ("layered", "interleaved_1f1b", "1f1b", "gpipe", "zbv")
 
 
 def random_spec(random: Random) -> ProgramSpec:
@@ -23,6 +23,8 @@ def random_spec(random: Random) -> ProgramSpec:
     chunks = ranks * random.randint(1, 4) if random.random() < 0.7 else random.randint(ranks, 4 * ranks)
     if schedule in ("1f1b", "gpipe") and random.random() < 0.9:
         chunks = ranks
+    if schedule == "zbv" and random.random() < 0.9:
+        chunks = 2 * ranks
     micro_batches = random.randint(1, 10)
     if schedule == "interleaved_1f1b" and random.random() < 0.9:
         micro_batches = ranks * random.randint(1, 3)
@@ -32,13 +34,14 @@ def random_spec(random: Random) -> ProgramSpec:
     hierarchical = zero_stage == 3 and random.random() < 0.3
     offloaded = zero_stage > 0 and not hierarchical and random.random() < 0.4
     contiguous = schedule in ("1f1b", "gpipe") or (schedule == "layered" and random.random() < 0.4)
+    kind = "vee" if schedule == "zbv" else "contiguous" if contiguous else "modular"
     updates = random.choice(UPDATES[1:] if offloaded and random.random() < 0.9 else UPDATES)
     returns_outputs = random.random() < 0.2
     if returns_outputs and random.random() < 0.9:
         micro_batches = ranks * random.randint(1, 4)
     kept = random.choice((0.0, 0.0, 0.5))
     return ProgramSpec(
-        placement=place_chunks("contiguous" if contiguous else "modular", chunks, ranks),
+        placement=place_chunks(kind, chunks, ranks),
         schedule=schedule,
         micro_batches=micro_batches,
         micro_batch_group=random.randint(1, micro_batches) if in_groups else micro_batches,

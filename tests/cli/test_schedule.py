@@ -54,9 +54,17 @@ def test_1f1b_takes_one_contiguous_chunk_per_rank(capsys):
     assert report(capsys, "--schedule", "1f1b")["bubble"] == pytest.approx(3 / 8)
 
 
+def test_zbv_takes_two_chunks_per_rank_as_a_vee(capsys):
+    made = report(capsys, "--schedule", "zbv", "--split-backward", "8")
+    assert made["peak_live_activations"] == [8] * 4
+    assert {"SEND_F4.0", "SEND_B3.0"} <= set(made["program"]["3"]), "the last rank has the tip of the vee"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--schedule", "zbv", "--chunks-per-rank", "3"], "needs 2 chunks on each of 4 pipeline ranks"),
+        (["--schedule", "zbv", "--placement", "modular"], "it takes two chunks per rank in placement 'vee'"),
         (["--schedule", "1f1b", "--chunks-per-rank", "2"], "; set chunks_per_rank to 1"),
         (["--schedule", "interleaved_1f1b", "--micro-batches", "6"], "multiple of 4 pipeline ranks"),
         (["--micro-batch-group", "some"], "--micro-batch-group: 'some' must be a whole number from 1"),

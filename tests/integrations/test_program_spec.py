@@ -47,6 +47,19 @@ def test_schedules_of_one_chunk_per_rank_are_contiguous(schedule):
     assert settings.one_chunk_per_rank and place(settings, 4, 4) == (0, 1, 2, 3)
 
 
+@pytest.mark.parametrize("more", [{}, {"chunks_per_rank": 2}, {"placement": "vee"}])
+def test_zbv_cuts_two_chunks_per_rank_by_weight_and_places_them_as_a_vee(more):
+    settings = read_block({"ds_lgamp": {"schedule": "zbv", **more}})
+    bounds = chunk_bounds(settings, 2, TYPES, WEIGHTS)
+    assert bounds == [0, 1, 3, 6, 7] and place(settings, 4, 2) == (0, 1, 1, 0)
+    assert program_spec(settings, (0, 1, 1, 0), 3, 1).loss_rank == 0
+
+
+def test_chunks_of_zbv_follow_speeds():
+    settings = read_block({"ds_lgamp": {"schedule": "zbv", "pipeline_rank_speeds": [1, 3]}})
+    assert chunk_bounds(settings, 2, ["block"] * 8, []) == [0, 1, 4, 7, 8]
+
+
 @pytest.mark.parametrize(
     ("block", "ranks", "message"),
     [

@@ -15,11 +15,12 @@ from ds_lgamp.partition.policy import NodeGroups, ZeroPolicy, node_groups
 from ds_lgamp.partition.zero_partition import TiedParameters, ZeroPartition, build_partition
 from ds_lgamp.runtime.batch import Calls, Position, Storage
 from ds_lgamp.runtime.chunk import Chunk
+from ds_lgamp.runtime.edges import pipeline_links
 from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.graph import StoredInputs
 from ds_lgamp.runtime.links import Links
 from ds_lgamp.runtime.recompute import default_sources
-from ds_lgamp.runtime.ring import ring_links
+from ds_lgamp.schedule.placement import Placement
 from ds_lgamp.schedule.spec import Hierarchy, ProgramSpec
 from tests.runtime.models import Model, loss_function
 
@@ -33,7 +34,7 @@ class Grid(NamedTuple):
     data_ranks: int
     data_group: dist.ProcessGroup
     tie_groups: dict[tuple[int, int], dist.ProcessGroup]
-    links: Callable[[], Links]
+    links: Callable[[Placement], Links]
     nodes: Callable[[Hierarchy], NodeGroups]
 
     @property
@@ -66,7 +67,7 @@ def build_grid(pipeline_ranks: int, data_ranks: int, dynamic: bool = False) -> G
         data_ranks,
         data_group,
         tie_groups,
-        lambda: ring_links(pipelines, DEVICE, hosts, dynamic),
+        lambda placement: pipeline_links(pipelines, placement, DEVICE, hosts, dynamic),
         lru_cache(lambda hierarchy: node_groups(hierarchy, alike)),
     )
 
@@ -121,7 +122,7 @@ def assemble(
             partition.owns if partition.frees_weights else None,
             StoredInputs(Bus(DEVICE)) if spec.stores_inputs else None,
         ),
-        grid.links(),
+        grid.links(spec.placement),
         Calls(loss_function, step),
         default_sources(DEVICE),
     )

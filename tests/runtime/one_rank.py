@@ -9,11 +9,11 @@ import torch
 from ds_lgamp.runtime.batch import BatchState, Calls, Position, Storage
 from ds_lgamp.runtime.chunk import Chunk
 from ds_lgamp.runtime.executor import Executor
-from ds_lgamp.runtime.links import Endpoint, Ends, Links
+from ds_lgamp.runtime.links import Links, Route
 from ds_lgamp.runtime.recompute import default_sources
 from ds_lgamp.schedule.actions import COMPUTE, Action
 
-NOWHERE = Endpoint(0, None, 0)
+ALONE = Route((0,), {}, {})
 
 
 class WholeParameters:
@@ -31,7 +31,7 @@ def one_rank(chunks: Sequence[Sequence[Callable[[Any], Any]]]) -> Executor:
         Position((0,) * len(chunks), 0),
         {number: Chunk(layers, firsts[number]) for number, layers in enumerate(chunks)},
         Storage(WholeParameters()),
-        Links(device, Ends(*[NOWHERE] * 6)),
+        Links(device, ALONE),
         Calls(lambda output, label: output.sum(), lambda: None),
         random_sources=default_sources(device),
     )

@@ -38,6 +38,7 @@ FACTORS = {
         Order("interleaved_1f1b", 2),
         Order("1f1b", 1),
         Order("gpipe", 1),
+        Order("zbv", 2, placement="vee"),
     ],
     "stage": [0, 1, 2, 3],
     "tied": [True, False],

@@ -12,10 +12,10 @@ from ds_lgamp.runtime.batch import ActionError, BatchState, Calls, Position, Sto
 from ds_lgamp.runtime.chunk import Chunk
 from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.graph import backpropagate, begin_graph, drop_unfinished, end_graph
-from ds_lgamp.runtime.links import Ends, Links
+from ds_lgamp.runtime.links import Links
 from ds_lgamp.runtime.measure import PeakMemory
 from ds_lgamp.schedule.actions import Action
-from tests.runtime.one_rank import NOWHERE, WholeParameters
+from tests.runtime.one_rank import ALONE, WholeParameters
 
 ELEMENTS = 4096
 
@@ -191,6 +191,6 @@ def test_a_layer_that_raises_stop_iteration_fails_instead_of_ending_the_scripts_
 
 def executor_of(layer):
     """Runs a model of one layer on one rank."""
-    links = Links(torch.device("cpu"), Ends(*[NOWHERE] * 6))
+    links = Links(torch.device("cpu"), ALONE)
     calls = Calls(None, lambda: None)
     return Executor(Position((0,), 0), {0: Chunk([layer])}, Storage(WholeParameters()), links, calls, [])

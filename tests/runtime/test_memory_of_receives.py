@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from ds_lgamp.runtime import links
+from ds_lgamp.runtime.edges import _HEADER_TAG
 from ds_lgamp.runtime.executor import Executor
-from ds_lgamp.runtime.ring import _HEADER_TAG
 from ds_lgamp.schedule.actions import COMPUTE, Kind
 from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.spec import ProgramSpec

@@ -20,8 +20,8 @@ from ds_lgamp.partition import collectives, flat_storage, gradient_reduction
 from ds_lgamp.partition.agreement import everyone, host_group
 from ds_lgamp.runtime import links
 from ds_lgamp.runtime.batch import BatchState
+from ds_lgamp.runtime.edges import posts_on_arrival
 from ds_lgamp.runtime.messages import HEADER_ELEMENTS
-from ds_lgamp.runtime.ring import posts_on_arrival
 from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.placement import place_chunks, split_balanced
 from ds_lgamp.schedule.program import build_program
@@ -67,7 +67,7 @@ def random_layout(draws: random.Random, ranks: int) -> Layout:
 
 
 def random_spec(draws: random.Random, pipeline_ranks: int, data_ranks: int) -> ProgramSpec:
-    schedule = draws.choice(["layered", "layered", "interleaved_1f1b", "1f1b", "gpipe"])
+    schedule = draws.choice(["layered", "layered", "interleaved_1f1b", "1f1b", "gpipe", "zbv"])
     micro_batches, placement, chunks = draws.randint(1, 6), "modular", pipeline_ranks
     if schedule == "layered":
         placement = draws.choice(["modular", "contiguous"])
@@ -75,6 +75,8 @@ def random_spec(draws: random.Random, pipeline_ranks: int, data_ranks: int) -> P
     elif schedule == "interleaved_1f1b":
         chunks *= draws.randint(1, min(3, 12 // pipeline_ranks))
         micro_batches = pipeline_ranks * draws.randint(1, 2)
+    elif schedule == "zbv":
+        placement, chunks = "vee", 2 * pipeline_ranks
     returns_outputs = draws.random() < 0.25
     if returns_outputs:
         micro_batches = pipeline_ranks * draws.randint(1, 2)
@@ -135,9 +137,10 @@ def train_all(chosen: list[Layout]) -> list[Outcome]:
 
 def with_lasting_links(grid: Grid) -> Grid:
     """Makes assemblies on ``grid`` share their links, because every one has threads of its own."""
-    lasting = grid.links()
+    ranks = range(grid.pipeline_ranks)
+    lasting = grid.links((*ranks, *ranks, *reversed(ranks)))
 
-    def as_new():
+    def as_new(placement):
         lasting.reset()
         return lasting
 

@@ -67,7 +67,7 @@ class Launch:
     under_way: dict[Action, list[Operation]] = field(default_factory=dict)
     times: Counter[Action] = field(default_factory=Counter)
     """How often each collective was launched."""
-    sends: defaultdict[Kind, list[Operation]] = field(default_factory=lambda: defaultdict(list))
+    sends: defaultdict[str, list[Operation]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, stream: str, after: list[Operation], *meeting: Hashable) -> Operation:
         ends = self.meetings.setdefault(meeting, []) if meeting else []
@@ -111,11 +111,12 @@ class Launch:
             self.wait(*self.under_way.pop(awaited_by(action), []))
         elif kind in SENDS or kind in RECEIVES:
             message = send_matching(action) if kind in RECEIVES else action
-            operation = self.add(kind, self.compute, message, self.device.data_rank)
+            stream = f"{kind.value} {self.spec.peer(action)}"
+            operation = self.add(stream, self.compute, message, self.device.data_rank)
             self.under_way[action] = [operation]
             if kind in SENDS:
-                self.sends[kind].append(operation)
-                for oldest in self.sends[kind][:-SENDS_IN_FLIGHT]:
+                self.sends[stream].append(operation)
+                for oldest in self.sends[stream][:-SENDS_IN_FLIGHT]:
                     self.wait(oldest)
         elif kind is Kind.RETURN:
             self.drain()

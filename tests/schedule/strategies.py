@@ -18,7 +18,7 @@ def program_specs(draw, max_ranks: int = 5, max_chunks_per_rank: int = 4, max_mi
     """Draws a spec of any schedule. Chunks need not be a multiple of ranks, and micro-batches may be fewer than
     ranks."""
     ranks = draw(st.integers(1, max_ranks))
-    schedule = draw(st.sampled_from(["layered", "interleaved_1f1b", "1f1b", "gpipe"]))
+    schedule = draw(st.sampled_from(["layered", "interleaved_1f1b", "1f1b", "gpipe", "zbv"]))
     micro_batches = draw(st.integers(1, max_micro_batches))
     group, placement = micro_batches, "modular"
     chunks = ranks
@@ -29,6 +29,8 @@ def program_specs(draw, max_ranks: int = 5, max_chunks_per_rank: int = 4, max_mi
     elif schedule == "interleaved_1f1b":
         chunks = ranks * draw(st.integers(1, max_chunks_per_rank))
         micro_batches = group = ranks * draw(st.integers(1, 3))
+    elif schedule == "zbv":
+        placement, chunks = "vee", 2 * ranks
     returns_outputs = draw(st.integers(0, 3)) == 0
     if returns_outputs:
         micro_batches = ranks * draw(st.integers(1, 4))

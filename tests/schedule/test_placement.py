@@ -16,6 +16,15 @@ def test_contiguous_puts_neighbours_together_and_the_remainder_first():
     assert place_chunks("contiguous", 7, 3) == (0, 0, 0, 1, 1, 2, 2)
 
 
+def test_a_vee_leads_from_the_first_rank_to_the_last_and_back():
+    assert place_chunks("vee", 6, 3) == (0, 1, 2, 2, 1, 0)
+
+
+def test_a_vee_needs_two_chunks_per_rank():
+    with pytest.raises(ValueError, match="needs 2 chunks on each of 3 pipeline ranks, but there are 9 chunks; set"):
+        place_chunks("vee", 9, 3)
+
+
 @pytest.mark.parametrize("kind", ["modular", "contiguous"])
 def test_fewer_chunks_than_ranks_are_refused(kind):
     with pytest.raises(ValueError, match="3 chunks cannot occupy 4 pipeline ranks"):
@@ -61,11 +70,12 @@ def test_automatic_split_starts_a_chunk_at_every_most_frequent_layer():
     assert split_automatic(layers) == [0, 3, 5, 8]
 
 
-def test_schedules_with_one_chunk_per_rank_are_contiguous_by_default():
+def test_schedules_with_one_chunk_per_rank_are_contiguous_and_zbv_a_vee_by_default():
     placements = {schedule: default_placement(schedule) for schedule in SCHEDULES}
     assert placements == {
         "layered": "modular",
         "interleaved_1f1b": "modular",
         "1f1b": "contiguous",
         "gpipe": "contiguous",
+        "zbv": "vee",
     }

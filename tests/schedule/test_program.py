@@ -44,6 +44,41 @@ def test_interleaved_program_takes_p_micro_batches_at_a_time():
     assert computes[:6] == ["F1.0", "F1.1", "F3.0", "B3.0", "F3.1", "B3.1"]
 
 
+def test_zbv_program_alternates_between_its_two_chunks():
+    """The last rank has both chunks at the tip of the vee, so it turns at once. The first one has both ends."""
+    spec = ProgramSpec((0, 1, 1, 0), "zbv", 4, 4, 0)
+    first, last = (
+        " ".join(str(action) for action in build_rank_program(spec, rank) if action.kind in COMPUTE)
+        for rank in range(2)
+    )
+    assert first == "F0.0 F0.1 F0.2 F3.0 B3.0 F3.1 B3.1 F0.3 B0.0 F3.2 B3.2 B0.1 F3.3 B3.3 B0.2 B0.3"
+    assert last == "F1.0 F2.0 F1.1 F2.1 B2.0 F1.2 B1.0 F2.2 B2.1 F1.3 B1.1 F2.3 B2.2 B1.2 B2.3 B1.3"
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 5, 8, 20])
+def test_zbv_stores_what_1f1b_stores_on_its_first_rank(micro_batches):
+    """Half a rank's layers are in each of its chunks: 2P inputs of chunks are P micro-batches."""
+    zbv = ProgramSpec(place_chunks("vee", 8, 4), "zbv", micro_batches, micro_batches, 0)
+    plain = ProgramSpec((0, 1, 2, 3), "1f1b", micro_batches, micro_batches, 0)
+    most = 2 * peak_live_activations(build_rank_program(plain, 0))
+    assert max(peak_live_activations(actions) for actions in build_program(zbv)) == most
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_where_two_links_bring_inputs_each_has_three_receives_posted(rank):
+    spec = ProgramSpec(place_chunks("vee", 8, 4), "zbv", 16, 16, 0)
+    posted: Counter[int | None] = Counter()
+    most: Counter[int | None] = Counter()
+    for action in build_rank_program(spec, rank):
+        if action.kind is Kind.RECV_FORWARD:
+            source = spec.placement[action.chunk - 1]
+            posted[source] += 1
+            most[source] = max(most[source], posted[source])
+        elif action.kind is Kind.FORWARD:
+            posted[spec.source_rank(action)] -= 1
+    assert most == {rank - 1: 3, rank + 1: 3}
+
+
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 8), (4, 16)])
 def test_the_wrap_around_link_has_a_receive_for_all_that_pile_up_and_two_more(ranks, micro_batches):
     """The first rank turns to its second chunk when it has passed all micro-batches on. The other ranks have P of them
@@ -147,7 +182,7 @@ def test_gathers_and_reductions_are_as_many_as_the_formulas_say(spec):
         if spec.returns_outputs and spec.zero_stage == 3:
             # Nothing stays when the script has its turn.
             gathers = chunks * (calls + (1 if resident >= chunks else groups))
-        if spec.schedule != "interleaved_1f1b" or spec.zero_stage < 3 or spec.forward_only:
+        if spec.schedule not in ("interleaved_1f1b", "zbv") or spec.zero_stage < 3 or spec.forward_only:
             assert count(actions, Kind.GATHER) == gathers
         per_group = spec.schedule == "layered" and spec.zero_stage >= 2
         reduces = 0 if spec.forward_only else chunks * (groups if per_group else 1)
@@ -253,6 +288,9 @@ def test_live_activations_of_1f1b_are_the_ranks_that_follow():
         ({"schedule": "interleaved_1f1b", "micro_batches": 3}, "multiple of 2 pipeline ranks"),
         ({"schedule": "interleaved_1f1b", "placement": (0, 1, 0)}, "multiple of 2 pipeline ranks"),
         ({"schedule": "interleaved_1f1b", "placement": (0, 0, 1, 1)}, "needs modular placement"),
+        ({"schedule": "zbv"}, "two chunks per rank in placement 'vee', but this placement is"),
+        ({"schedule": "zbv", "placement": (0, 1)}, "two chunks per rank in placement 'vee'"),
+        ({"schedule": "zbv", "placement": (0, 1, 1, 0), "micro_batch_group": 2}, "groups belong to the layered"),
         ({"schedule": "interleaved_1f1b", "micro_batch_group": 2}, "groups belong to the layered schedule"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import ast
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -44,6 +45,7 @@ SPECS = [
         TWO, zero_stage=2, resident_chunks=1, split_backward=3, receives_on_arrival=True, whole_chunks=frozenset({3})
     ),
     replace(TWO, schedule="interleaved_1f1b", micro_batch_group=4, zero_stage=3),
+    ProgramSpec((0, 1, 2, 2, 1, 0), "zbv", 7, 7, 1, split_backward=3),
     ProgramSpec((0, 1, 2), "1f1b", 7, 7, 2, receives_on_arrival=True),
     ProgramSpec((0, 1, 2), "gpipe", 5, 5, 0),
     ProgramSpec((0, 0, 1, 1, 2), "layered", 7, 7, 3, stores_inputs=True),
@@ -132,8 +134,14 @@ def test_a_schedule_whose_order_is_wrong_is_refused(change, fault, monkeypatch):
         validate(spec, build_program(spec))
 
 
-@pytest.mark.parametrize("name", ["sends_output", "receives_input", "is_final_backward"])
-@pytest.mark.parametrize("answer", [True, False])
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        *product(["sends_output", "is_final_backward"], [True, False]),
+        ("source_rank", 1),
+        ("source_rank", None),
+    ],
+)
 def test_a_specification_that_answers_passes_wrongly_is_refused(name, answer, monkeypatch):
     spec = ProgramSpec((0, 0, 1, 1), "layered", 4, 2, 2)
     right, stock = build_program(spec), getattr(ProgramSpec, name)

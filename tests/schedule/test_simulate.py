@@ -16,10 +16,10 @@ from ds_lgamp.schedule.actions import (
     awaited_by,
 )
 from ds_lgamp.schedule.costs import UNIT_DURATIONS, Durations
-from ds_lgamp.schedule.orders import micro_batch_groups
+from ds_lgamp.schedule.orders import default_placement, micro_batch_groups
 from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.program import build_program
-from ds_lgamp.schedule.simulate import simulate
+from ds_lgamp.schedule.simulate import peak_live_activations, simulate
 from ds_lgamp.schedule.spec import ProgramSpec
 from tests.schedule.strategies import OFFLOADING, program_specs
 
@@ -46,6 +46,28 @@ def test_one_chunk_per_rank_leaves_the_bubble_of_the_formula(schedule):
 @pytest.mark.parametrize("schedule", ["layered", "interleaved_1f1b"])
 def test_bubble_shrinks_by_the_chunks_per_rank(schedule):
     assert timeline(schedule, 4, 4, 8).bubble == pytest.approx(3 / (4 * 8))
+
+
+@pytest.mark.parametrize("micro_batches", [4, 8, 12, 16])
+def test_with_second_parts_zbv_waits_only_until_the_last_rank_begins(micro_batches):
+    """A forward and both parts of a backward take one unit per chunk: P - 1 units until the last rank begins. Of the
+    others, 1f1b's chunks are twice as long; interleaved_1f1b and layered come as near only with more stored inputs."""
+    ranks, stored, waits = 4, {}, {}
+    for schedule, chunks in (("1f1b", 1), ("interleaved_1f1b", 2), ("layered", 2), ("zbv", 2)):
+        placement = place_chunks(default_placement(schedule), chunks * ranks, ranks)
+        spec = ProgramSpec(placement, schedule, micro_batches, micro_batches, 0, recomputes=False, split_backward=8)
+        program = build_program(spec)
+        clock = simulate(spec, program, Durations(2 / chunks, 4 / chunks))
+        waits[schedule] = clock.step_time - clock.ideal
+        stored[schedule] = max(map(peak_live_activations, program)) / chunks
+    more = micro_batches > ranks
+    assert waits == {"1f1b": 6, "interleaved_1f1b": 3 if more else 6, "layered": 3, "zbv": 3}
+    assert stored == {
+        "1f1b": 4,
+        "interleaved_1f1b": 5.5 if more else 4,
+        "layered": (micro_batches + min(micro_batches, 7)) / 2,
+        "zbv": 4,
+    }
 
 
 def test_a_hop_hurts_interleaved_more_than_layered():

@@ -5,7 +5,18 @@ from collections import defaultdict
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from ds_lgamp.schedule.actions import COLLECTIVES, RECEIVES, SENDS, WAITS, Action, Kind, awaited_by, receive_of
+from ds_lgamp.schedule.actions import (
+    COLLECTIVES,
+    RECEIVES,
+    SENDS,
+    WAITS,
+    Action,
+    Kind,
+    awaited_by,
+    receive_matching,
+    receive_of,
+    send_matching,
+)
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.spec import SENDS_IN_FLIGHT, ProgramSpec
 from ds_lgamp.watch.culprit import Cause, Silent, find, stalled_longest, without_hub
@@ -20,7 +31,7 @@ class Ranks:
 
     Args:
         stopped: a rank and the row at which it stands still.
-        lost: the rank, kind and number of a send whose message does not arrive.
+        lost: a send whose message does not arrive: its rank and kind, the receiver, and its number on that link.
     """
 
     def __init__(self, spec, data_ranks, stopped=None, lost=None):
@@ -29,7 +40,7 @@ class Ranks:
         self.world = spec.pipeline_ranks * data_ranks
         self.rows = [0] * self.world
         self.did = [defaultdict(int) for _ in range(self.world)]
-        """By rank, how many sends and posts of each kind, and collectives, it has begun."""
+        """By rank, how many sends and posts of each kind and link, and collectives, it has begun."""
         while any([self.advance(rank) for rank in range(self.world)]):
             pass
 
@@ -38,9 +49,17 @@ class Ranks:
 
     def neighbours(self, rank):
         stage, replica = divmod(rank, self.data_ranks)
-        stages = self.spec.pipeline_ranks
-        previous, following = ((stage + step) % stages * self.data_ranks + replica for step in (-1, 1))
-        return Neighbours(previous, following, tuple(stage * self.data_ranks + each for each in range(self.data_ranks)))
+        owners = tuple(owner * self.data_ranks + replica for owner in self.spec.placement)
+        return Neighbours(owners, tuple(stage * self.data_ranks + each for each in range(self.data_ranks)))
+
+    def peer(self, rank, message):
+        """Returns the rank at the other end of a SEND or RECV of ``rank``."""
+        return self.spec.peer(message) * self.data_ranks + rank % self.data_ranks
+
+    def of_link(self, rank, message):
+        """Returns the actions of ``rank`` of the kind and link of a message."""
+        own = [each for each in self.actions(rank) if each.kind is message.kind]
+        return [each for each in own if self.peer(rank, each) == self.peer(rank, message)]
 
     def advance(self, rank):
         """Lets ``rank`` execute what it can. Returns whether that was anything."""
@@ -50,7 +69,7 @@ class Ranks:
             if self.doing(rank, action):
                 break
             if action.kind in SENDS | RECEIVES:
-                self.did[rank][action.kind] += 1
+                self.did[rank][action.kind, self.peer(rank, action)] += 1
             elif action.kind in COLLECTIVES:
                 self.did[rank][action] += 1
             self.rows[rank] += 1
@@ -58,25 +77,21 @@ class Ranks:
 
     def doing(self, rank, action):
         """Returns what ``rank`` does while it waits in ``action``; "" if it need not wait."""
-        neighbours = self.neighbours(rank)
         if action.kind in (Kind.FORWARD, Kind.BACKWARD) and self.spec.receives_input(action):
-            forward = action.kind is Kind.FORWARD
-            peer = neighbours.previous if forward else neighbours.following
-            posts = [each for each in self.actions(rank) if each.kind is receive_of(action).kind]
-            number = posts.index(receive_of(action)) + 1
-            kind = Kind.SEND_FORWARD if forward else Kind.SEND_BACKWARD
-            lost = self.lost is not None and self.lost[:2] == (peer, kind) and self.lost[2] <= number
-            if self.did[peer][kind] < number or lost:
-                return "activation" if forward else "gradient"
+            post = receive_of(action)
+            peer, kind = self.peer(rank, post), send_matching(post).kind
+            number = self.of_link(rank, post).index(post) + 1
+            lost = self.lost is not None and self.lost[:3] == (peer, kind, rank) and self.lost[3] <= number
+            if self.did[peer][kind, rank] < number or lost:
+                return "activation" if action.kind is Kind.FORWARD else "gradient"
         if action.kind in SENDS:
-            forward = action.kind is Kind.SEND_FORWARD
-            peer = neighbours.following if forward else neighbours.previous
-            posted = self.did[peer][Kind.RECV_FORWARD if forward else Kind.RECV_BACKWARD]
-            if self.did[rank][action.kind] + 1 - SENDS_IN_FLIGHT > posted:
+            peer = self.peer(rank, action)
+            posted = self.did[peer][receive_matching(action).kind, rank]
+            if self.did[rank][action.kind, peer] + 1 - SENDS_IN_FLIGHT > posted:
                 return "send"
         if action.kind in WAITS and awaited_by(action).kind in COLLECTIVES:
             launch = awaited_by(action)
-            if any(self.did[peer][launch] < self.did[rank][launch] for peer in neighbours.alike):
+            if any(self.did[peer][launch] < self.did[rank][launch] for peer in self.neighbours(rank).alike):
                 return action.kind.value
         return ""
 
@@ -90,7 +105,7 @@ class Ranks:
             stands = self.stopped is not None and self.stopped[0] == rank
             waits = () if over or stands or not doing else waits_in(actions, row, doing, self.neighbours(rank))
             place = "outside of a batch" if over else f"in {actions[row]}"
-            done = done_before(actions, row)
+            done = done_before(actions, row, self.neighbours(rank).owners)
             made[rank] = Standing(rank, place, 7, "step 7", row, not over, seconds, LIMIT, waits, done)
         return made
 
@@ -125,18 +140,16 @@ def test_whoever_waits_names_the_rank_that_stands_still(job, data):
 @given(jobs(), st.data())
 def test_whoever_waits_names_the_link_that_lost_a_message(job, data):
     spec, data_ranks = job
+    whole = Ranks(spec, data_ranks)
     sends = [
-        (rank * data_ranks + replica, action.kind, number)
-        for rank, actions in enumerate(build_program(spec))
-        for replica in range(data_ranks)
-        for kind in SENDS
-        for number, action in enumerate([each for each in actions if each.kind is kind], 1)
+        (rank, send.kind, whole.peer(rank, send), whole.of_link(rank, send).index(send) + 1)
+        for rank in range(whole.world)
+        for send in whole.actions(rank)
+        if send.kind in SENDS
     ]
     assume(sends)
-    sender, kind, number = data.draw(st.sampled_from(sends))
-    ranks = Ranks(spec, data_ranks, lost=(sender, kind, number))
-    neighbours = ranks.neighbours(sender)
-    receiver = neighbours.following if kind is Kind.SEND_FORWARD else neighbours.previous
+    sender, kind, receiver, number = data.draw(st.sampled_from(sends))
+    ranks = Ranks(spec, data_ranks, lost=(sender, kind, receiver, number))
     standings = ranks.standings()
     assert standings[receiver].waits
     for victim in [standing for standing in standings.values() if standing.waits]:
@@ -313,14 +326,14 @@ def test_a_standing_travels_as_a_line(job, data):
 
 def test_a_rank_that_computes_waits_for_nobody():
     program = [Action(Kind.FORWARD, 0, 0)]
-    assert waits_in(program, 0, "forward", Neighbours(1, 1, (0,))) == ()
+    assert waits_in(program, 0, "forward", Neighbours((0, 1), (0,))) == ()
 
 
 def test_a_sender_waits_until_all_but_the_last_two_messages_may_be_taken():
     program = [Action(Kind.SEND_FORWARD, 0, micro_batch) for micro_batch in range(5)]
-    neighbours = Neighbours(previous=4, following=1, alike=(0,))
+    neighbours = Neighbours(owners=(0, 1), alike=(0,))
     (wait,) = waits_in(program, 4, "send", neighbours)
-    assert (wait.what, wait.times) == ("RECV_F", 3) and wait.ranks == (1,)
+    assert (wait.what, wait.times) == ("RECV_F 0", 3) and wait.ranks == (1,)
     # At the end of the batch, until all may be.
     (wait,) = waits_in(program, 5, "send", neighbours)
-    assert (wait.what, wait.times) == ("RECV_F", 5)
+    assert (wait.what, wait.times) == ("RECV_F 0", 5)

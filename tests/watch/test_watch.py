@@ -118,7 +118,13 @@ def running(action, doing):
     row = [str(each) for each in PROGRAM].index(action)
     return Stands(
         program=PROGRAM,
-        **{"row": row, "doing": doing, "current": PROGRAM[row], "neighbours": Neighbours(0, 0, (1, 3)), "begun": set()},
+        **{
+            "row": row,
+            "doing": doing,
+            "current": PROGRAM[row],
+            "neighbours": Neighbours((0, 1, 0, 1), (1, 3)),
+            "begun": set(),
+        },
     )
 
 

@@ -205,8 +205,9 @@ def _arrives(spec: ProgramSpec, compute: Action) -> bool:
 def check_receives(spec: ProgramSpec, rank: int, stops: Sequence[Stop]) -> None:
     """Each message has one receive, posted before the compute that takes it, and none in a script's turn.
 
-    With early receives, so many of a kind are posted at once (:func:`_most_posted`), each when there is room, in
-    the order of their consumers, and no earlier than as many computes of its kind before, or twice as many of any kind.
+    With early receives, so many of a kind are posted at once for each link (:func:`_most_posted`), each when there is
+    room, in the order of their consumers, and no earlier than as many computes of its kind before that take nothing of
+    another link. A single link of the kind also posts none earlier than twice as many computes of any kind before.
     """
     for piece in pieces(stops):
         computes = [(stop, stop.action) for stop in piece if stop.action is not None and stop.computes]
@@ -231,43 +232,52 @@ def check_receives(spec: ProgramSpec, rank: int, stops: Sequence[Stop]) -> None:
         if not spec.receives_on_arrival:
             for kind in (Kind.FORWARD, Kind.BACKWARD):
                 most = _most_posted(spec, rank, kind is Kind.FORWARD)
-                alike = [place for place, (_, action) in enumerate(computes) if action.kind is kind]
-                for consumer, right in _early_places(alike, taken, most).items():
+                for consumer, right in _early_places(spec, [action for _, action in computes], kind, most).items():
                     receive = taken[consumer]
                     if places[receive] != right:
                         fault = f"{receive} is posted here; its place is before {computes[right][1]}"
                         raise Fault(computes[places[receive]][0].row, fault)
 
 
-def _early_places(alike: Sequence[int], taken: Mapping[int, Action], most: int) -> dict[int, int]:
-    """Returns before which compute the receive of each one is posted.
+def _early_places(spec: ProgramSpec, computes: Sequence[Action], kind: Kind, most: int) -> dict[int, int]:
+    """Returns before which compute the receive of each one of ``kind`` is posted, by their numbers.
 
     Args:
-        alike: the numbers of the computes of one kind.
-        taken: the receives, by the numbers of the computes that take them.
-        most: how many may be posted at once.
+        most: how many of a link may be posted at once.
     """
-    # Before the first compute of the kind, others count as if they were of it.
-    counted = [*range(alike[0] if alike else 0), *alike]
-    number = {place: index for index, place in enumerate(counted)}
-    consumers = [place for place in alike if place in taken]
+    makers = {place: _maker(spec, action) for place, action in enumerate(computes) if action.kind is kind}
+    links = {maker for maker in makers.values() if maker is not None}
     places = {}
-    for index, consumer in enumerate(consumers):
-        early = counted[max(0, number[consumer] - (most - 1))]
-        room = consumers[index - most] + 1 if index >= most else 0
-        places[consumer] = max(early, room, consumer - 2 * (most - 1))
+    for link in links:
+        # Before the first compute of the link, others count as if they were of it.
+        alike = [place for place, maker in makers.items() if maker in (None, link)]
+        counted = [*range(alike[0]), *alike]
+        number = {place: index for index, place in enumerate(counted)}
+        consumers = [place for place in alike if makers[place] == link]
+        for index, consumer in enumerate(consumers):
+            early = counted[max(0, number[consumer] - (most - 1))]
+            room = consumers[index - most] + 1 if index >= most else 0
+            limit = consumer - 2 * (most - 1) if len(links) == 1 else 0
+            places[consumer] = max(early, room, limit)
     return places
 
 
+def _maker(spec: ProgramSpec, compute: Action) -> int | None:
+    """Returns the other rank that makes the input of a compute; None if there is none."""
+    source = compute.chunk - 1 if compute.kind is Kind.FORWARD else compute.chunk + 1
+    return spec.placement[source] if _arrives(spec, compute) else None
+
+
 def _most_posted(spec: ProgramSpec, rank: int, forward: bool) -> int:
-    """Returns how many receives of one kind a rank may have posted at once.
+    """Returns how many receives of one kind a rank may have posted at once for one link.
 
     While a group larger than the ring passes, messages pile up where it comes around the ring to the next chunk, and
-    where the turn begins: at the first chunk from which on no rank owns two. They do not if calls pass one by one.
+    where the turn begins: at the first chunk from which on no rank owns two. They do not if calls pass one by one, nor
+    with zbv, which has no groups and whose last rank evaluates all micro-batches before it sends any back.
     """
     placement, most = spec.placement, RECEIVES_POSTED
     group = spec.micro_batches if spec.forward_only else min(spec.micro_batch_group, spec.micro_batches)
-    if spec.returns_outputs and forward:
+    if (spec.returns_outputs and forward) or spec.schedule == "zbv":
         return most
     for chunk in (chunk for chunk, owner in enumerate(placement) if owner == rank):
         source = chunk - 1 if forward else chunk + 1

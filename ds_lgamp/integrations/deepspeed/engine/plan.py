@@ -30,7 +30,7 @@ from ds_lgamp.integrations.deepspeed.config.zero import (
 )
 from ds_lgamp.integrations.deepspeed.model.module import Layout, announced_tensors, layer_prefix, layout_of, prefix_of
 from ds_lgamp.integrations.program_spec import micro_batch_shares, program_spec
-from ds_lgamp.runtime.ring import posts_on_arrival
+from ds_lgamp.runtime.edges import posts_on_arrival
 from ds_lgamp.schedule.placement import Placement
 from ds_lgamp.schedule.program import collectives_agree
 from ds_lgamp.schedule.spec import Offload, ProgramSpec

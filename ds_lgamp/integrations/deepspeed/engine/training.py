@@ -55,11 +55,11 @@ from ds_lgamp.runtime.batch import BatchState, Calls, LoadMicroBatch, Position, 
 from ds_lgamp.runtime.chunk import Chunk, HasOwnLosses
 from ds_lgamp.runtime.clocks import Stopwatch
 from ds_lgamp.runtime.compiled import notice_compilations
+from ds_lgamp.runtime.edges import pipeline_links
 from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.graph import StoredInputs
 from ds_lgamp.runtime.logits import defer_logits
 from ds_lgamp.runtime.messages import laid_out
-from ds_lgamp.runtime.ring import ring_links
 from ds_lgamp.runtime.trace import trace_if_asked
 from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.watch.this_rank import this_rank
@@ -230,7 +230,14 @@ class Training:
                 for chunk, functions in module.chunk_functions.items()
             },
             Storage(self.partition, self.partition.owns if self.partition.frees_weights else None, stored_inputs),
-            ring_links(self.grid.pipe_groups, self.device, host_group(), *shapes, settings.activation_dtype),
+            pipeline_links(
+                self.grid.pipe_groups,
+                module.layout.placement,
+                self.device,
+                host_group(),
+                *shapes,
+                settings.activation_dtype,
+            ),
             Calls(door.loss_of, self._step, door.optimizer.update, self._loss_gradient),
             # Seeded before every layer, generators need not be restored.
             [] if settings.reproducible else sources,

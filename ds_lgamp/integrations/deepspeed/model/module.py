@@ -57,7 +57,7 @@ def layout_of(settings: LgampConfig, module: PipelineModule, partition_method: s
     if settings.one_chunk_per_rank and settings.pipeline_rank_speeds is None:
         bounds = [int(bound) for bound in module.parts]
     else:
-        weights = [] if settings.chunks_per_rank is None else layer_weights(module, partition_method)
+        weights = [] if settings.fixed_chunks_per_rank is None else layer_weights(module, partition_method)
         bounds = chunk_bounds(settings, module.num_stages, layer_types(module), weights)
     return Layout(bounds, place(settings, len(bounds) - 1, module.num_stages))
 

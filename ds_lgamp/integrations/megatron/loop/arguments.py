@@ -111,6 +111,8 @@ def check_file(config: dict[str, Any], settings: LgampConfig) -> Job:
         if device != "none":
             raise ConfigError(f"zero_optimization.{name}.device is '{device}', {_ON_THE_DEVICE}")
     settings.refuse_split("Megatron-core")
+    if settings.schedule == "zbv":
+        raise ConfigError(f"{BLOCK}.schedule is 'zbv', but Megatron-core's chunks are modular; use 'layered'")
     if settings.placement == "contiguous" and not settings.one_chunk_per_rank:
         raise ConfigError(f"{BLOCK}.placement is 'contiguous', but Megatron-core's chunks are modular; remove it")
     return Job(settings, stage, config)

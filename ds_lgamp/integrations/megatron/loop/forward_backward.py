@@ -31,8 +31,8 @@ from ds_lgamp.partition.agreement import everyone, host_group
 from ds_lgamp.partition.zero_partition import ZeroPartition
 from ds_lgamp.runtime.batch import ActionError, BatchState, Calls, Position, Storage
 from ds_lgamp.runtime.compiled import notice_compilations
+from ds_lgamp.runtime.edges import pipeline_links, posts_on_arrival
 from ds_lgamp.runtime.executor import Executor
-from ds_lgamp.runtime.ring import posts_on_arrival, ring_links
 from ds_lgamp.runtime.trace import Trace, trace_if_asked
 from ds_lgamp.schedule.actions import Action, Kind
 from ds_lgamp.schedule.spec import ProgramSpec
@@ -185,7 +185,10 @@ class Pipeline:
         alone = first.pipeline_ranks == 1
         pipelines = [[dist.get_rank()]] if alone else _all_pipelines(first.groups.pp)
         hosts = None if alone else host_group()
-        self._links = ring_links(pipelines, first.device, hosts, first.config.variable_seq_lengths, _ADVICE)
+        # Later batches may have more chunks per rank, and two come all the way around.
+        around = placement_of(2, first.pipeline_ranks)
+        shapes_vary = first.config.variable_seq_lengths
+        self._links = pipeline_links(pipelines, around, first.device, hosts, shapes_vary, _ADVICE)
         self._shapes, self._patience, self._trace = shapes, patience, trace
         self._whole = DistributedData()
         self._timing = MegatronTiming()

@@ -56,6 +56,10 @@ BLOCKS = {
         {"schedule": "interleaved_1f1b", "placement": "contiguous"},
         "placement is 'contiguous', but schedule 'interleaved_1f1b' needs 'modular'; remove it",
     ),
+    "three chunks with zbv": (
+        {"schedule": "zbv", "chunks_per_rank": 3},
+        "chunks_per_rank is 3, but schedule 'zbv' has two chunks per pipeline rank, placed as a vee; remove chunks_per",
+    ),
     "chunks that do not interleave": (
         {"schedule": "interleaved_1f1b", "layers_per_chunk": 2},
         "ds_lgamp.layers_per_chunk is 2, which cuts 5 layers into 3 chunks, but schedule 'interleaved_1f1b' needs a mu",

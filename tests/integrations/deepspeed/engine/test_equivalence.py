@@ -22,6 +22,7 @@ BLOCKS = {
     "interleaved": {"schedule": "interleaved_1f1b"},
     "1f1b": {"schedule": "1f1b"},
     "gpipe": {"schedule": "gpipe"},
+    "zbv": {"schedule": "zbv", "split_backward": True},
 }
 FACTORS = {
     "grid": [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2)],

@@ -155,6 +155,7 @@ OF_BLOCKS = [
         {"recompute": "auto", "recompute_memory": "60 GB"},
         "recompute is 'auto', but in Megatron-LM's training loop layers recompute by themselves, all alike; use 'full'",
     ),
+    ({"schedule": "zbv"}, "schedule is 'zbv', but Megatron-core's chunks are modular; use 'layered'"),
     ({"placement": "contiguous"}, "placement is 'contiguous', but Megatron-core's chunks are modular"),
     ({"chunks_per_rank": 5}, "chunks_per_rank is 5: 2 pipeline ranks would need 10 layers, the model has 8"),
     ({"layers_per_chunk": 3}, "is 3: 8 layers make 3 chunks, but .* 2 .*-parallel-layout"),

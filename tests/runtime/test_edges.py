@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_lgamp.partition import agreement
-from ds_lgamp.runtime import ring
-from ds_lgamp.runtime.ring import MAX_BLOCKS, edge_colours, link_options, ring_links
+from ds_lgamp.runtime import edges
+from ds_lgamp.runtime.edges import MAX_BLOCKS, edge_colours, edges_of, link_options, pipeline_links
+from ds_lgamp.schedule.placement import Placement, place_chunks
 
 TIMEOUT = timedelta(seconds=77)
 
@@ -21,6 +22,11 @@ TIMEOUT = timedelta(seconds=77)
 def grid(pipeline_ranks: int, data_ranks: int) -> list[list[int]]:
     """The ranks of each pipeline, numbered as DeepSpeed numbers them."""
     return [[pipe * data_ranks + data for pipe in range(pipeline_ranks)] for data in range(data_ranks)]
+
+
+def ring(pipeline_ranks: int) -> Placement:
+    """A placement in which the model comes around to the first rank."""
+    return place_chunks("modular", 2 * pipeline_ranks, pipeline_ranks)
 
 
 class StandIn:
@@ -70,16 +76,30 @@ class StandIn:
         self.messages.append(("recv", peer, group))
 
 
-@given(st.integers(2, 9), st.integers(1, 3))
-def test_no_rank_has_two_edges_of_one_colour(pipeline_ranks, data_ranks):
+@pytest.mark.parametrize(
+    ("placement", "expected"),
+    [
+        ("modular", {(0, 1), (1, 2), (2, 3), (3, 0)}),
+        ("contiguous", {(0, 1), (1, 2), (2, 3)}),
+        ("vee", {(0, 1), (1, 2), (2, 3), (3, 2), (2, 1), (1, 0)}),
+    ],
+)
+def test_ranks_with_neighbouring_chunks_are_neighbours(placement, expected):
+    assert set(edges_of(place_chunks(placement, 8, 4))) == expected
+
+
+@pytest.mark.parametrize("placement", ["modular", "contiguous", "vee"])
+@given(pipeline_ranks=st.integers(3, 9), data_ranks=st.integers(1, 3))
+def test_no_rank_has_two_edges_of_one_colour(placement, pipeline_ranks, data_ranks):
     pipelines = grid(pipeline_ranks, data_ranks)
-    colours = edge_colours(pipelines)
-    assert len(colours) == 2 + pipeline_ranks % 2
-    for edges in colours:
-        ranks = [rank for edge in edges for rank in edge]
+    wanted = edges_of(place_chunks(placement, 2 * pipeline_ranks, pipeline_ranks))
+    colours = edge_colours(pipelines, wanted)
+    assert len(colours) == {"modular": 2 + pipeline_ranks % 2, "contiguous": 2, "vee": 4}[placement]
+    for of_colour in colours:
+        ranks = [rank for edge in of_colour for rank in edge]
         assert len(set(ranks)) == len(ranks)
-    around = {(ring[position - 1], ring[position]) for ring in pipelines for position in range(pipeline_ranks)}
-    assert {edge for edges in colours for edge in edges} == around
+    expected = {(pipeline[source], pipeline[target]) for pipeline in pipelines for source, target in wanted}
+    assert {edge for of_colour in colours for edge in of_colour} == expected
 
 
 def test_no_split_writes_into_the_options_of_the_default_group(monkeypatch):
@@ -96,9 +116,9 @@ def test_no_split_writes_into_the_options_of_the_default_group(monkeypatch):
 def test_a_job_of_64_by_64_ranks_splits_four_times(monkeypatch, rank):
     """Two colours of edges and two kinds of messages. A split is collective over all ranks; 8192 would take minutes."""
     stand_in = StandIn(rank, splits=True)
-    for module in (ring, agreement):
+    for module in (edges, agreement):
         monkeypatch.setattr(module, "dist", stand_in)
-    ring_links(grid(64, 64), torch.device("cpu"))
+    pipeline_links(grid(64, 64), ring(64), torch.device("cpu"))
     assert stand_in.calls == {"split_group": 4}
     assert len(stand_in.messages) == 4
     assert stand_in.timeouts == {TIMEOUT}
@@ -107,9 +127,9 @@ def test_a_job_of_64_by_64_ranks_splits_four_times(monkeypatch, rank):
 def test_without_splits_a_rank_connects_to_its_neighbours_only(monkeypatch):
     """``new_group`` then only enters names; members connect when they send."""
     stand_in = StandIn(64, splits=False)
-    for module in (ring, agreement):
+    for module in (edges, agreement):
         monkeypatch.setattr(module, "dist", stand_in)
-    ring_links(grid(64, 64), torch.device("cpu"))
+    pipeline_links(grid(64, 64), ring(64), torch.device("cpu"))
     assert stand_in.calls == {"new_group": 2 * 64 * 64}
     assert {group for _, _, group in stand_in.messages} == {(0, 64), (64, 128)}
     assert stand_in.timeouts == {TIMEOUT}
@@ -119,9 +139,9 @@ def test_without_splits_a_rank_connects_to_its_neighbours_only(monkeypatch):
 def test_every_communicator_of_a_link_takes_few_multiprocessors(monkeypatch, splits):
     """Torch writes the name of a group into its options, so no two groups may share them."""
     stand_in = StandIn(0, splits)
-    for module in (ring, agreement):
+    for module in (edges, agreement):
         monkeypatch.setattr(module, "dist", stand_in)
-    ring_links(grid(4, 2), torch.device("cpu"))
+    pipeline_links(grid(4, 2), ring(4), torch.device("cpu"))
     assert {options.config.max_ctas for options in stand_in.options} == {MAX_BLOCKS}
     assert len({id(options) for options in stand_in.options}) == stand_in.calls.total()
 
@@ -140,7 +160,7 @@ def test_links_have_no_options_without_nccl(monkeypatch, backend, lacking):
     stand_in.get_backend = lambda: backend
     if lacking:
         stand_in.ProcessGroupNCCL = None
-    for module in (ring, agreement):
+    for module in (edges, agreement):
         monkeypatch.setattr(module, "dist", stand_in)
     assert link_options(TIMEOUT) is None
 
@@ -149,9 +169,9 @@ def test_beside_a_backend_of_hosts_links_have_options_and_no_group_is_split(monk
     """torch would name split groups of both backends by how many groups a rank has, and ranks have unlike numbers."""
     stand_in = StandIn(0, splits=True)
     stand_in.get_backend = lambda: "cpu:gloo,cuda:nccl"
-    for module in (ring, agreement):
+    for module in (edges, agreement):
         monkeypatch.setattr(module, "dist", stand_in)
-    ring_links(grid(4, 2), torch.device("cpu"))
+    pipeline_links(grid(4, 2), ring(4), torch.device("cpu"))
     assert stand_in.calls.keys() == {"new_group"}
     assert {options.config.max_ctas for options in stand_in.options} == {MAX_BLOCKS}
 
@@ -159,9 +179,9 @@ def test_beside_a_backend_of_hosts_links_have_options_and_no_group_is_split(monk
 def test_connections_open_in_the_direction_of_their_messages(monkeypatch):
     """Activations flow from rank 0 to 1 to 2, gradients back; even links open before odd ones."""
     stand_in = StandIn(1, splits=True)
-    for module in (ring, agreement):
+    for module in (edges, agreement):
         monkeypatch.setattr(module, "dist", stand_in)
-    ring_links(grid(4, 1), torch.device("cpu"))
+    pipeline_links(grid(4, 1), ring(4), torch.device("cpu"))
     assert stand_in.messages == [
         ("recv", 0, (0, 1)),
         ("send", 0, (0, 1)),
@@ -170,11 +190,23 @@ def test_connections_open_in_the_direction_of_their_messages(monkeypatch):
     ]
 
 
+def test_in_a_vee_a_rank_has_a_group_for_each_edge_there_and_back(monkeypatch):
+    """The rank in the middle of three: two edges there, two back, two kinds of messages each."""
+    stand_in = StandIn(1, splits=True)
+    for module in (edges, agreement):
+        monkeypatch.setattr(module, "dist", stand_in)
+    pipeline_links(grid(3, 1), place_chunks("vee", 6, 3), torch.device("cpu"))
+    assert stand_in.calls == {"split_group": 8}
+    assert Counter((way, peer) for way, peer, _ in stand_in.messages) == dict.fromkeys(
+        [("send", 0), ("recv", 0), ("send", 2), ("recv", 2)], 2
+    )
+
+
 def test_two_ranks_share_no_group_between_their_two_edges(monkeypatch):
     """The ring of two ranks leads there and back: 2 edges x 2 kinds of messages are 4 groups."""
     stand_in = StandIn(0, splits=False)
-    for module in (ring, agreement):
+    for module in (edges, agreement):
         monkeypatch.setattr(module, "dist", stand_in)
-    ring_links(grid(2, 1), torch.device("cpu"))
+    pipeline_links(grid(2, 1), ring(2), torch.device("cpu"))
     assert stand_in.calls == {"new_group": 4}
     assert stand_in.messages == [("send", 1, (0, 1)), ("recv", 1, (0, 1)), ("recv", 1, (0, 1)), ("send", 1, (0, 1))]

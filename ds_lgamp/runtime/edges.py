@@ -1,15 +1,17 @@
-"""Connects the ranks of every pipeline to their neighbours in the ring."""
+"""Connects the ranks of every pipeline to those with which they exchange messages."""
 
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ds_lgamp.partition.agreement import own_of_disjoint
-from ds_lgamp.runtime.links import RESET, Endpoint, Ends, Links
+from ds_lgamp.runtime.links import RESET, Endpoint, Ends, Links, Route
+from ds_lgamp.schedule.placement import Placement
 from ds_lgamp.schedule.spec import ActivationType
 
 _KINDS = ("activations", "gradients")
@@ -19,7 +21,7 @@ MAX_BLOCKS = 4
 The number was never timed on a GPU."""
 
 Edge = tuple[int, int]
-"""Two neighbours of a ring, by global rank: the sender and the receiver of activations."""
+"""Two ranks with neighbouring chunks: the sender and the receiver of activations."""
 
 
 def posts_on_arrival() -> bool:
@@ -28,8 +30,9 @@ def posts_on_arrival() -> bool:
     return dist.get_backend() != "gloo"
 
 
-def ring_links(
+def pipeline_links(
     pipelines: Sequence[Sequence[int]],
+    placement: Placement,
     device: torch.device,
     hosts: dist.ProcessGroup | None = None,
     dynamic: bool = False,
@@ -40,45 +43,54 @@ def ring_links(
 
     Args:
         pipelines: the global ranks of every pipeline, in pipeline order.
+        placement: the pipeline rank of every chunk, in every pipeline. It says which ranks are neighbours.
         hosts: a group of all ranks on gloo, which carries headers; default the default group.
         dynamic: whether the shapes of a chunk's results may differ between micro-batches.
         advice: the fix that the error names if shapes differ unexpectedly.
         narrow: the type in which hidden states and their gradients travel; None leaves them as they are.
     """
-    own = dist.get_rank()
+    own, edges = dist.get_rank(), edges_of(placement)
     pipeline = next(list(ranks) for ranks in pipelines if own in ranks)
-    position, length = pipeline.index(own), len(pipeline)
-    previous, following = pipeline[position - 1], pipeline[(position + 1) % length]
     on_arrival = posts_on_arrival()
-    groups: dict[tuple[Edge, str], dist.ProcessGroup] = {}
-    if on_arrival and length > 1:
-        groups = _edge_groups(pipelines, device)
-    ends = {}
-    for tag, kind in enumerate(_KINDS):
-        before, after = groups.get(((previous, own), kind)), groups.get(((own, following), kind))
-        forward = kind == "activations"
-        ends[f"{kind}_in"] = Endpoint(previous, before, tag) if forward else Endpoint(following, after, tag)
-        ends[f"{kind}_out"] = Endpoint(following, after, tag) if forward else Endpoint(previous, before, tag)
-    headers_in, headers_out = (Endpoint(peer, hosts, _HEADER_TAG) for peer in (previous, following))
-    all_ends = Ends(**ends, headers_in=headers_in, headers_out=headers_out)
-    return Links(device, all_ends, dynamic, on_arrival, advice, narrow)
+    groups = _edge_groups(pipelines, edges, device) if on_arrival and edges else {}
+
+    def ends(edge: Edge, peer: int) -> Ends:
+        ranks = pipeline[edge[0]], pipeline[edge[1]]
+        activations, gradients = (Endpoint(peer, groups.get((ranks, kind)), tag) for tag, kind in enumerate(_KINDS))
+        return Ends(activations, gradients, Endpoint(peer, hosts, _HEADER_TAG))
+
+    before = {edge[0]: ends(edge, pipeline[edge[0]]) for edge in edges if pipeline[edge[1]] == own}
+    after = {edge[1]: ends(edge, pipeline[edge[1]]) for edge in edges if pipeline[edge[0]] == own}
+    return Links(device, Route(tuple(pipeline), before, after), dynamic, on_arrival, advice, narrow)
 
 
-def edge_colours(pipelines: Sequence[Sequence[int]]) -> list[list[Edge]]:
-    """Returns the edges of all rings in two or three colours. No rank has two edges of one colour.
+def edges_of(placement: Placement) -> list[Edge]:
+    """Returns the edges over which activations travel, by pipeline rank, in the order of the model."""
+    return list(dict.fromkeys((source, target) for source, target in pairwise(placement) if source != target))
 
-    A ring of an odd number of ranks needs the third colour.
+
+def edge_colours(pipelines: Sequence[Sequence[int]], edges: Sequence[Edge]) -> list[list[Edge]]:
+    """Returns the ``edges`` of all pipelines in colours, by global rank. No rank has two edges of one colour.
+
+    Each edge takes the first colour that it may: two for a ring, three for one of an odd number of ranks, four for a
+    vee.
     """
-    colours: list[list[Edge]] = [[], [], []]
-    for pipeline in pipelines:
-        length = len(pipeline)
-        for position, rank in enumerate(pipeline):
-            lone = length % 2 == 1 and position == length - 1
-            colours[2 if lone else position % 2].append((rank, pipeline[(position + 1) % length]))
-    return [edges for edges in colours if edges]
+    colours: list[list[Edge]] = []
+    for edge in edges:
+        free = (colour for colour in colours if not any(set(edge) & set(other) for other in colour))
+        colour = next(free, None)
+        if colour is None:
+            colours.append(colour := [])
+        colour.append(edge)
+    return [
+        [(pipeline[source], pipeline[target]) for pipeline in pipelines for source, target in colour]
+        for colour in colours
+    ]
 
 
-def _edge_groups(pipelines: Sequence[Sequence[int]], device: torch.device) -> dict[tuple[Edge, str], dist.ProcessGroup]:
+def _edge_groups(
+    pipelines: Sequence[Sequence[int]], edges: Sequence[Edge], device: torch.device
+) -> dict[tuple[Edge, str], dist.ProcessGroup]:
     """Returns the groups of this rank by edge and kind of message. Collective over all ranks.
 
     NCCL runs everything on a communicator in order, so two links or kinds that share one can deadlock. Every edge and
@@ -89,10 +101,10 @@ def _edge_groups(pipelines: Sequence[Sequence[int]], device: torch.device) -> di
     assert world is not None, "torch.distributed is initialised"
     timeout = _timeout(world, device)
     groups = {}
-    for edges in edge_colours(pipelines):
+    for alike in edge_colours(pipelines, edges):
         for kind in _KINDS:
-            group = own_of_disjoint(edges, timeout, partial(link_options, timeout))
-            for edge in edges:
+            group = own_of_disjoint(alike, timeout, partial(link_options, timeout))
+            for edge in alike:
                 if group is not None and own in edge:
                     _open_communicator(group, edge if kind == "activations" else edge[::-1], device)
                     groups[edge, kind] = group
