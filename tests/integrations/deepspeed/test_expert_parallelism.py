@@ -11,7 +11,7 @@ import pytest
 from ds_lgamp.config import ConfigError
 from ds_lgamp.cost.units import offsets, part_size
 from ds_lgamp.integrations.deepspeed.plain.build import refuse_shared_experts
-from ds_lgamp.partition import flat_storage, gradient_reduction
+from ds_lgamp.partition import flat_storage, shards
 from ds_lgamp.partition.collectives import start_all_gather, start_reduce_scatter
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.moe import EXPERTS, STEPS, Mode, refusal_on_rank, train_alone, train_on_rank
@@ -109,7 +109,7 @@ def collectives_on_rank(train: Callable[[Any, range], Any], mode: Any) -> Counte
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flat_storage, "start_all_gather", counting(start_all_gather, "gather", 2))
-        patch.setattr(gradient_reduction, "start_reduce_scatter", counting(start_reduce_scatter, "reduce", 1))
+        patch.setattr(shards, "start_reduce_scatter", counting(start_reduce_scatter, "reduce", 1))
         train(mode, range(1))
     return seen
 

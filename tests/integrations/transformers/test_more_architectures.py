@@ -11,7 +11,7 @@ from torch import Tensor
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.split.call import Call
 from ds_lgamp.integrations.split.layers import End
-from ds_lgamp.integrations.transformers.layers import ModelLayers
+from ds_lgamp.integrations.transformers.models import ModelLayers
 from tests.integrations.transformers.by_hand import Computed, assert_same, computed, layers_of, whole
 from tests.integrations.transformers.models import micro_batch
 from tests.integrations.transformers.shrink import small
