@@ -215,12 +215,13 @@ class Optional(nn.Module):
 
 def test_what_the_dummy_inputs_do_not_need_belongs_to_the_end_at_which_the_model_has_it():
     model, batch = Optional(), micro_batch("a GPT with positions", 0)
-    first, *_, last = layers_of(model).modules
+    layers = layers_of(model)
+    first, *_, last = layers.modules
     assert any("encoder" in name for name, _ in first.named_parameters())
     assert any("other_head" in name for name, _ in last.named_parameters())
     for others in ((), (torch.ones(2, 3),), (torch.ones(2, 3), torch.tensor(2.0))):
         expected = model(*batch, *others)
-        loss = in_layers(layers_of(model), *batch, *others)
+        loss = in_layers(layers, *batch, *others)
         assert torch.equal(loss, expected)
         assert_gradients(model, loss, expected)
 
