@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from ds_lgamp.runtime import logits
+from ds_lgamp.runtime import pieces
 
 
 def watch_pieces(replace: Callable[[Any, str, Any], None] = setattr) -> list[int]:
@@ -13,11 +13,11 @@ def watch_pieces(replace: Callable[[Any, str, Any], None] = setattr) -> list[int
         replace: sets an attribute.
     """
     seen: list[int] = []
-    stock = logits.Losses.of
+    stock = pieces.Losses.of
 
     def of(self: Any, hidden: Any, targets: Any) -> Any:
         seen.append(len(hidden))
         return stock(self, hidden, targets)
 
-    replace(logits.Losses, "of", of)
+    replace(pieces.Losses, "of", of)
     return seen

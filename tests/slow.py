@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from hypothesis import settings
 
 
 def slow_except(
@@ -26,6 +27,12 @@ def chosen(request: pytest.FixtureRequest, *parameters: str) -> set[Any]:
     those need."""
     calls = [item.callspec for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     return {call.params[name] for call in calls for name in parameters if name in call.params}
+
+
+def examples(most: int) -> int:
+    """Returns how many examples hypothesis draws of a test whose examples take long: ``most`` where it draws new ones,
+    as ``launch/test.sh --all`` lets it, and a third of them in the default set."""
+    return most if settings.get_current_profile_name() == "new_examples" else -(-most // 3)
 
 
 class Part(NamedTuple):

@@ -23,7 +23,7 @@ from ds_lgamp.checkpoint.ranges import Range, Scalars, elementwise, ranges_to_wr
 from ds_lgamp.partition.bus import event_now
 from ds_lgamp.partition.host import HostThread, Job
 from ds_lgamp.partition.memory import row_of
-from ds_lgamp.partition.segments import Segment
+from ds_lgamp.partition.shards import Segment
 from ds_lgamp.partition.unit import Observer, Unit
 
 _STAGED = 1 << 26

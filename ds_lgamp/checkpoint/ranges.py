@@ -18,7 +18,7 @@ from ds_lgamp.checkpoint.files import CheckpointError
 from ds_lgamp.checkpoint.names import OPTIMIZER, parameter_name, parse, state_name
 from ds_lgamp.checkpoint.values import UnsupportedValue, decode, encode
 from ds_lgamp.partition.quantised import is_packed
-from ds_lgamp.partition.segments import Segment, is_elementwise
+from ds_lgamp.partition.shards import Segment, is_elementwise
 from ds_lgamp.partition.unit import Part, Unit, parts_of
 from ds_lgamp.partition.zero_partition import ZeroPartition
 

@@ -17,7 +17,7 @@ from ds_lgamp.optimizers.updates import HostUpdates, Options, Updates
 from ds_lgamp.partition.disk import Disk, aligned
 from ds_lgamp.partition.flat_storage import UnitParameter
 from ds_lgamp.partition.host import Host, HostThread, Job
-from ds_lgamp.partition.segments import Segment, is_elementwise
+from ds_lgamp.partition.shards import Segment, is_elementwise
 from ds_lgamp.partition.unit import Unit
 from ds_lgamp.partition.zero_partition import ZeroPartition
 from ds_lgamp.schedule.spec import UPDATE_BUFFERS

@@ -12,10 +12,9 @@ from ds_lgamp.cost.units import Travel
 from ds_lgamp.partition.bus import Transfer
 from ds_lgamp.partition.collectives import start_all_reduce
 from ds_lgamp.partition.flat_storage import FlatStorage, UnitParameter
-from ds_lgamp.partition.gradient_reduction import GradientReduction
 from ds_lgamp.partition.policy import ZeroPolicy
 from ds_lgamp.partition.quantised import is_packed
-from ds_lgamp.partition.segments import MasterWeights, Segment
+from ds_lgamp.partition.shards import GradientReduction, MasterWeights, Segment
 
 
 class Observer:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ds_lgamp.partition.flat_storage import UnitParameter
 from ds_lgamp.partition.memory import outside_of_pools
 from ds_lgamp.partition.policy import ZeroPolicy
-from ds_lgamp.partition.segments import Segment
+from ds_lgamp.partition.shards import Segment
 from ds_lgamp.partition.unit import Unit
 
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.nn import Module
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.runtime.layer_state import LayerState
 
@@ -71,6 +71,14 @@ class HasOwnLosses(Protocol):
         """Multiplies the gradients of these losses by ``factor`` from now on."""
 
 
+@runtime_checkable
+class HasArguments(Protocol):
+    """An input of a chunk that is no tree of tensors, but has one, as a call of a model."""
+
+    @property
+    def arguments(self) -> Any: ...
+
+
 def as_tuple(value: Tensors) -> tuple[torch.Tensor, ...]:
     """Returns ``value`` as a tuple of tensors. Raises TypeError if a link cannot carry it."""
     members = (value,) if isinstance(value, torch.Tensor) else value
@@ -88,6 +96,12 @@ def differentiable(value: Tensors) -> list[torch.Tensor]:
     """Returns the members of ``value`` that carry gradients: the floating-point ones."""
     members = value if isinstance(value, tuple) else (value,)
     return [member for member in members if member.is_floating_point()]
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Returns the tensors of a chunk's input or result."""
+    tree = value.arguments if isinstance(value, HasArguments) else value
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def cloned(value: Any) -> Any:

@@ -1,14 +1,13 @@
 """Exact counters for tests, benchmarks and ``ds_lgamp run --measure``: collectives and live memory, at dispatch, and
-the memory that one micro-batch takes on a chunk, without ranks or a schedule."""
+the memory that a micro-batch takes on each chunk while steps run."""
 
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,11 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ds_lgamp.cost.activations import ChunkBytes
-from ds_lgamp.runtime.chunk import as_leaves, cloned
-from ds_lgamp.runtime.graph import backpropagate, begin_graph, end_graph, on_this_thread, own_loss
+from ds_lgamp.runtime.chunk import tensors_in
 from ds_lgamp.runtime.messages import message_bytes
 from ds_lgamp.runtime.recompute import SavedTensors
-from ds_lgamp.runtime.split_backward import SecondParts, splitting
 from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.spec import ActivationType
 
@@ -243,97 +240,6 @@ def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-class Way(NamedTuple):
-    """How a backward runs."""
-
-    recompute: bool
-    """Whether it computes the chunk again."""
-    split: bool = False
-    """Whether it has two parts."""
-
-
-def chunk_bytes(
-    compute: Callable[[Any], Any],
-    inputs: Any,
-    gradients: Sequence[torch.Tensor] | None,
-    existing: Iterable[torch.Tensor],
-    result_bytes: int,
-    is_first: bool,
-    way: Way,
-) -> ChunkBytes:
-    """Runs a forward and a backward as the executor does, and returns the bytes they take. If tensors are fake, these
-    are the bytes that real ones would take.
-
-    Args:
-        compute: returns the chunk's result for its inputs; of the last chunk, the loss.
-        inputs: the chunk's inputs.
-        gradients: the gradients of the floating-point members of the result; of the last chunk, of the loss. None if
-            the chunk has no backward.
-        existing: what is in memory beside the inputs: parameters, their gradients, buffers and labels.
-        result_bytes: what the next chunk gets; 0 for the last chunk.
-        way: how the backward runs.
-    """
-    given, is_last = _tensors(inputs), result_bytes == 0
-    existing = [*existing, *(gradients or ()), *given]
-    parts, splits = SecondParts(), splitting if way.split else nullcontext
-    first_part = parts.first(0, 0) if way.split else nullcontext()
-    with PeakMemory(existing, fake=any(map(_is_fake, existing))) as memory, on_this_thread():
-        before = memory.live()
-        if gradients is None:
-            with torch.no_grad():
-                compute(inputs)
-            return ChunkBytes(result_bytes, memory.peak - before, 0)
-        if way.recompute:
-            saved = SavedTensors()
-            with saved.dropped(), torch.jit.optimized_execution(False), splits():
-                result = compute(inputs if is_first else as_leaves(inputs))
-            forward = memory.peak - before
-            ends = [own_loss(result)] if is_last else end_graph(result)
-            del result
-            memory.peak = 0
-            with torch.jit.optimized_execution(False), splits():
-                saved.restore(partial(compute, inputs if is_first else as_leaves(inputs)), completely=False)
-            with first_part:
-                backpropagate(ends, gradients)
-            taken = ChunkBytes(result_bytes, forward, memory.peak - before)
-        else:
-            copy = cloned(inputs)
-            # The leaves receive gradients, and so they live until the end.
-            leaves, followers = (None, copy) if is_first else begin_graph(copy)
-            del copy
-            with splits():
-                result = compute(followers)
-            forward = memory.peak - before - sum(tensor.nbytes for tensor in given)
-            ends = [own_loss(result)] if is_last else end_graph(result)
-            del followers
-            with_result = memory.live()
-            del result
-            held, memory.peak = memory.live() - before, 0
-            keeps_result = not is_last and before + held == with_result
-            with first_part:
-                backpropagate(ends, gradients)
-            by_autograd = held - result_bytes if keeps_result else held
-            taken = ChunkBytes(result_bytes, forward, memory.peak - before - held, by_autograd, keeps_result)
-        if not way.split:
-            return taken
-        waiting, base, memory.peak = parts.nbytes(), memory.live(), 0
-        parts.run(0, 0)
-        return replace(taken, waiting=waiting, second_part=max(0, memory.peak - base))
-
-
-@runtime_checkable
-class HasArguments(Protocol):
-    """An input of a chunk that is no tree of tensors, but has one, as a call of a model."""
-
-    @property
-    def arguments(self) -> Any: ...
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    tree = value.arguments if isinstance(value, HasArguments) else value
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
 class NotedTensors(SavedTensors):
     """Saved tensors of a forward that is measured: notes what memory they had."""
 
@@ -383,7 +289,7 @@ class ChunkMeter:
 
     def is_outgrown(self, chunk: int, inputs: Any) -> bool:
         """Whether an input has more bytes, or is longer in any dimension, than all before."""
-        tensors, before = _tensors(inputs), self._shapes.get(chunk, [])
+        tensors, before = tensors_in(inputs), self._shapes.get(chunk, [])
         if sum(map(_nbytes, tensors)) > self.inputs.get(chunk, -1) or len(tensors) != len(before):
             return True
         return any(_largest(tensor.shape, most) != most for tensor, most in zip(tensors, before))
@@ -391,7 +297,7 @@ class ChunkMeter:
     def begin(self, action: Action, inputs: Any) -> AbstractContextManager[Any]:
         """Returns a context for the forward of ``action``, which has outgrown all before."""
         chunk = action.chunk
-        tensors, before = _tensors(inputs), self._shapes.get(chunk, [])
+        tensors, before = tensors_in(inputs), self._shapes.get(chunk, [])
         size, known = sum(map(_nbytes, tensors)), len(before) == len(tensors)
         self.inputs[chunk] = max(size, self.inputs.get(chunk, 0))
         pairs = zip(tensors, before if known else (tensor.shape for tensor in tensors))
@@ -409,7 +315,7 @@ class ChunkMeter:
             saved: of a chunk with a backward.
         """
         reading = self._readings[action.chunk, action.micro_batch]
-        members = _tensors(result)
+        members = tensors_in(result)
         reading.result = sum(map(_nbytes, members))
         if self._narrow is not None and saved is not None and members:
             reading.sent = message_bytes(result, self._narrow)

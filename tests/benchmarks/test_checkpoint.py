@@ -17,6 +17,7 @@ def elements(state):
     return {name: (shard.start, shard.values.numel()) for name, shard in shards(state).items()}
 
 
+@pytest.mark.slow
 def test_the_ranks_write_every_element_once_and_as_much_as_is_said():
     first, second = run_on_ranks(2, elements, STATE)
     assert 4e-6 * sum(numel for rank in (first, second) for _, numel in rank.values()) == pytest.approx(STATE.megabytes)

@@ -20,6 +20,7 @@ BLOCKS = 3
 TINY = ModelSize(blocks=BLOCKS, width=64, sequence=16, vocabulary=64)
 
 
+@pytest.mark.slow
 def test_gathers_and_reductions_of_experts_and_of_the_rest_are_those_of_the_formula():
     layout, micro_batches = Layout(1, 4, TINY), 2
     for traffic, _ in count_all(layout, micro_batches, [DEFAULT])[DEFAULT]:

@@ -10,7 +10,8 @@ import torch
 from ds_lgamp.cost.units import ElementBytes
 from ds_lgamp.planner.activations import Software, chunk_bytes, end_bytes, layer_bytes
 from ds_lgamp.planner.model import Model
-from ds_lgamp.runtime.measure import chunk_bytes as measured_bytes
+from ds_lgamp.runtime.chunk_memory import Way
+from ds_lgamp.runtime.chunk_memory import chunk_bytes as measured_bytes
 from tests.planner.training import EXPERTS, HIDDEN, LENGTH, VOCABULARY, make, model_of
 from tests.slow import slow_except
 
@@ -58,7 +59,7 @@ def test_blocks_and_head_of_transformers_take_what_the_formula_says(name, dtype)
 
     def compare(compute, gradient, is_last, recompute):
         result = 0 if is_last else hidden.nbytes
-        seen = measured_bytes(compute, hidden, [gradient], existing, result, False, recompute)
+        seen = measured_bytes(compute, hidden, [gradient], existing, result, False, Way(recompute))
         told = chunk_bytes([layer], ends, (LAYERS,), False, is_last, recompute)
         # A copy of the input is gone by the time the backward begins, if autograd does not keep it.
         freed = hidden.nbytes if recompute and name != "GPT-2" and size == 2 else 0
@@ -93,7 +94,9 @@ def test_blocks_with_experts_keep_and_need_what_the_formula_says(name, dtype):
         partial(run, model, blocks, {"position_embeddings": positions, "attention_mask": mask}),
     )
     for recompute in (True, False):
-        seen = measured_bytes(compute, hidden, [torch.ones_like(hidden)], existing, hidden.nbytes, False, recompute)
+        seen = measured_bytes(
+            compute, hidden, [torch.ones_like(hidden)], existing, hidden.nbytes, False, Way(recompute)
+        )
         told = chunk_bytes(layers, ends, sizes.counts_between(0, LAYERS), False, False, recompute)
         assert told.saved == pytest.approx(seen.saved, rel=OF_EXPERTS)
         freed = hidden.nbytes if recompute and size == 2 else 0

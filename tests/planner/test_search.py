@@ -1,6 +1,7 @@
 """The search looks at every way to train, and returns the best of them."""
 
 from dataclasses import replace
+from itertools import product
 from time import process_time
 
 import pytest
@@ -13,6 +14,7 @@ from ds_lgamp.planner.models import read_model
 from ds_lgamp.planner.predict import bandwidth_needed, predict, scaled, seconds_over_bandwidth, with_bandwidth
 from ds_lgamp.planner.search import NothingFits, best_by_method, reasons, search
 from ds_lgamp.planner.work import exact_seconds
+from tests.slow import slow_except
 
 MODEL = read_model("llama-8b")
 CLUSTER = named_cluster("a100-25gbit", 16)
@@ -33,11 +35,13 @@ def test_candidates_use_the_whole_cluster_and_the_whole_batch():
     assert {one.zero_stage for one in found} == {0, 1, 2, 3} and {one.recompute for one in found} == {"full", "none"}
 
 
-@pytest.mark.parametrize("objective", ["time", pytest.param("memory", marks=pytest.mark.slow)])
-def test_no_candidate_that_fits_is_better_than_the_best_plan_of_its_method(objective):
-    node = named_cluster("a100-25gbit", 8)
-    best = best_by_method(search(SMALL, node, 16, objective))
-    for one in candidates(SMALL, node, 16):
+@pytest.mark.parametrize(
+    ("objective", "gpus"), slow_except([("time", 4)], [*product(("time", "memory"), (4, 8))], several=True)
+)
+def test_no_candidate_that_fits_is_better_than_the_best_plan_of_its_method(objective, gpus):
+    node = named_cluster("a100-25gbit", gpus)
+    best = best_by_method(search(SMALL, node, 2 * gpus, objective))
+    for one in candidates(SMALL, node, 2 * gpus):
         needed = memory(SMALL, one)
         if needed.fits(node):
             if objective == "time":

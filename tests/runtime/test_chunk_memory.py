@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from benchmarks.memory import bytes_of_block
 from benchmarks.model import Block, ModelSize, loss_function, micro_batch
 from ds_lgamp.runtime.chunk import differentiable
-from ds_lgamp.runtime.measure import Way, chunk_bytes
+from ds_lgamp.runtime.chunk_memory import Way, chunk_bytes
 
 
 class WithMask(nn.Module):
@@ -64,7 +64,8 @@ def test_fake_tensors_take_as_much_as_real_ones(name, recompute, split):
     with FakeTensorMode():
         fake = measured(build, inputs, is_first, recompute, split)
     assert fake == real
-    assert (real.waiting > 0) == split and real.second_part * (not split) == 0
+    # Only products with a weight that trains have second parts. Tokens meet none.
+    assert (real.waiting > 0) == (split and name != "tokens") and real.second_part * (not split) == 0
     assert real.forward > 0 and real.backward > 0 and (real.saved > 0) == (not recompute)
 
 

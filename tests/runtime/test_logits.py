@@ -17,8 +17,9 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ds_lgamp.cost.activations import rows_of_piece
 from ds_lgamp.integrations.split.stand_ins import works_by_rows
-from ds_lgamp.runtime.logits import Head, Logits, deferred
+from ds_lgamp.runtime.logits import Logits, deferred
 from ds_lgamp.runtime.measure import PeakMemory
+from ds_lgamp.runtime.pieces import Head
 from ds_lgamp.runtime.recompute import SavedTensors
 
 WIDTH, VOCABULARY, BATCH, LENGTH = 6, 23, 2, 9

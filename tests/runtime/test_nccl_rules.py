@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ds_lgamp.optimizers.norms import exact_norm, global_norm
-from ds_lgamp.partition import collectives, flat_storage, gradient_reduction
+from ds_lgamp.partition import collectives, flat_storage, shards
 from ds_lgamp.partition.agreement import everyone, host_group
 from ds_lgamp.runtime import links
 from ds_lgamp.runtime.batch import BatchState
@@ -203,7 +203,7 @@ def compare(ranks: int, chosen: list[Layout], seconds: float = 300) -> None:
             assert simulated[rank][number].same_as(on_gloo[rank][number]), (rank, layout)
 
 
-WAITING = (collectives, flat_storage, gradient_reduction, links)
+WAITING = (collectives, flat_storage, shards, links)
 """The modules that wait for communication."""
 COVERING = [
     Layout(

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from ds_lgamp.partition.flat_storage import FlatStorage
-from ds_lgamp.partition.gradient_reduction import GradientReduction
+from ds_lgamp.partition.shards import GradientReduction
 from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.spec import ProgramSpec

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ds_lgamp.integrations.megatron.loop.data_parallel import DistributedData
+from ds_lgamp.integrations.megatron.loop.forward_backward import DistributedData
 from ds_lgamp.runtime.chunk import ParameterHolder
 
 BETWEEN_NODES = ["refresh", "wait_refresh", "combine", "wait_combine"]

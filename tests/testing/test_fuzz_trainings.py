@@ -30,6 +30,7 @@ def training(slots: dict[str, str] | None = None, pipeline_ranks: int = 1, data_
     return Training((), source, pipeline_ranks, data_ranks, 2, "SGD(trained, 0.1)", config)
 
 
+@pytest.mark.slow
 def test_every_way_trains_in_a_plain_process():
     failed = []
     for name, slots in WAYS.items():

@@ -21,7 +21,8 @@ from ds_lgamp.integrations.split.call import Arguments, BlockArguments, apart
 from ds_lgamp.integrations.split.imagined import Imagined, Shape, UnknownShape, full_shape, shapes_in
 from ds_lgamp.integrations.split.parts import Part, Result, ShapesOfCalls, place_of
 from ds_lgamp.integrations.split.state import version_of
-from ds_lgamp.runtime.logits import Head, deferred
+from ds_lgamp.runtime.logits import deferred
+from ds_lgamp.runtime.pieces import Head
 
 
 class StandIn(nn.Module):

@@ -11,7 +11,7 @@ import pytest
 from ds_lgamp.config import ConfigError
 from ds_lgamp.cost.units import offsets, part_size
 from ds_lgamp.integrations.deepspeed.plain.build import refuse_shared_experts
-from ds_lgamp.partition import flat_storage, gradient_reduction
+from ds_lgamp.partition import flat_storage, shards
 from ds_lgamp.partition.collectives import start_all_gather, start_reduce_scatter
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.moe import EXPERTS, STEPS, Mode, refusal_on_rank, train_alone, train_on_rank
@@ -35,10 +35,10 @@ DEFAULT = {
     "two ranks, stage 1": (2, Mode(2, 1, 1)),
     "each rank one expert of four, stage 3": (4, Mode(4, 1, 3, chosen=2)),
     "two pipelines, stage 3": (4, Mode(2, 2, 3)),
-    "undivided, in a pipeline": (2, Mode(1, 2, 0)),
     "a PipelineModule, stage 2": (4, Mode(2, 2, 2, is_pipeline=True)),
 }
 SLOW = {
+    "undivided, in a pipeline": (2, Mode(1, 2, 0)),
     "experts that are unfrozen": (2, Mode(2, 1, 3, thaws=True)),
     "experts that are unfrozen in a pipeline": (4, Mode(2, 2, 1, is_pipeline=True, thaws=True)),
     **{
@@ -109,7 +109,7 @@ def collectives_on_rank(train: Callable[[Any, range], Any], mode: Any) -> Counte
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flat_storage, "start_all_gather", counting(start_all_gather, "gather", 2))
-        patch.setattr(gradient_reduction, "start_reduce_scatter", counting(start_reduce_scatter, "reduce", 1))
+        patch.setattr(shards, "start_reduce_scatter", counting(start_reduce_scatter, "reduce", 1))
         train(mode, range(1))
     return seen
 

@@ -15,6 +15,7 @@ from ds_lgamp.integrations.split.call import Call
 from ds_lgamp.integrations.split.state import Snapshot
 from tests.integrations.split.own_models import LENGTH, VOCABULARY, WIDTH, cross_entropy
 from tests.integrations.split.splitting import layers_of
+from tests.slow import examples
 
 GLOBAL: dict[str, object] = {}
 CONTEXT: ContextVar[object] = ContextVar("kept", default=None)
@@ -143,7 +144,7 @@ def trained(model, losses):
     return [loss.item() for loss in losses], gradients
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     st.sampled_from([*SET, *BESIDE]),
     st.sampled_from([*FACTORS]),

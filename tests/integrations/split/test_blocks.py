@@ -11,6 +11,7 @@ from ds_lgamp.integrations.split.call import Call
 from ds_lgamp.integrations.split.parts import find_blocks
 from tests.integrations.split.own_models import WIDTH, Gpt, cross_entropy, micro_batch
 from tests.integrations.split.splitting import assert_gradients, in_layers, in_layers_apart, layers_of
+from tests.slow import examples
 
 BATCH = micro_batch("a GPT", 0)
 
@@ -90,14 +91,14 @@ def made(drawn):
     return nn.ModuleDict(zip("ab", modules)) if len(modules) == 2 else nn.ModuleList(modules)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(NESTED)
 def test_blocks_of_any_kinds_in_any_lists_compute_what_they_do_in_the_model(drawn):
     torch.manual_seed(0)
     assert_same(Model(nn.ModuleList([made(drawn)]), leaves))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=4, max_size=4))
 def test_blocks_in_another_order_than_that_of_their_list_are_refused(order):
     torch.manual_seed(0)
@@ -145,7 +146,7 @@ class Collecting(Model):
         return loss + sum(getattr(block, "term", 0.0) for block in self.blocks)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(st.lists(st.sampled_from([Mixing, Scaled, Keeping]), min_size=2, max_size=4), st.booleans())
 def test_terms_that_blocks_of_any_kind_keep_are_refused_also_where_these_never_run(kinds, runs):
     model = Collecting(nn.ModuleList(kind() for kind in kinds), list)

@@ -2,6 +2,7 @@
 
 import weakref
 from queue import SimpleQueue
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -26,46 +27,55 @@ from tests.integrations.split.own_models import (
     make,
     micro_batch,
 )
-from tests.integrations.split.splitting import assert_gradients, in_layers, layers_of, split
+from tests.integrations.split.splitting import OwnModelLayers, assert_gradients, in_layers, layers_of, split
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_layers_compute_what_the_model_does(name):
-    model, batch = make(name), micro_batch(name, 0)
-    layers = split(name, model)
+class Split(NamedTuple):
+    """A model, split."""
+
+    name: str
+    model: nn.Module
+    layers: OwnModelLayers
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def each(request):
+    """Splits every model once, for all tests of all models."""
+    model = make(request.param)
+    return Split(request.param, model, split(request.param, model))
+
+
+def test_blocks_get_what_they_do_where_nothing_before_them_is(each, monkeypatch):
+    """As on a rank that has only blocks."""
+    name, _, layers = each
+    call = Call(*layers.arguments(micro_batch(name, 0)[: 1 if name == "a classifier" else 2], {}))
+    first, block = layers.modules[:2]
+    for parameter in first.parameters():
+        monkeypatch.setattr(parameter, "data", torch.empty(0, dtype=parameter.dtype))
+    block._split.needs_of(call)
+    blocks = call.blocks or block._split.dry_run_without_parts(call)[0].blocks
+    assert len(blocks) == 3 and all(each.positional == () or each.in_tuple for each in blocks)
+
+
+def test_layers_compute_what_the_model_does(each):
+    name, model, layers = each
+    batch = micro_batch(name, 0)
     expected = loss_of(name, model, batch)
     loss = loss_of(name, lambda *arguments: in_layers(layers, *arguments), batch)
     assert torch.equal(loss, expected)
     assert_gradients(model, loss, expected)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_every_parameter_is_in_a_layer_under_its_own_name(name):
-    model = make(name)
-    layers = split(name, model)
+def test_every_parameter_is_in_a_layer_under_its_own_name(each):
+    _, model, layers = each
     found = {key: value for layer in layers.modules for key, value in layer.named_parameters(remove_duplicate=False)}
     assert found.keys() == {key for key, _ in model.named_parameters(remove_duplicate=False)}
     assert all(value is model.get_parameter(key) for key, value in found.items())
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_blocks_get_what_they_do_where_nothing_before_them_is(name):
-    """As on a rank that has only blocks."""
-    model = make(name)
-    layers = split(name, model)
-    call = Call(*layers.arguments(micro_batch(name, 0)[: 1 if name == "a classifier" else 2], {}))
-    first, block = layers.modules[:2]
-    for parameter in first.parameters():
-        parameter.data = torch.empty(0, dtype=parameter.dtype)
-    block._split.needs_of(call)
-    blocks = call.blocks or block._split.dry_run_without_parts(call)[0].blocks
-    assert len(blocks) == 3 and all(each.positional == () or each.in_tuple for each in blocks)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_layers_compute_in_inference_mode(name):
-    model, batch = make(name), micro_batch(name, 0)
-    layers = split(name, model)
+def test_layers_compute_in_inference_mode(each):
+    name, model, layers = each
+    batch = micro_batch(name, 0)
     with torch.inference_mode():
         loss = loss_of(name, lambda *arguments: in_layers(layers, *arguments), batch)
         assert torch.equal(loss, loss_of(name, model, batch))
@@ -205,12 +215,13 @@ class Optional(nn.Module):
 
 def test_what_the_dummy_inputs_do_not_need_belongs_to_the_end_at_which_the_model_has_it():
     model, batch = Optional(), micro_batch("a GPT with positions", 0)
-    first, *_, last = layers_of(model).modules
+    layers = layers_of(model)
+    first, *_, last = layers.modules
     assert any("encoder" in name for name, _ in first.named_parameters())
     assert any("other_head" in name for name, _ in last.named_parameters())
     for others in ((), (torch.ones(2, 3),), (torch.ones(2, 3), torch.tensor(2.0))):
         expected = model(*batch, *others)
-        loss = in_layers(layers_of(model), *batch, *others)
+        loss = in_layers(layers, *batch, *others)
         assert torch.equal(loss, expected)
         assert_gradients(model, loss, expected)
 

@@ -16,6 +16,7 @@ from ds_lgamp.integrations.split.state import Snapshot, untouched
 from tests.integrations.split.own_models import Attention, Gpt, cross_entropy
 from tests.integrations.split.splitting import layers_of
 from tests.integrations.split.test_beside_arguments import batches, in_turn, trained
+from tests.slow import examples
 
 
 class WarmUp(nn.Module):
@@ -70,7 +71,7 @@ class Counting(Gpt):
 COUNTS = ["calls", "tokens", "module", "length", "losses"]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(st.sets(st.sampled_from(COUNTS)), st.integers(1, 2))
 def test_what_a_forward_counts_it_counts_once(counts, ranks):
     torch.manual_seed(0)
@@ -104,8 +105,10 @@ def test_what_counts_after_the_blocks_and_matters_before_them_is_refused():
 def test_an_attribute_that_a_script_may_read_too_late_is_named(ranks, outputs, warns, caplog):
     layers_of(Counting({"length"}), pipeline_ranks=ranks, outputs=outputs)
     assert ("the forward of Counting sets 'length'; a script that reads that" in caplog.text) == warns
-    caplog.clear()
-    layers_of(Counting(set()), pipeline_ranks=ranks, outputs=outputs)
+
+
+def test_nothing_is_named_where_a_forward_sets_nothing(caplog):
+    layers_of(Counting(set()), pipeline_ranks=2, outputs="all")
     assert caplog.text == ""
 
 

@@ -12,6 +12,7 @@ from ds_lgamp.integrations.split.call import Call
 from ds_lgamp.integrations.split.layers import End
 from tests.integrations.split.own_models import VOCABULARY, WIDTH, Attention, cross_entropy
 from tests.integrations.split.splitting import assert_gradients, in_layers, layers_of
+from tests.slow import examples
 
 
 def without_gradients(block, logits):
@@ -130,7 +131,7 @@ DUMMY = {name: [[1, 2, 3, 4]] for name in ("tokens", "labels")}
 BATCHES = [batch(1, 4), batch(2, 7)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(models(), st.sampled_from(["loss", "all"]), st.sampled_from([1, 2]), st.randoms(use_true_random=False))
 def test_whatever_blocks_return_reaches_what_computes_with_it(model, outputs, ranks, random):
     torch.manual_seed(random.randrange(1000))

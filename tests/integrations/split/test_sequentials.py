@@ -28,6 +28,7 @@ from tests.integrations.split.splitting import (
     in_layers_apart,
     layers_of,
 )
+from tests.slow import examples, slow_except
 
 BATCH = micro_batch("a GPT", 0)
 
@@ -95,7 +96,7 @@ class Wrapper(nn.Module):
 BESIDE = st.lists(st.sampled_from([Positions, lambda: nn.LayerNorm(WIDTH), lambda: Function(torch.tanh)]), max_size=3)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(BESIDE, st.integers(2, 4), BESIDE, st.sampled_from([*WAYS]), st.booleans(), st.sampled_from([1, 2]))
 def test_a_run_of_blocks_between_other_modules_computes_the_same(before, blocks, after, way, ties, ranks):
     torch.manual_seed(0)
@@ -128,7 +129,14 @@ def paired_members():
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("ranks", "run"), [(1, in_layers), (2, in_layers), (2, in_layers_apart)])
+@pytest.mark.parametrize(
+    ("ranks", "run"),
+    slow_except(
+        [(1, in_layers), (2, in_layers_apart)],
+        [(1, in_layers), (2, in_layers), (2, in_layers_apart)],
+        several=True,
+    ),
+)
 def test_blocks_may_pass_a_tuple_on(way, ranks, run):
     model = Wrapper(paired_members(), way, takes_pair=True)
     assert_same(model, *BATCH, run=run, pipeline_ranks=ranks, blocks="sequential")

@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from ds_lgamp.config import ConfigError
 from tests.integrations.split.own_models import LENGTH, VOCABULARY, WIDTH, Gpt, cross_entropy
 from tests.integrations.split.splitting import assert_gradients, in_layers, in_layers_apart, layers_of
+from tests.slow import examples
 
 
 class Looking(nn.Module):
@@ -114,13 +115,13 @@ def assert_same(model: nn.Module, run, **block: object) -> None:
         assert_gradients(model, loss, expected, rtol=1e-5, atol=1e-7)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.lists(st.sampled_from([*ANYWHERE, *HERE, masks]), min_size=1, max_size=3))
 def test_one_rank_knows_what_modules_before_its_blocks_return(looks):
     assert_same(LookingGpt(*looks), in_layers)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(st.lists(st.sampled_from(ANYWHERE), min_size=1, max_size=3))
 def test_ranks_imagine_what_other_answers_do_not_change(looks):
     assert_same(LookingGpt(*looks), in_layers_apart, pipeline_ranks=2)

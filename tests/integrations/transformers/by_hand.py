@@ -11,8 +11,7 @@ from ds_lgamp.config import LgampConfig
 from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources
 from ds_lgamp.integrations.split.call import Call
 from ds_lgamp.integrations.split.layers import End
-from ds_lgamp.integrations.transformers.layers import ModelLayers
-from ds_lgamp.integrations.transformers.models import without_cache
+from ds_lgamp.integrations.transformers.models import ModelLayers, without_cache
 
 
 class Computed(NamedTuple):

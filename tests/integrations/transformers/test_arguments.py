@@ -1,5 +1,6 @@
 """What scripts pass to a model: honoured, or refused by name."""
 
+from functools import cache
 from inspect import signature
 from itertools import product
 from unittest.mock import MagicMock
@@ -9,7 +10,7 @@ import torch
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.split.call import Call
-from tests.integrations.transformers.by_hand import assert_same, in_layers, layers_of, whole
+from tests.integrations.transformers.by_hand import assert_same, computed_by, in_layers, layers_of, whole
 from tests.integrations.transformers.models import LENGTH, make, micro_batch
 from tests.slow import slow_except
 
@@ -50,11 +51,18 @@ HONOURED = {
 }
 
 
+@cache
+def split(name):
+    """Splits every model once, for all arguments."""
+    model = make(name)
+    return model, layers_of(model)
+
+
 @pytest.mark.parametrize("case", HONOURED)
 def test_an_argument_of_the_model_is_honoured(case):
     name, arguments = HONOURED[case]
-    model = make(name)
-    assert_same(whole(model, arguments()), in_layers(model, arguments()))
+    model, layers = split(name)
+    assert_same(whole(model, arguments()), computed_by(layers, model, arguments()))
 
 
 def test_packed_sequences_do_not_see_each_other():
@@ -62,7 +70,8 @@ def test_packed_sequences_do_not_see_each_other():
     changed = packed()
     changed["input_ids"] = changed["input_ids"].clone()
     changed["input_ids"][0, :4] = 5
-    logits = [in_layers(model, arguments).output.logits[0, 4:] for arguments in (packed(), changed)]
+    layers = layers_of(model)
+    logits = [computed_by(layers, model, arguments).output.logits[0, 4:] for arguments in (packed(), changed)]
     assert torch.equal(*logits)
 
 
@@ -94,13 +103,13 @@ REFUSED = {
 def test_an_argument_that_a_split_model_cannot_take_is_refused_by_name(name):
     value, sentence = REFUSED[name]
     with pytest.raises(ConfigError, match=sentence):
-        layers_of(make("Mixtral")).arguments((), {**micro_batch(0, 0, 0), name: value})
+        split("Mixtral")[1].arguments((), {**micro_batch(0, 0, 0), name: value})
 
 
 def test_positional_arguments_are_known_by_name():
     ids, mask = (micro_batch(0, 0, 0)[name] for name in ("input_ids", "attention_mask"))
     with pytest.raises(ConfigError, match="^(past_key_values|cache) is given"):
-        layers_of(make("Mixtral")).arguments((ids, mask, None, ((),)), {})
+        split("Mixtral")[1].arguments((ids, mask, None, ((),)), {})
 
 
 HEADS = {

@@ -33,14 +33,14 @@ def image_batch() -> dict[str, Any]:
     return {name: value for name, value in batch.items() if name != "labels"}
 
 
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_features_of_images_are_outputs_of_an_evaluation(ranks, context):
+def test_features_of_images_are_outputs_of_an_evaluation(ranks):
     torch.manual_seed(0)
     model, batch = images.make("LLaVA"), image_batch()
     layers = layers_of(model, pipeline_ranks=ranks, **WITH_IMAGE)
-    with context():
-        assert_equal(model(**batch, **without_cache(model)), evaluated(layers, batch))
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            assert_equal(model(**batch, **without_cache(model)), evaluated(layers, batch))
 
 
 def test_pictures_beside_texts_are_outputs_of_an_evaluation():

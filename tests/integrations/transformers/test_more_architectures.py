@@ -1,6 +1,7 @@
 """Architectures without a pipeline plan, made small: each is equal to itself whole, or refused in one sentence."""
 
 from inspect import signature
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.split.call import Call
 from ds_lgamp.integrations.split.layers import End
-from ds_lgamp.integrations.transformers.layers import ModelLayers
+from ds_lgamp.integrations.transformers.models import ModelLayers
 from tests.integrations.transformers.by_hand import Computed, assert_same, computed, layers_of, whole
 from tests.integrations.transformers.models import micro_batch
 from tests.integrations.transformers.shrink import small
@@ -102,7 +103,13 @@ CASES = {
 }
 
 
-DEFAULT = ["I-BERT", "I-BERT in integers", "RecurrentGemma", "Funnel", "Swin", "ViT-MAE", "FSMT"]
+DEFAULT = [
+    *(("I-BERT", ranks) for ranks in (1, 2)),
+    *(("I-BERT in integers", ranks) for ranks in (1, 2)),
+    ("RecurrentGemma", 2),
+    *((name, 1) for name in ("Funnel", "Swin", "ViT-MAE", "FSMT")),
+]
+"""What is refused whatever the number of ranks is refused before anything depends on it."""
 
 
 def made(case: Case) -> Any:
@@ -142,8 +149,7 @@ def in_layers(model: Any, layers: ModelLayers, arguments: dict[str, Tensor], apa
     return computed(model, hidden)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", slow_except(DEFAULT, [*CASES]))
+@pytest.mark.parametrize(("name", "ranks"), slow_except(DEFAULT, [*product(CASES, (1, 2))], several=True))
 def test_an_architecture_is_equal_or_refused(name: str, ranks: int) -> None:
     case = CASES[name]
     refused = case.apart or case.refused if ranks > 1 else case.refused

@@ -35,24 +35,30 @@ def by_mixtrals_loss(self, input_ids, attention_mask=None, labels=None, fused=Fa
     return {"loss": loss + 0.5 * balance, "aux_loss": balance}
 
 
-def compared(model, batch):
-    """Compares the loss of balance and the gradients with the whole model's. Returns the layers, and what the last one
-    got beside hidden states."""
-    expected, layers = whole(model, batch), layers_of(model, pipeline_ranks=2, outputs="all")
-    found = []
-    layers.modules[-1].register_forward_pre_hook(lambda _, inputs: found.extend(inputs[0][1:]))
+def compared(model, layers, batch):
+    """Compares the loss of balance and the gradients with the whole model's. Returns what the last layer got beside
+    hidden states."""
+    expected, found = whole(model, batch), []
+    hook = layers.modules[-1].register_forward_pre_hook(lambda _, inputs: found.extend(inputs[0][1:]))
     got = computed_by(layers, model, batch)
+    hook.remove()
     torch.testing.assert_close(got.output["aux_loss"], expected.output["aux_loss"], rtol=1e-6, atol=0)
     for key, gradient in expected.gradients.items():
         torch.testing.assert_close(got.gradients[key], gradient, rtol=1e-4, atol=1e-7)
-    return layers, found
+    return found
 
 
-@pytest.mark.parametrize("name", BALANCED)
+@pytest.fixture(scope="module", params=BALANCED)
+def balanced(request):
+    """Splits every model once, for all masks."""
+    model = make(request.param)
+    return model, layers_of(model, pipeline_ranks=2, outputs="all")
+
+
 @pytest.mark.parametrize("mask", MASKS)
-def test_two_vectors_of_experts_travel_for_any_mask_of_tokens(name, mask):
-    model, batch = make(name), {**BATCH, "attention_mask": MASKS[mask]}
-    layers, found = compared(model, batch)
+def test_two_vectors_of_experts_travel_for_any_mask_of_tokens(balanced, mask):
+    model, layers = balanced
+    found = compared(model, layers, {**BATCH, "attention_mask": MASKS[mask]})
     experts = layers.modules[-1]._split.original.model.num_experts
     assert [tuple(each.shape) for each in found] == [(experts,), (experts + 1,)]
     sent = sum(each.nbytes for each in found), sum(each.nbytes for each in found if each.requires_grad)
@@ -65,7 +71,7 @@ def test_a_forward_of_the_script_may_call_mixtrals_loss(name, monkeypatch):
     model = make(name)
     model.forward = MethodType(by_mixtrals_loss, model)
     batch = {**BATCH, "fused": True}
-    _, found = compared(model, batch)
+    found = compared(model, layers_of(model, pipeline_ranks=2, outputs="all"), batch)
     assert len(found) == 2
 
 
@@ -91,7 +97,7 @@ def test_a_loss_by_the_routers_of_some_blocks_is_refused(monkeypatch):
     monkeypatch.setattr(comparison, "_LARGEST", 0)
     model = make("Mixtral with balance")
     model.forward = MethodType(by_some_routers, model)
-    compared(model, BATCH)
+    compared(model, layers_of(model, pipeline_ranks=2, outputs="all"), BATCH)
     with pytest.raises(ConfigError, match="or by the routers of some blocks alone"):
         computed_by(layers_of(model, outputs="all"), model, {**BATCH, "first": 1})
 
@@ -114,20 +120,18 @@ def nllb(**others):
     return small("NllbMoe", moe_token_dropout=0.0, pad_token_id=1, **dropouts, **ends, **others)
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_an_encoder_and_a_decoder_have_a_balance_each(padded):
+def test_an_encoder_and_a_decoder_have_a_balance_each():
     model = nllb(output_router_logits=True)
     draw = torch.Generator().manual_seed(1)
     batch = {name: torch.randint(3, 64, (2, 8), generator=draw) for name in ("input_ids", "labels")}
-    if padded:
-        batch["attention_mask"] = torch.tensor([[1] * 8, [1] * 6 + [0] * 2])
     shapes = {name: {"shape": [1, 5], "dtype": "int64"} for name in ("input_ids", "labels")}
-    expected = whole(model, batch)
-    got = computed_by(layers_of(model, outputs="all", dummy_inputs=shapes), model, batch)
-    assert_same(expected, got)
-    for name in ("encoder_aux_loss", "decoder_aux_loss"):
-        torch.testing.assert_close(got.output[name], expected.output[name], rtol=1e-6, atol=0)
-    assert expected.output["encoder_aux_loss"] != expected.output["decoder_aux_loss"]
+    layers = layers_of(model, outputs="all", dummy_inputs=shapes)
+    for padding in ({}, {"attention_mask": torch.tensor([[1] * 8, [1] * 6 + [0] * 2])}):
+        expected, got = whole(model, batch | padding), computed_by(layers, model, batch | padding)
+        assert_same(expected, got)
+        for name in ("encoder_aux_loss", "decoder_aux_loss"):
+            torch.testing.assert_close(got.output[name], expected.output[name], rtol=1e-6, atol=0)
+        assert expected.output["encoder_aux_loss"] != expected.output["decoder_aux_loss"]
 
 
 def test_a_router_may_register_its_own_classifier_again():

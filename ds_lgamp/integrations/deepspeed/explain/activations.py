@@ -23,11 +23,12 @@ from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype,
 from ds_lgamp.integrations.deepspeed.model.construction import places_of_tensors
 from ds_lgamp.integrations.deepspeed.model.module import function_of
 from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources, switch_on
-from ds_lgamp.partition.gradient_reduction import ACCUMULATES_IN_OTHER_DTYPES
 from ds_lgamp.partition.quantised import is_packed
+from ds_lgamp.partition.shards import ACCUMULATES_IN_OTHER_DTYPES
 from ds_lgamp.runtime.chunk import Chunk, cloned, differentiable, passed_on
+from ds_lgamp.runtime.chunk_memory import Way, chunk_bytes
 from ds_lgamp.runtime.logits import defer_logits
-from ds_lgamp.runtime.measure import CollectiveCounter, Way, chunk_bytes
+from ds_lgamp.runtime.measure import CollectiveCounter
 from ds_lgamp.runtime.messages import laid_out, message_bytes
 from ds_lgamp.runtime.recompute import read_states, undisturbed
 from ds_lgamp.schedule.spec import ProgramSpec

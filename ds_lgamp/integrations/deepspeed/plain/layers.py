@@ -13,8 +13,7 @@ from ds_lgamp.integrations.deepspeed.model.module import BESIDE, NAMES_OF_MODEL,
 from ds_lgamp.integrations.split.call import Arguments, Call, Calls
 from ds_lgamp.integrations.split.layers import End, OwnModelLayers
 from ds_lgamp.integrations.split.parts import Tree, find_blocks
-from ds_lgamp.integrations.transformers.layers import ModelLayers
-from ds_lgamp.integrations.transformers.models import ForwardSettings, is_model, planned_names
+from ds_lgamp.integrations.transformers.models import ForwardSettings, ModelLayers, is_model, planned_names
 from ds_lgamp.runtime.compiled import Compiler
 from ds_lgamp.runtime.recompute import RandomSource
 

@@ -45,7 +45,8 @@ from ds_lgamp.integrations.megatron.layers.transformer_block import (
     refuse_missing_engine,
     unpacked,
 )
-from ds_lgamp.runtime.logits import Head, Logits, deferred
+from ds_lgamp.runtime.logits import Logits, deferred
+from ds_lgamp.runtime.pieces import Head
 
 PositionType = Literal["rope", "learned_absolute"]
 TIED_KEY, TIED_WEIGHT = "word_embeddings", "word_embeddings.weight"

@@ -22,7 +22,8 @@ from ds_lgamp.integrations.megatron.loop.flags import refuse_flags, refuse_toget
 from ds_lgamp.integrations.megatron.loop.several_chunks import device_of, has_two_embeddings, refuse_common
 from ds_lgamp.integrations.megatron.loop.sharded.model import partition_of
 from ds_lgamp.runtime.chunk import Chunk, Tensors
-from ds_lgamp.runtime.logits import Head, Logits, deferred
+from ds_lgamp.runtime.logits import Logits, deferred
+from ds_lgamp.runtime.pieces import Head
 from ds_lgamp.schedule.placement import Placement, place_chunks
 
 

@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel import schedules
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.hosts import replace_attribute, replace_everywhere, resolve
 from ds_lgamp.integrations.megatron.loop.arguments import Job, refuse_differing_ranks, validate_with_block
-from ds_lgamp.integrations.megatron.loop.checkpoints import checked_loaders
+from ds_lgamp.integrations.megatron.loop.cuts import checked_loaders
 from ds_lgamp.integrations.megatron.loop.forward_backward import ForwardBackward
 from ds_lgamp.integrations.megatron.loop.megatron_seams import BUILDERS, TESTED, check_sharding_seams
 from ds_lgamp.integrations.megatron.loop.several_chunks import (

@@ -8,7 +8,7 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param
 
 import ds_lgamp
-from ds_lgamp.partition import gradient_reduction
+from ds_lgamp.partition import shards
 from testing.deepspeed_rank import prepare_rank, quiet
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.models import Training, pipeline_module, scaled_weights
@@ -116,11 +116,11 @@ def step_that_overflows(precision):
 
 def train_with_hooks():
     """Trains as with torch before 2.13, where a gradient has the dtype of its parameter."""
-    gradient_reduction.ACCUMULATES_IN_OTHER_DTYPES = False
+    shards.ACCUMULATES_IN_OTHER_DTYPES = False
     try:
         return train(Layout(2, 2, 3, {}), BF16_FP32)
     finally:
-        gradient_reduction.ACCUMULATES_IN_OTHER_DTYPES = True
+        shards.ACCUMULATES_IN_OTHER_DTYPES = True
 
 
 @pytest.fixture(scope="module")

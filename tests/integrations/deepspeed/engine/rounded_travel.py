@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from ds_lgamp.partition.agreement import everyone
 from ds_lgamp.partition.flat_storage import FlatStorage
-from ds_lgamp.partition.gradient_reduction import GradientReduction
+from ds_lgamp.partition.shards import GradientReduction
 from tests.partition.rounding import rounded
 
 

@@ -17,7 +17,7 @@ from ds_lgamp.integrations.deepspeed.explain.activations import (
     first_micro_batch,
     measure_activations,
 )
-from ds_lgamp.partition.gradient_reduction import ACCUMULATES_IN_OTHER_DTYPES
+from ds_lgamp.partition.shards import ACCUMULATES_IN_OTHER_DTYPES
 from ds_lgamp.schedule.spec import ProgramSpec
 
 SIZE = ModelSize(4, 64, 32, 2)

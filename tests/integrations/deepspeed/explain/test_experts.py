@@ -112,8 +112,13 @@ def counts(collectives: list[tuple[str, int]]) -> tuple[int, int, int]:
 
 
 PIPELINES = {
-    "four ranks": [Case(2, 4, 1), Case(2, 4, 3)],
-    "other experts on four ranks": [Case(2, 4, 2), *(Case(1, 4, stage) for stage in (1, 2, 3)), Case(4, 4, 3)],
+    "four ranks": [Case(2, 4, 3)],
+    "other experts on four ranks": [
+        Case(2, 4, 1),
+        Case(2, 4, 2),
+        *(Case(1, 4, stage) for stage in (1, 2, 3)),
+        Case(4, 4, 3),
+    ],
     "two ranks": [Case(experts, 2, stage) for experts in (1, 2) for stage in (1, 2, 3)],
     "two pipelines": [Case(2, 2, 1, 2), Case(2, 2, 3, 2)],
 }

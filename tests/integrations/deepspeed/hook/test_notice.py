@@ -22,6 +22,7 @@ from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.hook.test_install import attributes_of, differences
 from tests.integrations.deepspeed.models import Training, pipeline_module
 from tests.integrations.deepspeed.running import Layout, json_config
+from tests.slow import slow_except
 
 PLAIN = json_config(Training(), Layout(1, 1, 1, None))
 LAYERED = {**PLAIN, "ds_lgamp": {}}
@@ -268,8 +269,12 @@ print("trained")
 
 @pytest.mark.parametrize(
     ("block", "steps", "end", "status"),
-    [("{}", True, "", 2), ("", True, "", 0), ("{}", False, "", 0), ("{}", True, "raise KeyError", 1)],
-    ids=["trains", "has no block", "trains nothing", "fails"],
+    [
+        pytest.param("{}", True, "", 2, id="trains"),
+        pytest.param("", True, "", 0, id="has no block", marks=pytest.mark.slow),
+        pytest.param("{}", False, "", 0, id="trains nothing"),
+        pytest.param("{}", True, "raise KeyError", 1, id="fails"),
+    ],
 )
 def test_a_process_that_trains_without_an_engine_for_the_block_of_the_environment_fails(
     block, steps, end, status, environment
@@ -283,7 +288,12 @@ def test_a_process_that_trains_without_an_engine_for_the_block_of_the_environmen
 
 
 @pytest.mark.parametrize(
-    ("config", "status"), [('{"ds_lgamp": {}}', 2), ('{"ds_lgamp": {"enabled": false}}', 0), ("{}", 0)]
+    ("config", "status"),
+    slow_except(
+        [('{"ds_lgamp": {}}', 2)],
+        [('{"ds_lgamp": {}}', 2), ('{"ds_lgamp": {"enabled": false}}', 0), ("{}", 0)],
+        several=True,
+    ),
 )
 def test_a_process_that_trains_without_an_engine_for_the_block_of_accelerates_configuration_fails(
     config, status, environment, tmp_path

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param
 
 import ds_lgamp
+from ds_lgamp.integrations.deepspeed.plain import talk
 from testing.deepspeed_rank import prepare_rank
 from tests.integrations.deepspeed.plain.training import MICRO_BATCHES, configuration, initialize
 from tests.integrations.transformers.models import make, micro_batch
@@ -105,25 +106,9 @@ def read_alone(pipeline_ranks: int, stage: int, folder: str) -> dict[str, Any]:
     engine = trained(make("GPT-2"), stage, {"pipeline_ranks": pipeline_ranks})
     model = engine.module
     first = {name: value.clone() for name, value in model.state_dict().items()}
-    seen: dict[str, Any] = {}
-    if dist.get_rank() == 0:
-        alone = model.state_dict()
-        seen = {
-            "names": list(alone) == list(first),
-            "shapes": [value.shape for value in alone.values()] == [value.shape for value in first.values()],
-            "types": {value.dtype for value in alone.values()} == {value.dtype for value in first.values()},
-            "tied": alone["lm_head.weight"] is alone["transformer.wte.weight"],
-            "inside": list(model.transformer.state_dict())
-            == [name[12:] for name in first if name[:12] == "transformer."],
-        }
-        value = alone["transformer.wte.weight"]
-        refused = {
-            "copy": refusal(value.clone),
-            "save": refusal(lambda: torch.save(alone, f"{folder}/alone.bin")),
-            "save_pretrained": refusal(lambda: model.save_pretrained(folder)),
-            "load": refusal(lambda: make("GPT-2").load_state_dict(alone)),
-        }
-        seen["refused"] = refused
+    # Nobody else comes.
+    with patch.object(talk, "PATIENCE", 0.5):
+        seen = _seen_alone(model, first, folder) if dist.get_rank() == 0 else {}
     dist.barrier()
     with torch.no_grad():
         own = {name: each for name, each in model.named_parameters() if hasattr(each, "ds_id")}
@@ -136,6 +121,25 @@ def read_alone(pipeline_ranks: int, stage: int, folder: str) -> dict[str, Any]:
     seen["trained"] = all(not torch.equal(value, again[name]) for name, value in model.state_dict().items())
     seen["changed_here"] = changed
     return seen
+
+
+def _seen_alone(model: Any, first: dict[str, torch.Tensor], folder: str) -> dict[str, Any]:
+    """Returns what rank 0 sees alone of the state that was ``first``."""
+    alone = model.state_dict()
+    value = alone["transformer.wte.weight"]
+    return {
+        "names": list(alone) == list(first),
+        "shapes": [value.shape for value in alone.values()] == [value.shape for value in first.values()],
+        "types": {value.dtype for value in alone.values()} == {value.dtype for value in first.values()},
+        "tied": alone["lm_head.weight"] is value,
+        "inside": list(model.transformer.state_dict()) == [name[12:] for name in first if name[:12] == "transformer."],
+        "refused": {
+            "copy": refusal(value.clone),
+            "save": refusal(lambda: torch.save(alone, f"{folder}/alone.bin")),
+            "save_pretrained": refusal(lambda: model.save_pretrained(folder)),
+            "load": refusal(lambda: make("GPT-2").load_state_dict(alone)),
+        },
+    }
 
 
 def adapter_at_two_layouts(folder: str) -> dict[str, Any]:

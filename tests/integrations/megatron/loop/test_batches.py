@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_lgamp.integrations.megatron.loop.batch import Batch
-from ds_lgamp.integrations.megatron.loop.data_parallel import DistributedData
+from ds_lgamp.integrations.megatron.loop.forward_backward import DistributedData
 from ds_lgamp.runtime.batch import ActionError
 from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.schedule.spec import SENDS_IN_FLIGHT

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.megatron.loop.checkpoints import checked_loaders
+from ds_lgamp.integrations.megatron.loop.cuts import checked_loaders
 from ds_lgamp.integrations.megatron.loop.sharded.model import ShardedChunk
 
 Kind = Enum("Kind", "LEGACY GLOBAL")

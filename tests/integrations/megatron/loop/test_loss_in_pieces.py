@@ -17,7 +17,7 @@ ALONE = {
     "fused gradients": Place(1, 1, STOCK, options=FUSED),
     "bf16": Place(1, 1, STOCK, options=(("bf16", True),)),
 }
-ON_ONE = [place._replace(schedule="layered", loss_chunk=PIECE, chunks_per_rank=4) for place in ALONE.values()]
+DEFAULT = ("tied", "untied", "per token", "a fused cross entropy")
 ON_TWO = [
     Place(2, 4, "layered", tied=False, loss_chunk=PIECE),
     Place(2, 1, "gpipe", tied=False, loss_chunk=PIECE),
@@ -39,9 +39,15 @@ def losses_and_norms(steps):
     return [(step.loss, step.norm) for step in steps]
 
 
-def test_losses_and_norms_on_one_rank_are_those_of_whole_logits():
-    [found] = run_on_ranks(1, train_in_pieces, [*ALONE.values(), *ON_ONE], before_init=prepare_process)
-    for kind, (alone, none), (steps, pieces) in zip(ALONE, found, found[len(ALONE) :]):
+OTHERS = tuple(kind for kind in ALONE if kind not in DEFAULT)
+
+
+@pytest.mark.parametrize("kinds", slow_except([DEFAULT], [DEFAULT, OTHERS]), ids=["default", "others"])
+def test_losses_and_norms_on_one_rank_are_those_of_whole_logits(kinds):
+    whole = [ALONE[kind] for kind in kinds]
+    cut = [place._replace(schedule="layered", loss_chunk=PIECE, chunks_per_rank=4) for place in whole]
+    [found] = run_on_ranks(1, train_in_pieces, [*whole, *cut], before_init=prepare_process)
+    for kind, (alone, none), (steps, pieces) in zip(kinds, found, found[len(kinds) :]):
         assert not none and pieces and max(pieces) == PIECE, kind
         tolerance = 2e-3 if kind == "bf16" else 1e-5
         wanted = [pytest.approx(step, rel=tolerance) for step in losses_and_norms(alone)]
