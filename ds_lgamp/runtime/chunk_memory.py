@@ -56,7 +56,7 @@ def chunk_bytes(
                 compute(inputs)
             return ChunkBytes(result_bytes, memory.peak - before, 0)
         parts = SecondParts()
-        first_part = parts.first(0, 0) if way.split else nullcontext()
+        first_part: FirstPart = partial(parts.first, 0, 0) if way.split else _whole
         run = _Run(partial(_split, compute) if way.split else compute, inputs, gradients, result_bytes, is_first)
         taken = (_bytes_recomputed if way.recompute else _bytes_kept)(run, memory, first_part)
         if not way.split:
@@ -64,6 +64,10 @@ def chunk_bytes(
         waiting, base, memory.peak = parts.nbytes(), memory.live(), 0
         parts.run(0, 0)
         return replace(taken, waiting=waiting, second_part=max(0, memory.peak - base))
+
+
+FirstPart = Callable[[list[Any]], AbstractContextManager[None]]
+"""Returns a context for a backward from some ends, which may leave something out."""
 
 
 class _Run(NamedTuple):
@@ -84,12 +88,16 @@ class _Run(NamedTuple):
         return [own_loss(result)] if self.is_last else end_graph(result)
 
 
+def _whole(_ends: list[Any]) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 def _split(compute: Callable[[Any], Any], inputs: Any) -> Any:
     with splitting():
         return compute(inputs)
 
 
-def _bytes_recomputed(run: _Run, memory: PeakMemory, first_part: AbstractContextManager[None]) -> ChunkBytes:
+def _bytes_recomputed(run: _Run, memory: PeakMemory, first_part: FirstPart) -> ChunkBytes:
     """Measures a chunk whose backward, or the first part of it, computes the chunk again."""
     before, saved = memory.live(), SavedTensors()
     with saved.dropped(), torch.jit.optimized_execution(False):
@@ -100,12 +108,12 @@ def _bytes_recomputed(run: _Run, memory: PeakMemory, first_part: AbstractContext
     memory.peak = 0
     with torch.jit.optimized_execution(False):
         saved.restore(partial(run.compute, run.inputs if run.is_first else as_leaves(run.inputs)), completely=False)
-    with first_part:
+    with first_part(ends):
         backpropagate(ends, run.gradients)
     return ChunkBytes(run.result_bytes, forward, memory.peak - before)
 
 
-def _bytes_kept(run: _Run, memory: PeakMemory, first_part: AbstractContextManager[None]) -> ChunkBytes:
+def _bytes_kept(run: _Run, memory: PeakMemory, first_part: FirstPart) -> ChunkBytes:
     """Measures a chunk that keeps what autograd saves."""
     before, copy = memory.live(), cloned(run.inputs)
     # The leaves receive gradients, and so they live until the end.
@@ -119,7 +127,7 @@ def _bytes_kept(run: _Run, memory: PeakMemory, first_part: AbstractContextManage
     del result
     held, memory.peak = memory.live() - before, 0
     keeps_result = not run.is_last and before + held == with_result
-    with first_part:
+    with first_part(ends):
         backpropagate(ends, run.gradients)
     by_autograd = held - run.result_bytes if keeps_result else held
     return ChunkBytes(run.result_bytes, forward, memory.peak - before - held, by_autograd, keeps_result)

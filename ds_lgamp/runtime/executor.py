@@ -259,7 +259,8 @@ class Executor:
         gradients = self._take_gradients(chunk, micro_batch, graph.ends)
         self.doing = "backward"
         metered = nullcontext() if self.meter is None else self.meter.backward(action)
-        part = batch.second_parts.first(chunk, micro_batch) if chunk in batch.split_chunks else nullcontext()
+        splits = chunk in batch.split_chunks
+        part = batch.second_parts.first(chunk, micro_batch, graph.ends) if splits else nullcontext()
         with self.timing.time("backward"), metered, part:
             backpropagate(graph.ends, gradients)
         if state is not None:

@@ -8,7 +8,7 @@ biases, and of weights that are read in other ways: by convolutions, by compiled
 after a parametrization. So the second part needs no weights, which may be released by then.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -19,7 +19,8 @@ from torch.overrides import has_torch_function
 
 from ds_lgamp.runtime.graph import backpropagate
 
-_linear, _addmm = functional.linear, torch.addmm
+_linear, _addmm = torch._C._nn.linear, torch._C._VariableFunctions.addmm
+"""torch's own. Where something else has replaced them, backwards stay whole."""
 
 
 class _Product(NamedTuple):
@@ -33,9 +34,18 @@ class _Product(NamedTuple):
     """Of the result: [rows, columns of the result]."""
     transposed: bool
     """Whether the weight has a row for each column of the result, as in a linear layer."""
+    versions: tuple[int, int]
+    """How often the input and the gradient had been changed in place."""
 
     def compute(self) -> torch.Tensor:
-        """Returns the gradient of the weight, by the operations that autograd takes."""
+        """Returns the gradient of the weight, by the operations that autograd takes. Raises RuntimeError if what it
+        needs has been changed since."""
+        if self.versions != (self.input._version, self.gradient._version):
+            raise RuntimeError(
+                "the input of a matrix product, or the gradient of its result, was changed in place after the "
+                "product's backward, but the gradient of its weight comes later; change a copy, or remove "
+                "ds_lgamp.split_backward"
+            )
         if self.transposed:
             return self.gradient.t().mm(self.input)
         return self.input.t().mm(self.gradient)
@@ -48,11 +58,19 @@ class SecondParts:
         self._waiting: dict[tuple[int, int], list[_Product]] = {}
 
     @contextmanager
-    def first(self, chunk: int, micro_batch: int) -> Iterator[None]:
-        """Inside the block, a backward pass leaves out what :meth:`run` then computes."""
-        products = self._waiting[chunk, micro_batch] = []
-        with _splitting(products):
-            yield
+    def first(self, chunk: int, micro_batch: int, ends: Iterable[Any]) -> Iterator[None]:
+        """Inside the block, a backward pass from ``ends`` leaves out what :meth:`run` then computes. A pass that a
+        layer runs inside it leaves out nothing."""
+        left = _Left([])
+        self._waiting[chunk, micro_batch] = left.products
+        nodes = {end.node if isinstance(end, GradientEdge) else end.grad_fn for end in ends if end is not None}
+        handles = [node.register_prehook(left.begin) for node in nodes if node is not None]
+        try:
+            with _splitting(left):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def run(self, chunk: int, micro_batch: int) -> None:
         """Computes the gradients of weights that a first part has left out."""
@@ -84,8 +102,25 @@ class SecondParts:
         self._waiting.clear()
 
 
-_products: list[_Product] | None = None
-"""Where a first part that runs leaves what it leaves out."""
+class _Left:
+    """What a first part that runs leaves out."""
+
+    def __init__(self, products: list[_Product]) -> None:
+        self.products = products
+        self._task = -1
+        """The number of its pass; -1 before that begins."""
+
+    def begin(self, *_: Any) -> None:
+        self._task = torch._C._current_graph_task_id()
+
+    @property
+    def runs(self) -> bool:
+        """Whether it is the innermost backward pass of this thread."""
+        return self._task == torch._C._current_graph_task_id()
+
+
+_left: _Left | None = None
+"""What the first part that runs leaves out; None between first parts."""
 
 
 @contextmanager
@@ -96,29 +131,34 @@ def splitting() -> Iterator[None]:
 
 
 @contextmanager
-def _splitting(products: list[_Product] | None) -> Iterator[None]:
-    global _products
-    before, functions = _products, (functional.linear, torch.addmm)
-    _products, functional.linear = products, _split_linear
-    vars(torch)["addmm"] = _split_addmm
+def _splitting(left: _Left | None) -> Iterator[None]:
+    global _left
+    before, functions = _left, (functional.linear, torch.addmm)
+    _left = left
+    if functional.linear is _linear:
+        functional.linear = _split_linear
+    if torch.addmm is _addmm:
+        vars(torch)["addmm"] = _split_addmm
     try:
         yield
     finally:
-        _products = before
+        _left = before
         functional.linear, vars(torch)["addmm"] = functions
 
 
 def _split_linear(input: Any, weight: Any, bias: Any = None) -> Any:
-    # Other inputs take other ways through torch, which depend on whether it records a graph.
-    if _is_plain(input, weight, bias) and input.dim() in (2, 3) and input.is_contiguous():
-        return _SplitProduct.apply(_linear, input, weight, bias, True, _products is None)
+    # Inputs of more dimensions take other ways through torch, which depend on whether it records a graph.
+    if _is_plain(input, weight, bias) and input.dim() in (2, 3):
+        return _SplitProduct.apply(_linear, input, weight, bias, True, _left is None)
     return _linear(input, weight, bias)
 
 
-def _split_addmm(bias: Any, input: Any, weight: Any, **options: Any) -> Any:
-    if not options and _is_plain(input, weight, bias) and bias.dim() == 1:
-        return _SplitProduct.apply(_addmm_of, input, weight, bias, False, _products is None)
-    return _addmm(bias, input, weight, **options)
+def _split_addmm(*operands: Any, **options: Any) -> Any:
+    if len(operands) == 3 and not options and isinstance(operands[0], torch.Tensor):
+        bias, input, weight = operands
+        if _is_plain(input, weight, bias) and input.dim() == 2 and bias.dim() == 1:
+            return _SplitProduct.apply(_addmm_of, input, weight, bias, False, _left is None)
+    return _addmm(*operands, **options)
 
 
 def _addmm_of(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -126,10 +166,16 @@ def _addmm_of(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> 
 
 
 def _is_plain(input: Any, weight: Any, bias: Any) -> bool:
-    """Whether ``weight`` is a matrix that trains by itself, and autograd records what reads it."""
+    """Whether ``weight`` is a matrix that trains by itself, autograd records what reads it, and ``input`` is a result
+    of the chunk's layers. Buffers may change before the second part, and parameters may be released."""
     return (
         isinstance(weight, Parameter)
         and isinstance(input, torch.Tensor)
+        and input.requires_grad
+        and input.layout is torch.strided
+        and not input.is_nested
+        and input.is_contiguous()
+        and not isinstance(input if input._base is None else input._base, Parameter)
         and weight.requires_grad
         and weight.is_leaf
         and weight.dim() == 2
@@ -175,11 +221,12 @@ class _SplitProduct(torch.autograd.Function):
         if of_weight:
             # The node of the weight outlives its data.
             edge = GradientEdge(*context.next_functions[1])
-            product = _Product(edge, input.reshape(-1, input.shape[-1]), rows, context.transposed)
-            # A graph that a backward pass makes and goes through by itself expects all gradients at once, as does a
-            # pass that a layer runs in its forward.
-            if context.splits and _products is not None:
-                _products.append(product)
+            given = input.reshape(-1, input.shape[-1])
+            product = _Product(edge, given, rows, context.transposed, (given._version, rows._version))
+            # A pass that a layer runs by itself expects all gradients at once, and so does a graph that a backward pass
+            # makes.
+            if context.splits and _left is not None and _left.runs:
+                _left.products.append(product)
             else:
                 weight_gradient = product.compute()
         return None, input_gradient, weight_gradient, bias_gradient, None, None

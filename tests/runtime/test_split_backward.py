@@ -119,6 +119,79 @@ class Penalty(nn.Module):
         return result + of_input + of_weight.sum()
 
 
+class Custom(torch.autograd.Function):
+    """Builds a graph in its forward, and asks for all its gradients at once in its backward."""
+
+    @staticmethod
+    def forward(context, hidden, weight):
+        with torch.enable_grad():
+            context.inner = hidden.detach().requires_grad_(), weight
+            context.result = functional.linear(*context.inner).tanh()
+        return context.result.detach()
+
+    @staticmethod
+    def backward(context, gradient):
+        of_hidden, of_weight = torch.autograd.grad(context.result, context.inner, gradient, allow_unused=True)
+        return of_hidden, 3 * of_weight
+
+
+class Inner(nn.Linear):
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH, bias=False)
+
+    def forward(self, hidden):
+        return Custom.apply(hidden, self.weight)
+
+
+class Solving(nn.Linear):
+    """Asks for a gradient of its own graph while a backward pass goes through it."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, hidden):
+        result = super().forward(hidden).tanh()
+        again = super().forward(result.detach().requires_grad_())
+        result.register_hook(
+            lambda gradient: gradient + torch.autograd.grad(again, self.bias, torch.ones_like(again))[0]
+        )
+        return result
+
+
+class Remembering(nn.Module):
+    """Multiplies a buffer, which the next micro-batch changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("memory", torch.ones(5, WIDTH))
+
+    def forward(self, hidden):
+        return hidden + self.inner(self.memory)
+
+
+class Learned(nn.Module):
+    """Multiplies a parameter, which may be released by the second part."""
+
+    def __init__(self):
+        super().__init__()
+        self.queries, self.inner = nn.Parameter(torch.randn(5, WIDTH)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden):
+        return hidden + self.inner(self.queries) + self.inner(self.queries.view(1, 5, WIDTH))
+
+
+class ByName(nn.Module):
+    """Names the operands, in an order of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(WIDTH, 4)), nn.Parameter(torch.randn(4))
+
+    def forward(self, hidden):
+        return torch.addmm(mat2=self.weight, mat1=hidden.flatten(0, 1), input=self.bias, beta=0.5)
+
+
 class Transposed(nn.Module):
     """Products of inputs that are not contiguous, and of four dimensions."""
 
@@ -165,6 +238,11 @@ LAYERS = {
     "checkpointed": (lambda: Checkpointed(False), 1),
     "checkpointed by a pass of its own": (lambda: Checkpointed(True), 0),
     "a gradient of its own": (Penalty, 1),
+    "a graph inside a function": (Inner, 0),
+    "a pass inside a pass": (Solving, 1),
+    "a buffer": (Remembering, 0),
+    "a parameter": (Learned, 0),
+    "named operands": (ByName, 0),
 }
 
 
@@ -179,7 +257,7 @@ def gradients(layer, split):
     else:
         with splitting():
             loss = layer(hidden).square().sum()
-        with on_this_thread(), parts.first(1, 0):
+        with on_this_thread(), parts.first(1, 0, [loss]):
             loss.backward()
         left = len(parts._waiting[1, 0])
         of_input = hidden.grad.clone()
@@ -202,6 +280,29 @@ def test_layers_of_any_kind_have_the_gradients_of_a_whole_backward(name):
         # What reads a weight besides a product adds its gradient first.
         same = torch.allclose if name == "elsewhere, too" else torch.equal
         assert same(gradient, right)
+
+
+def test_nothing_is_split_where_something_else_has_replaced_what_multiplies(monkeypatch):
+    layer = nn.Linear(WIDTH, 4)
+    monkeypatch.setattr(functional, "linear", lambda *operands: torch._C._nn.linear(*operands) * 2)
+    torch.manual_seed(1)
+    hidden = torch.randn(3, WIDTH, requires_grad=True)
+    with splitting():
+        result = layer(hidden)
+    assert torch.equal(result, layer(hidden)) and "SplitProduct" not in result.grad_fn.next_functions[0][0].name()
+
+
+def test_what_a_second_part_needs_must_stay_as_it_is():
+    layer, parts = nn.Linear(WIDTH, 4), SecondParts()
+    hidden = torch.randn(3, WIDTH, requires_grad=True).tanh()
+    with splitting():
+        loss = layer(hidden).sum()
+    with on_this_thread(), parts.first(1, 0, [loss]):
+        loss.backward()
+    with torch.no_grad():
+        hidden.mul_(2)
+    with pytest.raises(RuntimeError, match="was changed in place after the product's backward"):
+        parts.run(1, 0)
 
 
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])

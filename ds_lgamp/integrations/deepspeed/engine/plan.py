@@ -1,6 +1,7 @@
 """Plans a training run before the engine is built: chunks, placement and program."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -156,6 +157,11 @@ def replica_specs(
     others["receives_on_arrival"] = posts_on_arrival()
     specs = {share: program_spec(settings, placement, share, zero_stage, **others) for share in sorted({*shares})}
     if data_ranks > 1 and not collectives_agree(specs.values()):
+        if settings.split_backward and collectives_agree(replace(spec, split_backward=0) for spec in specs.values()):
+            raise ConfigError(
+                f"{unequal} micro-batches of a step: with {BLOCK}.split_backward, their ranks would gather and reduce "
+                "in other orders; remove split_backward"
+            )
         raise ConfigError(
             f"{unequal} micro-batches of a step: at ZeRO stage {zero_stage}, their ranks would gather and reduce in "
             "other orders; use schedule 'layered' and micro_batch_group 'all', or a lower stage"
