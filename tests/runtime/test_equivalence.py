@@ -115,6 +115,11 @@ def test_every_pair_of_factors_trains_as_one_process(pipeline_ranks, data_ranks)
     check_all(pairwise(full_product()), pipeline_ranks, data_ranks)
 
 
+def test_a_vee_trains_as_one_process():
+    """Only from three ranks on does a rank exchange messages of one kind with two others."""
+    check_all([case for case in pairwise(full_product()) if case["order"].schedule == "zbv"], 3, 1)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("pipeline_ranks", "data_ranks"), LAYOUTS)
 def test_the_full_product_of_factors_trains_as_one_process(pipeline_ranks, data_ranks):

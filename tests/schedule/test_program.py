@@ -64,6 +64,15 @@ def test_zbv_stores_what_1f1b_stores_on_its_first_rank(micro_batches):
     assert max(peak_live_activations(actions) for actions in build_program(zbv)) == most
 
 
+@pytest.mark.parametrize("on_arrival", [False, True])
+@pytest.mark.parametrize("ranks", [6, 9])
+def test_zbv_of_many_ranks_is_valid(ranks, on_arrival):
+    """The first rank sends 2P - 1 messages on before the first one comes back."""
+    placement = place_chunks("vee", 2 * ranks, ranks)
+    spec = ProgramSpec(placement, "zbv", 3 * ranks, 3 * ranks, 1, receives_on_arrival=on_arrival, split_backward=ranks)
+    validate(spec, build_program(spec))
+
+
 @pytest.mark.parametrize("rank", [1, 2])
 def test_where_two_links_bring_inputs_each_has_three_receives_posted(rank):
     spec = ProgramSpec(place_chunks("vee", 8, 4), "zbv", 16, 16, 0)
