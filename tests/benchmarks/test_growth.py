@@ -17,6 +17,7 @@ MEMORY = (Axis("chunks_per_rank", Job(2, 2, 2, 4), (2, 4, 8)), Axis("data_ranks"
 PROGRAMS = (Axis("chunks_per_rank", Job(2, 1, 2, 4), (1, 2)),)
 
 
+@pytest.mark.slow
 def test_the_record_has_rows_and_targets_of_every_axis():
     record = run(STEPS, MEMORY, PROGRAMS, Job(4, 1, 2, 8), repetitions=2)
     assert [(row.config["axis"], row.metric) for row in record.rows] == [

@@ -262,9 +262,8 @@ CHECKPOINTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=[pytest.mark.slow] if place else []) for place, name in enumerate(CHECKPOINTS)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CHECKPOINTS)
 def test_a_checkpoint_goes_on_with_another_number_of_expert_ranks(case, tmp_path):
     (before, mode), (after, other) = CHECKPOINTS[case]
     course = course_of(before, mode, range(1), None, str(tmp_path))
