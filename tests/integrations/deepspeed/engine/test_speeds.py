@@ -165,12 +165,19 @@ def refusals():
     assert [
         spec.micro_batches for spec in replica_specs(LgampConfig(**interleaved), (0, 1), 2, 0, 8, updates="step")
     ] == [10, 6]
+    parts = LgampConfig(data_rank_speeds=[3, 1], split_backward=True)
+    with pytest.raises(ConfigError) as error:
+        replica_specs(parts, (0, 1, 2, 0, 1, 2), 2, 2, 4, updates="step")
+    said.append(str(error.value))
     return said
 
 
 @pytest.mark.slow
 def test_ranks_that_would_communicate_in_other_orders_are_refused():
-    *of_groups, of_rounds = run_on_ranks(2, refusals)[0]
+    *of_groups, of_rounds, of_parts = run_on_ranks(2, refusals)[0]
+    assert of_parts.endswith(
+        "with ds_lgamp.split_backward, their ranks would gather and reduce in other orders; remove split_backward"
+    )
     assert of_rounds.startswith(
         "ds_lgamp.data_rank_speeds is [5.0, 3.0], which makes 3 to 5 micro-batches of a step, b"
     )
