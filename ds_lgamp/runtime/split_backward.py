@@ -203,14 +203,22 @@ class _SplitProduct(torch.autograd.Function):
         transposed: bool,
         splits: bool,
     ) -> torch.Tensor:
-        context.save_for_backward(input, weight)
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if hooks is None:
+            context.save_for_backward(input, weight)
+            context.saved = None
+        else:
+            # torch would call hooks after the product. A recomputation ends with the last saved tensor, before it.
+            pack, unpack = hooks
+            context.saved = [(unpack, pack(input)), (unpack, pack(weight))]
         context.transposed, context.splits = transposed, splits
         context.bias_shape = None if bias is None else bias.shape
         return compute(input, weight, bias)
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        input, weight = context.saved_tensors
+        saved = context.saved
+        input, weight = context.saved_tensors if saved is None else [unpack(packed) for unpack, packed in saved]
         _, of_input, of_weight, of_bias, *_ = context.needs_input_grad
         rows = gradient.reshape(-1, gradient.shape[-1])
         input_gradient = weight_gradient = bias_gradient = None
@@ -227,6 +235,8 @@ class _SplitProduct(torch.autograd.Function):
             # makes.
             if context.splits and _left is not None and _left.runs:
                 _left.products.append(product)
+                # The pass comes here once. What the second part does not need is free from now on.
+                context.saved = None
             else:
                 weight_gradient = product.compute()
         return None, input_gradient, weight_gradient, bias_gradient, None, None
