@@ -8,6 +8,7 @@ import time
 import torch.distributed as dist
 
 from ds_lgamp.watch.this_rank import this_rank
+from ds_lgamp.watch.whereabouts import Neighbours
 
 HOST = socket.gethostname()
 SECONDS = 30
@@ -17,7 +18,7 @@ SECONDS = 30
 class Idle:
     """An executor without a program."""
 
-    program, row, doing, current = (), 0, "", None
+    program, row, doing, current, neighbours = (), 0, "", None, Neighbours((), ())
 
     def __init__(self):
         self.begun = set()
