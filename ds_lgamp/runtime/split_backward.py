@@ -23,6 +23,10 @@ _linear, _addmm = torch._C._nn.linear, torch._C._VariableFunctions.addmm
 """torch's own. Where something else has replaced them, backwards stay whole."""
 
 
+_no_view = torch.ops.aten._unsafe_view.default
+"""Returns a tensor with the same memory that is no view to autograd."""
+
+
 class _Product(NamedTuple):
     """What the gradient of a weight needs."""
 
@@ -213,7 +217,9 @@ class _SplitProduct(torch.autograd.Function):
             context.saved = [(unpack, pack(input)), (unpack, pack(weight))]
         context.transposed, context.splits = transposed, splits
         context.bias_shape = None if bias is None else bias.shape
-        return compute(input, weight, bias)
+        result = compute(input, weight, bias)
+        # Layers may change it in place, which autograd forbids for views that a function returns.
+        return _no_view(result, result.shape) if result._is_view() else result
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]

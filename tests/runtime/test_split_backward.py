@@ -204,6 +204,16 @@ class Transposed(nn.Module):
         return self.outer(mixed.unflatten(-1, (2, 3)).permute(0, 2, 3, 1)).permute(0, 3, 1, 2).flatten(2)
 
 
+class InPlace(nn.Linear):
+    """Changes the result in place, as activations with ``inplace=True`` do."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, hidden):
+        return super().forward(hidden).tanh_() + super().forward(hidden.flatten(0, 1)).relu_().view_as(hidden)
+
+
 class Mapped(nn.Module):
     def __init__(self):
         super().__init__()
@@ -232,6 +242,7 @@ LAYERS = {
     "elsewhere, too": (Tangled, 1),
     "of other shapes": (Transposed, 0),
     "parametrized": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, 4)), 0),
+    "changed in place": (InPlace, 2),
     "mapped": (Mapped, 0),
     "under autocast": (Half, 0),
     "encoder layer": (lambda: nn.TransformerEncoderLayer(WIDTH, 2, 8, 0.0, batch_first=True), 3),
