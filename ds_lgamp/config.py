@@ -203,9 +203,10 @@ class LgampConfig(BaseModel):
     what the device has left, less a twentieth for what lies between tensors; a CPU needs a value."""
     split_backward: bool | PositiveInt = False
     """true: a backward pass computes the gradient of a chunk's input first, which other pipeline ranks wait for, and
-    gradients of weights later, while its rank would wait. Results are the same to the bit. As many passes of a rank may
-    wait for their second part as there are pipeline ranks; a number sets how many, because each holds the inputs and
-    the gradients of results of its matrix products. Weights that anything else reads than torch.nn.functional.linear or
+    gradients of weights later, while its rank would wait. Results are the same to the bit, but for the gradient of a
+    weight that a chunk reads in other ways, too, which is equal to rounding. As many passes of a rank may wait for
+    their second part as there are pipeline ranks; a number sets how many, because each holds the inputs and the
+    gradients of results of its matrix products. Weights that anything else reads than torch.nn.functional.linear or
     torch.addmm belong to the first part. Without pipeline ranks nothing changes."""
     compile: Compile = False
     """true: torch.compile makes code of what layers compute, in the first batch; of a model that is no PipelineModule
@@ -334,39 +335,6 @@ class LgampConfig(BaseModel):
                 "outputs is 'loss', but the code around model computes the loss of its outputs; use 'all', or remove "
                 "outputs"
             )
-        if self.offload_activations != "none" and self.recompute not in ("full", "auto"):
-            raise ValueError(
-                f"recompute is '{self.recompute}', but offload_activations stores what recomputation starts from; use "
-                "'full' or 'auto', or remove offload_activations"
-            )
-        if self.recompute_memory is not None and self.recompute != "auto":
-            raise ValueError(
-                f"recompute_memory is {self.recompute_memory!r}, but recompute is '{self.recompute}'; use 'auto', or "
-                "remove recompute_memory"
-            )
-        if self.activation_dtype is not None and self.reproducible:
-            raise ValueError(
-                f"activation_dtype is '{self.activation_dtype}', which rounds where pipeline ranks meet, but "
-                "reproducible promises the same bits for any number of them; remove one of them"
-            )
-        if self.compile is not False and self.recompute == "auto":
-            raise ValueError(
-                f"compile is {self.compile!r}, but recompute is 'auto', which cannot measure compiled code; set "
-                "recompute to 'full' or 'none'"
-            )
-        if self.split_backward and (self.compile is not False or self.recompute == "auto"):
-            other, cause = (
-                ("compile", "compiles whole backwards") if self.compile else ("recompute", "measures whole ones")
-            )
-            raise ValueError(
-                f"split_backward is {self.split_backward}, but {other} is {getattr(self, other)!r}, which {cause}; "
-                "remove one of them"
-            )
-        if self.compile is not False and self.reproducible:
-            raise ValueError(
-                f"compile is {self.compile!r}, whose code for the first shapes rounds otherwise than that for others, "
-                "but reproducible promises the same bits for any number of pipeline ranks; remove one of them"
-            )
         if self.nvme_path is not None and self.offload_activations != "nvme":
             raise ValueError(
                 f"nvme_path is {self.nvme_path!r}, but offload_activations is '{self.offload_activations}'; use "
@@ -387,7 +355,49 @@ class LgampConfig(BaseModel):
         if self.schedule == "interleaved_1f1b" and self.placement == "contiguous":
             raise ValueError("placement is 'contiguous', but schedule 'interleaved_1f1b' needs 'modular'; remove it")
         self._check_vee()
+        self._check_computing()
         return self
+
+    def _check_computing(self) -> None:
+        if self.offload_activations != "none" and self.recompute not in ("full", "auto"):
+            raise ValueError(
+                f"recompute is '{self.recompute}', but offload_activations stores what recomputation starts from; use "
+                "'full' or 'auto', or remove offload_activations"
+            )
+        if self.recompute_memory is not None and self.recompute != "auto":
+            raise ValueError(
+                f"recompute_memory is {self.recompute_memory!r}, but recompute is '{self.recompute}'; use 'auto', or "
+                "remove recompute_memory"
+            )
+        if self.activation_dtype is not None and self.reproducible:
+            raise ValueError(
+                f"activation_dtype is '{self.activation_dtype}', which rounds where pipeline ranks meet, but "
+                "reproducible promises the same bits for any number of them; remove one of them"
+            )
+        if self.compile is not False and self.recompute == "auto":
+            raise ValueError(
+                f"compile is {self.compile!r}, but recompute is 'auto', which cannot measure compiled code; set "
+                "recompute to 'full' or 'none'"
+            )
+        if self.split_backward:
+            causes = {
+                "compile": (self.compile is not False, "compiles whole backwards"),
+                "recompute": (self.recompute == "auto", "measures whole ones"),
+                "reproducible": (
+                    self.reproducible,
+                    "promises the same bits also for weights that are read in other ways",
+                ),
+            }
+            for key in [key for key, (holds, _) in causes.items() if holds]:
+                raise ValueError(
+                    f"split_backward is {self.split_backward}, but {key} is {getattr(self, key)!r}, which "
+                    f"{causes[key][1]}; remove one of them"
+                )
+        if self.compile is not False and self.reproducible:
+            raise ValueError(
+                f"compile is {self.compile!r}, whose code for the first shapes rounds otherwise than that for others, "
+                "but reproducible promises the same bits for any number of pipeline ranks; remove one of them"
+            )
 
     def _check_vee(self) -> None:
         if self.schedule != "zbv":

@@ -21,8 +21,6 @@ from ds_lgamp.runtime.graph import backpropagate
 
 _linear, _addmm = torch._C._nn.linear, torch._C._VariableFunctions.addmm
 """torch's own. Where something else has replaced them, backwards stay whole."""
-
-
 _no_view = torch.ops.aten._unsafe_view.default
 """Returns a tensor with the same memory that is no view to autograd."""
 
@@ -78,22 +76,16 @@ class SecondParts:
 
     def run(self, chunk: int, micro_batch: int) -> None:
         """Computes the gradients of weights that a first part has left out."""
-        sums: dict[Any, tuple[GradientEdge, torch.Tensor]] = {}
-        products = self._waiting.pop((chunk, micro_batch))[::-1]
-        times: dict[Any, int] = {}
-        for product in products:
-            times[product.weight.node] = times.get(product.weight.node, 0) + 1
-        while products:
-            product = products.pop()
-            node, gradient = product.weight.node, product.compute()
-            times[node] -= 1
-            if node in sums:
+        by_weight: dict[Any, list[_Product]] = {}
+        for product in self._waiting.pop((chunk, micro_batch)):
+            by_weight.setdefault(product.weight.node, []).append(product)
+        while by_weight:
+            _, (first, *others) = by_weight.popitem()
+            gradient = first.compute()
+            for product in others:
                 # Autograd, too, adds the gradients of one pass to each other first.
-                gradient = sums[node][1] + gradient
-            if times[node]:
-                sums[node] = product.weight, gradient
-            else:
-                backpropagate([product.weight], [gradient])
+                gradient = gradient + product.compute()
+            backpropagate([first.weight], [gradient])
 
     def nbytes(self) -> int:
         """Returns how much memory they hold."""

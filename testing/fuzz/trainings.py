@@ -110,7 +110,7 @@ def of_case(case: int) -> Training:
         # Of any backend, this one takes the least time.
         block["compile"] = {"backend": "eager"}
     split = Random(f"parts of case {case}").choice((False, True, 1))
-    if split and block["recompute"] != "auto" and not block.get("compile"):
+    if split and block["recompute"] != "auto" and not (block.get("compile") or block.get("reproducible")):
         block["split_backward"] = split
     return Training(tuple(ways), source, pipeline_ranks, data_ranks, micro_batches, optimizer, config)
 

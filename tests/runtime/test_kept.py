@@ -85,6 +85,15 @@ def pairs_of(spec, draw):
     return frozenset(pair for pair in pairs if draw.random() < share)
 
 
+def assert_same(found, expected, spec):
+    """Compares what :func:`state_after_steps` has returned for ``spec``."""
+    for step, gradients in enumerate(found[0]):
+        for name, gradient in gradients.items():
+            assert torch.equal(gradient, expected[0][step][name]), (spec, step, name)
+    assert all(map(torch.equal, found[1], expected[1])), spec
+    assert found[2] == expected[2], spec
+
+
 def compare(pipeline_ranks, tries):
     """Compares with the step that recomputes everything, on this rank. Returns how many programs kept something."""
     grid, draw, kept = build_grid(pipeline_ranks, 1), random.Random(5), 0
@@ -93,11 +102,7 @@ def compare(pipeline_ranks, tries):
         for _ in range(tries):
             other = replace(spec, kept=pairs_of(spec, draw))
             found = state_after_steps(grid, other)
-            for step, gradients in enumerate(found[0]):
-                for name, gradient in gradients.items():
-                    assert torch.equal(gradient, expected[0][step][name]), (other, step, name)
-            assert all(map(torch.equal, found[1], expected[1])), other
-            assert found[2] == expected[2], other
+            assert_same(found, expected, other)
             kept += bool(other.kept)
     return kept
 

@@ -37,7 +37,6 @@ BLOCKS = [
     {"micro_batch_group": 2, "resident_chunks": 1, "placement": "modular"},
     {"offload_activations": "cpu", "placement": "modular"},
     {"overlap_update": True, "defer_gathers": True},
-    {"reproducible": True},
 ]
 
 
@@ -118,6 +117,8 @@ def test_scripts_train_models_to_the_same_bits(stage):
             {"split_backward": 2, "recompute": "auto"},
             "split_backward is 2, but recompute is 'auto', which measures whole",
         ),
+        ({"split_backward": True, "compile": {}}, "split_backward is True, but compile is {}"),
+        ({"split_backward": True, "reproducible": True}, "but reproducible is True, which promises the same bits"),
         ({"split_backward": 0}, "split_backward is 0"),
         ({"split_backward": "yes"}, "split_backward is 'yes'"),
     ],
