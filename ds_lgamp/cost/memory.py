@@ -11,7 +11,7 @@ of one tied module; experts that ranks divide are a unit of their own. Symbols:
 - g: bytes per element of a gradient that accumulates.
 - c: bytes per element of a gradient that travels between data-parallel ranks. c is g unless gradients travel in another
   type.
-- u: bytes per element of a master weight, the larger of w and 4.
+- u: bytes per element of a master weight, the larger of w and 4, or w if the optimizer updates the weights themselves.
 
 **State**, summed over the units of the rank. Frozen units have only the first two kinds.
 

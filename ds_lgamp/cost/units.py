@@ -154,6 +154,8 @@ class ElementBytes:
     """Gradients while they travel, if they travel in another type; None if they travel as they accumulate."""
     travel: Travel = Travel()
     """What travels rounded, in place of the other types."""
+    copies_weights: bool = True
+    """Whether the optimizer updates fp32 copies of half-precision weights, and not these themselves."""
 
     def bits_of(self, unit: UnitSize) -> int | None:
         """In how many bits weights of ``unit`` are gathered at stage 3; None as they are, as packed ones are."""
@@ -173,8 +175,8 @@ class ElementBytes:
 
     @property
     def master(self) -> int:
-        """Weights that the optimizer updates. Half-precision weights have a copy in fp32."""
-        return max(self.weights, _MASTER_BYTES)
+        """Weights that the optimizer updates."""
+        return max(self.weights, _MASTER_BYTES) if self.copies_weights else self.weights
 
     def weights_of(self, unit: UnitSize) -> int:
         """Bytes of a weight of ``unit``."""

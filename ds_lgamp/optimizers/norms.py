@@ -177,7 +177,13 @@ def exact_norms(
 
 
 def row_norms(gradient: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yields the norms of short rows, whose squares add up in the gradient's own dtype with little rounding."""
+    """Yields the norms of short rows in fp32, or in fp64 of such a gradient. Their squares add up with little
+    rounding."""
+    if gradient.itemsize < 4:
+        # A norm in another dtype copies on some devices.
+        for block in _blocks([gradient], gradient.device):
+            yield from row_norms(block.float())
+        return
     rows = gradient.numel() // _ROW
     if rows:
         yield torch.linalg.vector_norm(gradient[: rows * _ROW].view(rows, _ROW), dim=1)

@@ -57,6 +57,8 @@ class ZeroPolicy(NamedTuple):
     """Whether every data-parallel rank has all of a unit, whatever the stage."""
     travel: Travel = Travel()
     """What travels rounded; nothing together with ``nodes``."""
+    copies_weights: bool = True
+    """Whether the optimizer updates fp32 copies of half-precision weights, and not these themselves."""
 
     def of_chunk(self, chunk: int) -> "ZeroPolicy":
         """Returns the policy of the units that ``chunk`` alone uses."""

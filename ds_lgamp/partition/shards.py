@@ -226,7 +226,8 @@ def is_elementwise(value: Any, shard: torch.Tensor) -> bool:
 class MasterWeights:
     """The weights of this rank's shard as the optimizer updates them.
 
-    Half-precision weights that train have master weights in fp32. Otherwise the master weights are the shard itself.
+    Half-precision weights that train have master weights in fp32, if the policy says so. Otherwise the master weights
+    are the shard itself.
     They lie where the shard lies: on the device or, with offloading, on the host. There a copy may lie on the disk.
 
     Args:
@@ -240,7 +241,7 @@ class MasterWeights:
         self, storage: FlatStorage, policy: ZeroPolicy, trains: bool, tie_group: dist.ProcessGroup | None
     ) -> None:
         shard = storage.shard
-        self.is_copy = trains and shard.itemsize < 4
+        self.is_copy = trains and policy.copies_weights and shard.itemsize < 4
         """Whether the master weights have memory of their own, beside the shard's."""
         self.values = shard
         if self.is_copy:

@@ -176,16 +176,16 @@ _TYPES = (
     *("bf16", "bfloat16", "torch.bfloat16"),
 )
 _PRECISION = (
-    Key("bf16.enabled", HONOURED, "the optimizer updates fp32 copies of bf16 parameters", takes=SWITCH),
+    Key("bf16.enabled", HONOURED, "the optimizer updates fp32 copies of bf16 parameters by default", takes=SWITCH),
     Key("bf16.check_grad_overflow", HONOURED, "skips a step whose gradient is not finite", takes=SWITCH),
     Key("bf16.immediate_grad_update", MEANINGLESS, "gradients accumulate as the program says"),
-    *_keys(
-        "bf16",
-        "bf16_master_weights_and_grads bf16_optimizer_states",
-        REFUSED,
-        "the optimizer updates fp32 copies of the parameters; remove it",
-        (False,),
+    Key(
+        "bf16.bf16_master_weights_and_grads",
+        HONOURED,
+        "the optimizer updates the bf16 parameters, without copies; together with bf16_optimizer_states",
+        takes=SWITCH,
     ),
+    Key("bf16.bf16_optimizer_states", HONOURED, "in bf16 too, as bf16_master_weights_and_grads", takes=SWITCH),
     Key("bfloat16.*", HONOURED, "old name of bf16"),
     Key("fp16.enabled", HONOURED, "the optimizer updates fp32 copies of fp16 parameters", takes=SWITCH),
     Key("fp16.auto_cast", HONOURED, "casts the inputs of the first layer to fp16", takes=SWITCH),

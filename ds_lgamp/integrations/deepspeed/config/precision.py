@@ -31,9 +31,19 @@ def input_dtype(config: Any) -> torch.dtype | None:
     return torch.float16 if config.float16_config.enabled and config.float16_config.auto_cast else None
 
 
+def has_master_copies(config: Any) -> bool:
+    """Whether the optimizer updates fp32 copies of half-precision parameters, and not these themselves."""
+    return not config.bfloat16_config.bf16_master_weights_and_grads
+
+
 def refuse_precision(config: Any) -> None:
     """Raises ConfigError if the types of a DeepSpeedConfig contradict each other, if the device lacks one, or if
     DeepSpeed would refuse the loss scale later."""
+    if not has_master_copies(config) and not config.bfloat16_config.bf16_optimizer_states:
+        raise ConfigError(
+            "bf16.bf16_master_weights_and_grads is True, but bf16.bf16_optimizer_states is False, and the optimizer's "
+            "state has the type of the weights that it updates; set both"
+        )
     if config.float16_config.enabled and not get_accelerator().is_fp16_supported():
         raise ConfigError(
             f"fp16.enabled is True, but DeepSpeed says that this device ({get_accelerator().device_name()}) has no "

@@ -13,14 +13,19 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.integrations.deepspeed.config.client_optimizer import complaint_about_history
 from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
+    UPDATES_HALF,
     check_elementwise,
     check_optimizer_type,
     check_updates_alone,
     choice_of,
-    known_kind,
     try_out,
 )
-from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype, refuse_cast_parameter, refuse_precision
+from ds_lgamp.integrations.deepspeed.config.precision import (
+    accumulation_dtype,
+    has_master_copies,
+    refuse_cast_parameter,
+    refuse_precision,
+)
 from ds_lgamp.integrations.deepspeed.config.zero import device_of_updates
 from ds_lgamp.integrations.deepspeed.model.construction import DeferredParameter
 from ds_lgamp.integrations.deepspeed.model.experts import is_of_unknown_group
@@ -156,12 +161,19 @@ def refuse_unsupported(config: Any, module: PipelineModule, optimizer: Any) -> N
             refuse_cast_parameter(config, shown_name(module, name), info.dtype)
 
 
-def refuse_overlapped_update(settings: LgampConfig, config: Any, optimizer: Any) -> None:
-    """Raises ConfigError if ``overlap_update`` is set and the optimizer may need to update all chunks at once. What a
-    function makes is checked when it is made."""
-    kind = known_kind(config, optimizer, device_of_updates(config)) if settings.overlap_update else None
-    if kind is not None:
+def refuse_optimizer(settings: LgampConfig, config: Any, kind: type | None) -> None:
+    """Raises ConfigError if an optimizer of ``kind`` may need to update all chunks at once, and ``overlap_update`` is
+    set, or if it would not update bf16 weights as they need it. None is what a function makes: it is checked when it
+    is made."""
+    if kind is None:
+        return
+    if settings.overlap_update:
         check_updates_alone(kind)
+    if not has_master_copies(config) and kind not in UPDATES_HALF:
+        raise ConfigError(
+            f"bf16.bf16_master_weights_and_grads is True, but the optimizer is {kind.__module__}.{kind.__name__}, which is "
+            "not known to update weights in bf16 well; use torch's Adam or AdamW, or remove the key"
+        )
 
 
 def refuse_irreproducible(settings: LgampConfig, config: Any, module: PipelineModule) -> None:

@@ -17,10 +17,10 @@ from ds_lgamp.config import BLOCK, ConfigError, check_compile
 from ds_lgamp.integrations.deepspeed.checkpoint import save_and_load
 from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
     check_elementwise,
-    check_updates_alone,
     choice_of,
 )
 from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype
+from ds_lgamp.integrations.deepspeed.config.run_checks import refuse_optimizer
 from ds_lgamp.integrations.deepspeed.config.zero import check_offloaded, device_of_updates
 from ds_lgamp.integrations.deepspeed.engine.data import OwnData
 from ds_lgamp.integrations.deepspeed.engine.optimizer import PartitionedOptimizer
@@ -130,8 +130,7 @@ class LgampDoor(DeepSpeedEngine):
         check_elementwise(basic_optimizer, self.zero_allow_untested_optimizer(), updating)
         if self.program_spec.offload is not None:
             check_offloaded(self._config, type(basic_optimizer))
-        if self.lgamp.settings.overlap_update:
-            check_updates_alone(type(basic_optimizer))
+        refuse_optimizer(self.lgamp.settings, self._config, type(basic_optimizer))
         return ZERO_OPTIMIZATION
 
     def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer | None) -> PartitionedOptimizer | None:

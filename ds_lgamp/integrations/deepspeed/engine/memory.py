@@ -27,7 +27,11 @@ from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
     choice_of,
     counterpart,
 )
-from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype, parameter_dtype
+from ds_lgamp.integrations.deepspeed.config.precision import (
+    accumulation_dtype,
+    has_master_copies,
+    parameter_dtype,
+)
 from ds_lgamp.integrations.deepspeed.config.zero import Home
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import tensor_group
 from ds_lgamp.optimizers.lamb import Lamb
@@ -206,7 +210,10 @@ def element_bytes(config: Any, update: Update, travel: Travel) -> ElementBytes:
     weights, gradients = parameter_dtype(config), accumulation_dtype(config)
     travelling = config.communication_data_type or gradients
     size = ElementBytes(
-        weights.itemsize, gradients.itemsize, communication=None if travelling == gradients else travelling.itemsize
+        weights.itemsize,
+        gradients.itemsize,
+        communication=None if travelling == gradients else travelling.itemsize,
+        copies_weights=has_master_copies(config),
     )
     state, temporary = (
         None if tensors is None else tensors * size.master

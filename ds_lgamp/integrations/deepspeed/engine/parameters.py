@@ -9,7 +9,7 @@ from deepspeed.runtime.pipe.module import TiedLayerSpec
 from deepspeed.utils.logging import logger
 
 from ds_lgamp.config import ConfigError, LgampConfig
-from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype
+from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype, has_master_copies
 from ds_lgamp.integrations.deepspeed.config.run_checks import refuse_differing_freezing, refuse_irreproducible
 from ds_lgamp.integrations.deepspeed.config.zero import Home, disk_path, on_disk_of
 from ds_lgamp.integrations.deepspeed.engine.optimizer import PartitionedOptimizer
@@ -67,6 +67,7 @@ def policy_of(
         host,
         expert_tensor_group=tensors,
         bus=bus,
+        copies_weights=has_master_copies(config),
     )
 
 

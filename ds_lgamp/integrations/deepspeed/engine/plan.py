@@ -10,14 +10,16 @@ from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.cost.units import Travel
+from ds_lgamp.integrations.deepspeed.config.optimizer_choice import known_kind
 from ds_lgamp.integrations.deepspeed.config.precision import checks_overflow, parameter_dtype
 from ds_lgamp.integrations.deepspeed.config.run_checks import (
     refuse_irreproducible,
-    refuse_overlapped_update,
+    refuse_optimizer,
     refuse_unsupported,
 )
 from ds_lgamp.integrations.deepspeed.config.zero import (
     Home,
+    device_of_updates,
     disk_path,
     hierarchy_of,
     home_of_frozen,
@@ -81,7 +83,7 @@ def plan_training(
     half = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(parameter_dtype(config))
     settings.refuse_needless_rounding(module.num_stages, half)
     refuse_irreproducible(settings, config, module)
-    refuse_overlapped_update(settings, config, optimizer)
+    refuse_optimizer(settings, config, known_kind(config, optimizer, device_of_updates(config)))
     layout = layout_of(settings, module, partition_method)
     if offload is not None:
         offload = share_of_host(config, offload, layout.placement)

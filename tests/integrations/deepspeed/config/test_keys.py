@@ -177,7 +177,7 @@ def test_keys_beside_a_switch_that_is_off_are_not_mentioned(config):
         ),
         ({"zero_optimization": {"zenflow": {}}}, "zero_optimization.zenflow is {}: "),
         ({"weight_quantization": {"num_bits": 4}}, "weight_quantization is {'num_bits': 4}: "),
-        ({"bfloat16": {"bf16_optimizer_states": True}}, "bfloat16.bf16_optimizer_states is True: "),
+        ({"fp16": {"fp16_master_weights_and_grads": True}}, "fp16.fp16_master_weights_and_grads is True: "),
         ({"elasticity": {"enabled": False}}, "elasticity is {'enabled': False}: DeepSpeed has removed it"),
         (
             {"data_types": {"grad_accum_dtype": "int8"}},

@@ -22,6 +22,9 @@ PRECISIONS = {
     "fp32": {},
     "bf16": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
     "checked": {"bf16": {"enabled": True, "check_grad_overflow": True}},
+    "without copies": {
+        "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
+    },
     # The first steps overflow: 2^40 exceeds fp16.
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 40, "loss_scale_window": 2, "hysteresis": 1}},
     "static": {"fp16": {"enabled": True, "loss_scale": 1024}},
@@ -38,6 +41,13 @@ class Run(NamedTuple):
     """The master weights after the last step."""
     states: list[dict]
     """The optimizer's states of the shards."""
+
+
+def trains(case):
+    """Whether DeepSpeed and the engine train so: without copies of weights, from stage 1 on, with Adam and AdamW."""
+    if case["precision"] != "without copies":
+        return True
+    return case["optimizer"] in ("adam", "adamw", "fused") and case.get("stage") != 0
 
 
 def numbers_of_step(engine, step):

@@ -66,12 +66,13 @@ def partition_of(policy: ZeroPolicy, dtype: torch.dtype, tie_group, sharing=None
     return partition
 
 
-def element_of(dtype, gradient_dtype, communication_dtype) -> ElementBytes:
+def element_of(dtype, gradient_dtype, communication_dtype, copies_weights=True) -> ElementBytes:
     """Returns the bytes of an element. None stands for the data type of the weights."""
     return ElementBytes(
         dtype.itemsize,
         (gradient_dtype or dtype).itemsize,
         communication=None if communication_dtype is None else communication_dtype.itemsize,
+        copies_weights=copies_weights,
     )
 
 

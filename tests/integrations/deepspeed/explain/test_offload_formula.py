@@ -31,10 +31,12 @@ from tests.slow import slow_except
 
 __all__ = ["imagined_group"]
 DTYPES = [
-    (torch.float32, None, None),
-    (torch.bfloat16, torch.float32, None),
-    (torch.float16, torch.float32, torch.float16),
+    (torch.float32, None, None, True),
+    (torch.bfloat16, torch.float32, None, True),
+    (torch.float16, torch.float32, torch.float16, True),
+    (torch.bfloat16, torch.float32, None, False),
 ]
+"""Of weights, of gradients that add up and of those that travel; and whether the optimizer updates copies in fp32."""
 KEPT = [(1, False), (2, False), (3, False), (3, True), (3, False, (0, 2)), (3, True, (0,))]
 """ZeRO stage, whether the host holds the parameters, and the chunks of which it holds nothing."""
 
@@ -115,6 +117,7 @@ def compare(
     dtype,
     gradient_dtype,
     communication_dtype,
+    copies_weights,
     sharing=None,
     stores_weights=False,
 ):
@@ -124,6 +127,7 @@ def compare(
     host = Host(bus, HostThread(torch.device("cpu")), offload.parameters, on_device=offload.on_device)
     waits = bus if stores_weights else None
     policy = ZeroPolicy(data_group, stage, gradient_dtype, communication_dtype, host=host, bus=waits)
+    policy = policy._replace(copies_weights=copies_weights)
     partition = partition_of(policy, dtype, tie_group, sharing)
     sizes = SIZES + ([] if sharing is None else sizes_of_experts(data_group.size() // sharing.size()))
     follow(partition, actions, updates)
@@ -138,7 +142,7 @@ def compare(
     with DeviceMemory(weights, bus) as memory:
         follow(partition, actions, updates, memory.look)
     partition.catch_up()
-    element = element_of(dtype, gradient_dtype, communication_dtype)
+    element = element_of(dtype, gradient_dtype, communication_dtype, copies_weights)
     sharding = Sharding(stage, data_group.size())
     formula = rank_memory(actions, sizes, sharding, element, offload=offload)
     label = (spec, data_group.size(), dtype, gradient_dtype, communication_dtype)

@@ -1,0 +1,185 @@
+"""With DeepSpeed's keys for it, the optimizer updates the bf16 weights themselves and keeps its state in bf16: as one
+process with bf16 parameters and torch's optimizer does."""
+
+from itertools import product
+
+import deepspeed
+import pytest
+import torch
+
+from ds_lgamp.config import ConfigError
+from ds_lgamp.cost.memory import held_between_steps
+from ds_lgamp.integrations.deepspeed.engine.memory import element_bytes, sharding_of, unit_sizes, update_of
+from testing.deepspeed_rank import prepare_rank
+from testing.ranks import run_on_ranks
+from tests.integrations.deepspeed.models import (
+    MICRO_BATCHES,
+    Training,
+    build_layers,
+    loss_of,
+    pipeline_module,
+    scaled_weights,
+)
+from tests.integrations.deepspeed.running import batches
+from tests.runtime.assembly import gathered
+from tests.slow import slow_except
+
+TRAINING = Training(blocks=4, tuples=False, steps=4)
+BF16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+KINDS = "Adam", "AdamW"
+OPTIONS = {"lr": 0.01, "eps": 0.001, "weight_decay": 0.0}
+"""A large epsilon: the direction of an update does not depend on the rounding of a small gradient."""
+OFFLOADS = {
+    "device": {},
+    "host": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+}
+
+
+def engine_of(name="AdamW", pipeline_ranks=1, stage=3, home="device", micro_batches=MICRO_BATCHES, bf16=BF16):
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": micro_batches,
+        "optimizer": {"type": name, "params": OPTIONS},
+        "bf16": bf16,
+        "gradient_clipping": 0.0,
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": {"stage": stage, **OFFLOADS[home]},
+        "ds_lgamp": {"chunks_per_rank": 2},
+    }
+    module = pipeline_module(TRAINING, pipeline_ranks)
+    scaled_weights(module.named_parameters())
+    return deepspeed.initialize(model=module, config=config)[0]
+
+
+def plain(name, micro_batches):
+    """Trains in one process. Returns the losses, and the weights by name."""
+    layers, parameters = build_layers(TRAINING)
+    for layer in layers:
+        if isinstance(layer, torch.nn.Module):
+            layer.bfloat16()
+    optimizer, losses = torch.optim.AdamW(parameters.values(), **OPTIONS, fused=True), []
+    for step in range(TRAINING.steps):
+        sums, loss = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in parameters.values()], 0.0
+        for index in range(micro_batches):
+            part = loss_of(layers, step, index) / micro_batches
+            part.backward()
+            loss += part.item()
+            for summed, parameter in zip(sums, parameters.values()):
+                summed += parameter.grad
+            optimizer.zero_grad()
+        for summed, parameter in zip(sums, parameters.values()):
+            parameter.grad = summed.bfloat16()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss)
+    return losses, {key: parameter.detach() for key, parameter in parameters.items()}
+
+
+def train_as_plain(cases, ranks):
+    prepare_rank()
+    for name, pipeline_ranks, stage, home in cases:
+        engine = engine_of(name, pipeline_ranks, stage, home)
+        losses = [engine.train_batch(batches(step, engine)).item() for step in range(TRAINING.steps)]
+        expected, weights = plain(name, MICRO_BATCHES * ranks // pipeline_ranks)
+        case = name, pipeline_ranks, stage, home
+        assert losses == pytest.approx(expected, rel=2e-3), case
+        own = gathered(engine.optimizer.partition, lambda unit: unit.storage.shard)
+        assert own and all(value.dtype == torch.bfloat16 for value in own.values())
+        for key, value in own.items():
+            # Two gradients that round to neighbours may give weights that do.
+            torch.testing.assert_close(value, weights[key], rtol=0.02, atol=0.004, msg=f"{case} {key}")
+        state = engine.optimizer.optimizer.state.values()
+        moments = [value for each in state for value in each.values() if torch.is_tensor(value) and value.dim()]
+        assert moments and all(moment.dtype == torch.bfloat16 for moment in moments), case
+    return len(cases)
+
+
+def train_to_the_bit():
+    prepare_rank()
+    for name, stage, home in product(KINDS, (1, 3), OFFLOADS):
+        engine = engine_of(name, 1, stage, home if stage == 3 else "device", micro_batches=1)
+        losses = [engine.train_batch(batches(step, engine)).item() for step in range(TRAINING.steps)]
+        expected, weights = plain(name, micro_batches=1)
+        assert losses == expected, (name, stage, home)
+        for key, value in gathered(engine.optimizer.partition, lambda unit: unit.master.values).items():
+            assert torch.equal(value, weights[key]), (name, stage, home, key)
+
+
+def test_one_rank_equals_a_plain_loop_to_the_bit():
+    run_on_ranks(1, train_to_the_bit)
+
+
+@pytest.mark.parametrize("ranks", slow_except([2], [2, 4]))
+def test_every_stage_and_layout_trains_like_one_process(ranks):
+    grids = [size for size in (1, 2, 4) if ranks % size == 0]
+    cases = [
+        (name, pipeline_ranks, stage, home)
+        for name, pipeline_ranks, stage, home in product(KINDS, grids, (1, 2, 3), OFFLOADS)
+        if home == "device" or stage == 3
+    ]
+    assert run_on_ranks(ranks, train_as_plain, cases, ranks) == [len(cases)] * ranks
+
+
+def go_on_from(folder):
+    """Saves without copies, and goes on from there at another layout, with copies, and back without."""
+    prepare_rank()
+    found = {}
+    first = engine_of(pipeline_ranks=1, stage=3)
+    for step in range(2):
+        first.train_batch(batches(step, first))
+    first.save_checkpoint(folder, tag="first")
+    places = {"another layout": (2, 1, BF16), "with copies": (1, 3, {"enabled": True}), "without": (1, 3, BF16)}
+    saved = "first"
+    for name, (pipeline_ranks, stage, bf16) in places.items():
+        engine = engine_of(pipeline_ranks=pipeline_ranks, stage=stage, bf16=bf16)
+        engine.load_checkpoint(folder, tag=saved)
+        found[name] = gathered(engine.optimizer.partition, lambda unit: unit.storage.shard)
+        saved = name
+        engine.save_checkpoint(folder, tag=saved)
+    return gathered(first.optimizer.partition, lambda unit: unit.storage.shard), found
+
+
+def test_checkpoints_are_read_at_other_layouts_and_with_copies(tmp_path):
+    for weights, found in run_on_ranks(2, go_on_from, str(tmp_path)):
+        for name, own in found.items():
+            assert own and all(torch.equal(value, weights[key]) for key, value in own.items()), name
+
+
+def count_bytes():
+    prepare_rank()
+    held = {}
+    for copies in (False, True):
+        engine = engine_of(bf16={"enabled": True} if copies else BF16)
+        engine.train_batch(batches(0, engine))
+        size = element_bytes(engine._config, update_of(engine.optimizer.optimizer, None), engine.lgamp.travel)
+        units = unit_sizes(engine.optimizer.partition)
+        told = held_between_steps(units, sharding_of(engine.lgamp.program_spec, engine.lgamp.settings, 1), size)
+        state = engine.optimizer.optimizer.state.values()
+        found = sum(value.nbytes for each in state for value in each.values() if torch.is_tensor(value) and value.dim())
+        own = sum(unit.storage.shard.nbytes for unit in engine.optimizer.partition.units)
+        masters = [unit.master.values for unit in engine.optimizer.partition.units if unit.master.is_copy]
+        assert told == (own, sum(values.nbytes for values in masters), found)
+        held[copies] = sum(told) + size.gradients * sum(unit.parameters for unit in units)
+    elements = sum(unit.parameters for unit in units)
+    return {copies: count / elements for copies, count in held.items()}
+
+
+def test_a_weight_takes_ten_bytes_with_its_gradient_and_moments():
+    """Two for the weight and for each of the moments, four for the gradient, which adds up in fp32. With copies in fp32
+    it takes eight more."""
+    assert run_on_ranks(1, count_bytes) == [{False: 10, True: 18}]
+
+
+def refuse_alone():
+    prepare_rank()
+    alone = {
+        "bf16_master_weights_and_grads": "bf16.bf16_optimizer_states is False.*set both",
+        "bf16_optimizer_states": "requires bf16_master_weights_and_grads",
+    }
+    for key, said in alone.items():
+        with pytest.raises((ConfigError, AssertionError), match=said):
+            engine_of(bf16={"enabled": True, key: True})
+
+
+def test_one_of_the_keys_alone_is_refused():
+    run_on_ranks(1, refuse_alone)
