@@ -17,6 +17,7 @@ from docs import (
     plots,
     policy,
     reference,
+    situations,
     speeds,
     tables,
 )
@@ -29,9 +30,7 @@ from testing.versions.record import page_block as versions_block
 
 BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
-        "peers": tables.peers,
-        "training-slow": partial(tables.fastest, "training_slow"),
-        "training": partial(tables.fastest, "training", parameters=["kept"]),
+        "situations": situations.situations,
     },
     "docs/overview.md": {"quickstart": tables.quickstart, "versions": versions_table},
     "docs/benchmarks.md": {
