@@ -171,8 +171,8 @@ def refuse_optimizer(settings: LgampConfig, config: Any, kind: type | None) -> N
         check_updates_alone(kind)
     if not has_master_copies(config) and kind not in UPDATES_HALF:
         raise ConfigError(
-            f"bf16.bf16_master_weights_and_grads is True, but the optimizer is {kind.__module__}.{kind.__name__}, which is "
-            "not known to update weights in bf16 well; use torch's Adam or AdamW, or remove the key"
+            f"bf16.bf16_master_weights_and_grads is True, but the optimizer is {kind.__module__}.{kind.__name__}, "
+            "which is not known to update weights in bf16 well; use torch's Adam or AdamW, or remove the key"
         )
 
 
