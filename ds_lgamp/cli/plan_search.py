@@ -22,7 +22,7 @@ from ds_lgamp.planner.predict import Prediction, bandwidth_needed, seconds_over_
 from ds_lgamp.planner.runs import Run, read_runs
 from ds_lgamp.planner.search import NothingFits, Plan, best_by_method, reasons, search
 from ds_lgamp.planner.shortest import BUSY, critical_batch, shortest
-from ds_lgamp.planner.work import is_layered, is_quick
+from ds_lgamp.planner.work import is_own, is_quick
 from ds_lgamp.planner.write import OnIslands, why_not, write
 
 DAY = 86400
@@ -183,7 +183,7 @@ def cells(plan: Plan, model: Model, tokens: float | None, shows_host: bool = Fal
     layout[EXPERTS:EXPERTS] = [str(of.expert_ranks)] if model.divided_by else []
     return [
         *layout,
-        ("~" if is_layered(of) and not is_quick(of) else "") + f"{plain(prediction.seconds, 3)} s",
+        ("~" if is_own(of) and not is_quick(of) else "") + f"{plain(prediction.seconds, 3)} s",
         f"{prediction.mfu:.1%}",
         f"{prediction.bubble / prediction.seconds:.1%}",
         f"{network / prediction.seconds:.1%}",

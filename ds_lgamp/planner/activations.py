@@ -36,6 +36,11 @@ tensor, and so are their gradients. They need w h f for each expert beside one g
 that for gates, when two of the values of w f are gone. Or, when results are weighted, three gradients of w h for each
 visit. Attention by several operations needs two tensors of scores, when the feed-forward part keeps nothing any more.
 
+**Two parts** of a backward (:mod:`ds_lgamp.runtime.split_backward`): the first one makes no gradients of weights. It
+leaves the inputs of a layer's matrices and the gradients of their results: w (4 h + 2 q + 2 k) per token, and w f for
+each matrix of the feed-forward part. A head in pieces leaves nothing. Layers that tensor-parallel ranks share, and
+experts, are not counted, because they compute both parts at once.
+
 **Embedding**: keeps nothing. Its gradient takes w h V at the end of the backward.
 
 **Head and loss**, bytes per token: the last norm as above. The logits are w V, and in 16 bits they have a copy of 4 V.
@@ -95,6 +100,12 @@ class LayerBytes:
     """The most that the backward needs beyond ``kept``."""
     making: int
     """The most that the forward needs beyond ``kept``."""
+    waiting: int = 0
+    """Of a backward that has two parts: what the first one leaves for the second."""
+    first_part: int = 0
+    """The most that the first part needs beyond ``kept``."""
+    second_part: int = 0
+    """The most that the second part needs beyond what waits, if the layer is the first one of its chunk."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +120,9 @@ class EndBytes:
     """Peak of the forward beyond ``kept``."""
     backward: int
     """Peak of the backward beyond ``kept``."""
+    waiting: int = 0
+    """Of a backward that has two parts: what the head's product leaves for the second one. In pieces, the head computes
+    both parts at once."""
 
 
 class _Part(NamedTuple):
@@ -135,6 +149,9 @@ def layer_bytes(model: Model, micro_batch: int, tensor_ranks: int, software: Sof
     result = w * hidden * tokens // parts
     # Matrices need all of the sequence, forward and backward, and keep a part.
     gathered = w * hidden * tokens if parts > 1 else 0
+    queries, keys = model.attention_heads * model.head_size, model.key_value_heads * model.head_size
+    in_attention = 2 * hidden + 2 * queries + 2 * keys
+    size, (_, gradients, _) = model.feed_forward_size, _values(model, software)
     return LayerBytes(
         result,
         between + attention.kept + wide.kept,
@@ -142,6 +159,10 @@ def layer_bytes(model: Model, micro_batch: int, tensor_ranks: int, software: Sof
         # The backward of the attention begins when the feed-forward part keeps nothing any more.
         max(wide.working, attention.working - wide.kept) + gathered,
         max(3 * result, wide.making, attention.making - wide.kept),
+        waiting=w * (in_attention + 2 * hidden + model.matrices * size) * tokens,
+        first_part=w * gradients * size * tokens,
+        # The second part begins with the attention, and frees what a product has needed.
+        second_part=w * hidden * max(queries + 2 * keys, size - in_attention * tokens // hidden),
     )
 
 
@@ -181,6 +202,7 @@ def end_bytes(model: Model, micro_batch: int, tensor_ranks: int, software: Softw
         kept=before_loss + single,
         forward=forward,
         backward=max(loss_backward, at_matrix),
+        waiting=whole + logits,
     )
 
 
@@ -191,21 +213,26 @@ def chunk_bytes(
     is_first: bool,
     is_last: bool,
     recompute: bool,
+    split: bool = False,
 ) -> ChunkBytes:
     """Returns the bytes of one micro-batch on a chunk.
 
     Args:
         layers: a layer of every kind, in the order of the kinds.
         counts: how many layers of each kind the chunk has.
+        split: whether its backward has two parts.
     """
     own = [(count, layer) for count, layer in zip(counts, layers) if count]
     kept = sum(count * layer.kept for count, layer in own) + (ends.kept if is_last else 0)
     result, freed = own[0][1].result, ends.kept if is_last else 0
     beyond, making = [], own[-1][1].making - freed
+    waiting, second_part = ends.waiting if is_last and split else 0, own[0][1].second_part if split else 0
     for count, layer in reversed(own):
         # The backward of a kind begins when later layers keep nothing any more.
-        beyond.append(layer.working - freed)
+        beyond.append((layer.first_part if split else layer.working) + waiting - freed)
         freed += count * layer.kept
+        waiting += count * layer.waiting if split else 0
+    beyond += [waiting - freed] if split else []
     beyond += [ends.backward] if is_last else []
     beyond += [ends.embedding - kept] if is_first else []
     # The formula of memory.py counts a copy of the input, which the first layer keeps or frees.
@@ -213,12 +240,14 @@ def chunk_bytes(
     passed_on = 0 if is_last else result
     if not recompute:
         forward = kept + (max(ends.forward, making) if is_last else making) - of_input
-        return ChunkBytes(passed_on, forward, max(beyond), saved=kept)
+        return ChunkBytes(passed_on, forward, max(beyond), kept, waiting=waiting, second_part=second_part)
     forward = max(layer.forward for _, layer in own)
     return ChunkBytes(
         passed_on,
         max(forward, ends.kept + ends.forward) if is_last else forward,
         kept + max(*beyond, making) - of_input,
+        waiting=waiting,
+        second_part=second_part,
     )
 
 

@@ -14,7 +14,7 @@ access to each other's memory: each byte crosses the bus twice. Its host, price 
 512 GB and 8 channels of DDR4-3200.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from math import ceil, inf, nan
 from pathlib import Path
@@ -276,3 +276,16 @@ def with_part(cluster: Cluster, gpus: int | None, host_memory: str | None) -> Cl
         return cluster
     own = parse_quantity("--host-memory", host_memory, "bytes") / cluster.gpus_per_node
     return replace(cluster, host=replace(cluster.host, memory=own))
+
+
+def parts_of(cluster: Cluster) -> Iterator[Cluster]:
+    """Yields the cluster, half of its nodes, a quarter, and so on; of one node, parts of its GPUs."""
+    nodes, gpus = cluster.nodes, cluster.gpus_per_node
+    while True:
+        yield replace(cluster, nodes=nodes, gpus_per_node=gpus)
+        if nodes > 1 and nodes % 2 == 0:
+            nodes //= 2
+        elif nodes == 1 and gpus > 1 and gpus % 2 == 0:
+            gpus //= 2
+        else:
+            return

@@ -12,8 +12,8 @@ from ds_lgamp.schedule.orders import default_placement
 from ds_lgamp.schedule.placement import Placement, place_chunks, split_by_speed, split_evenly
 from ds_lgamp.schedule.spec import ActivationType, Hierarchy, Offload, ProgramSpec
 
-PLANNED = ("layered", "interleaved_1f1b", "1f1b", "gpipe")
-"""The schedules whose time and memory the planner predicts: those that its closed form knows."""
+PLANNED = ("layered", "interleaved_1f1b", "1f1b", "gpipe", "zbv")
+"""The schedules whose time and memory the planner predicts."""
 RECOMPUTE = ("full", "none")
 OFFLOAD = (None, "optimizer", "parameters")
 _BITS = {"weight_bits": (None, 8), "gradient_bits": (None, 8, 4), "activation_dtype": (None, "fp8")}
@@ -62,6 +62,9 @@ class Configuration:
     stores_weights: bool = False
     """Whether gathered weights wait on the host for their next use in the step, under the layered schedule at stage 3.
     """
+    split_backward: int = 0
+    """How many backwards of a pipeline rank may wait for their second part; 0 if every backward is whole. This
+    project's engine alone has two parts, under every schedule."""
     speeds: tuple[float, ...] = ()
     """The relative speed of each pipeline rank, by which they share layers; empty if all have equally many."""
     expert_ranks: int = 1
@@ -108,6 +111,7 @@ class Configuration:
             raise ValueError(
                 "stores_weights is True, which this project's layered schedule has, with zero_stage 3; use both"
             )
+        self._refuse_second_parts()
         if self.data_ranks % self.expert_ranks:
             raise ValueError(
                 f"expert_ranks is {self.expert_ranks}, which does not divide the {self.data_ranks} data_ranks; use a "
@@ -131,6 +135,24 @@ class Configuration:
                 "data_ranks that is neither 1 nor all of them"
             )
         self._refuse_rounding()
+
+    def _refuse_second_parts(self) -> None:
+        """Raises ValueError if backwards shall have two parts where no engine has them, or where that gains nothing."""
+        if not self.split_backward:
+            return
+        count("split_backward", self.split_backward)
+        for field, wrong, why in (
+            ("micro_batch_outer", self.micro_batch_outer, "stock DeepSpeed does not know"),
+            ("pipeline_ranks", self.pipeline_ranks == 1, "fills waits for other pipeline ranks"),
+            ("tensor_ranks", self.tensor_ranks > 1, "gains nothing in layers of Megatron-core, which such ranks share"),
+            ("offload", self.offload is not None, "is not planned beside it"),
+            ("stores_inputs", self.stores_inputs, "is not planned beside it"),
+        ):
+            if wrong:
+                raise ValueError(
+                    f"split_backward is {self.split_backward}, which {why}, but {field} is {getattr(self, field)!r}; "
+                    "use 0"
+                )
 
     def _refuse_rounding(self) -> None:
         """Raises ValueError if something shall travel rounded that the engine does not round."""
@@ -193,8 +215,10 @@ class Configuration:
 
     @property
     def takes_clock(self) -> bool:
-        """Whether the closed form does not know the step: it knows neither hierarchical shards nor the host."""
-        return self.hierarchy is not None or self.uses_host or self.stores_weights
+        """Whether the closed form does not know the step: it knows neither hierarchical shards nor the host, nor
+        backwards in two parts, nor a vee."""
+        in_parts = self.split_backward > 0 or self.schedule == "zbv"
+        return self.hierarchy is not None or self.uses_host or self.stores_weights or in_parts
 
     @cached_property
     def placement(self) -> Placement:
@@ -223,6 +247,7 @@ class Configuration:
             stores_inputs=self.stores_inputs,
             stores_weights=self.stores_weights,
             recomputes=self.recompute == "full",
+            split_backward=self.split_backward,
         )
 
     @property
@@ -274,6 +299,7 @@ def method_of(configuration: Configuration) -> str:
     words += [f"{of.weight_bits}-bit weights"] if of.weight_bits else []
     words += [f"{of.gradient_bits}-bit gradients"] if of.gradient_bits else []
     words += [f"{of.activation_dtype} hidden states"] if of.activation_dtype else []
+    words += ["backwards in two parts"] if of.split_backward else []
     return ", ".join(words)
 
 

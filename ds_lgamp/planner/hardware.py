@@ -49,6 +49,8 @@ class Seconds:
 
     forward: float
     backward: float
+    weights: float = 0.0
+    """The part of the backward that computes gradients of the weights of matrix products, which may run later."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,9 @@ class Compute:
         forward = products + attention + self._moved(moved + score_bytes[0] * unfused)
         # A fused kernel computes the scores again in the backward.
         backward = 2 * products + (2.5 if fused_attention else 2.0) * attention
-        backward += self._moved(2 * moved + score_bytes[1] * unfused + ACCUMULATION_BYTES * weights)
-        return Seconds(self._launched(forward, KERNELS), self._launched(backward, 2 * KERNELS))
+        accumulated = self._moved(ACCUMULATION_BYTES * weights)
+        backward += self._moved(2 * moved + score_bytes[1] * unfused) + accumulated
+        return self._seconds(forward, backward, products + accumulated, 2 * KERNELS)
 
     def _feed_forward(self, model: Model, tokens: int, tensor_ranks: int) -> tuple[float, float]:
         """Returns the seconds of the products of a layer's feed-forward part, and how many values they read or write
@@ -105,8 +108,15 @@ class Compute:
         product = self._product(tokens, model.hidden_size, words)
         weights = words * model.hidden_size
         forward = product + self._moved(LOSS_BYTES * tokens * words)
-        backward = 2 * product + self._moved(LOSS_BACKWARD_BYTES * tokens * words + ACCUMULATION_BYTES * weights)
-        return Seconds(self._launched(forward, KERNELS), self._launched(backward, KERNELS))
+        later = product + self._moved(ACCUMULATION_BYTES * weights)
+        backward = product + self._moved(LOSS_BACKWARD_BYTES * tokens * words) + later
+        return self._seconds(forward, backward, later, KERNELS)
+
+    def _seconds(self, forward: float, backward: float, later: float, kernels: int) -> Seconds:
+        """Returns the seconds with the launches of a forward, and of a backward of so many ``kernels``. ``later`` is
+        the part of the backward for weights of matrix products, which takes its share of the launches."""
+        launched = self._launched(backward, kernels)
+        return Seconds(self._launched(forward, KERNELS), launched, launched * later / backward)
 
     def embedding(self, model: Model, sequences: int, tensor_ranks: int) -> Seconds:
         """Returns the seconds of the embedding."""

@@ -3,9 +3,11 @@
 The formula follows the program of a rank, so a search asks first for :func:`least`, which needs no program.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from heapq import heapify, heappop, heappush
+from itertools import takewhile
 from typing import NamedTuple
 
 from ds_lgamp.cost.activations import ActivationBytes, ChunkBytes
@@ -14,7 +16,7 @@ from ds_lgamp.cost.traffic import narrow_bytes
 from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize, aligned
 from ds_lgamp.planner.activations import Software, chunk_bytes, end_bytes, layer_bytes, share
 from ds_lgamp.planner.cluster import Cluster
-from ds_lgamp.planner.configuration import Configuration
+from ds_lgamp.planner.configuration import Configuration, describe
 from ds_lgamp.planner.model import Model
 from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.orders import chunks_of
@@ -69,7 +71,8 @@ def units_of(model: Model, configuration: Configuration, rank: int) -> list[Unit
     if users:
         # The engine ties everything that precedes and follows the layers.
         tied = aligned(sum(ends.values()))
-        units.append(UnitSize(tied, tied, tuple(users), tied=True, copies=min(2, configuration.pipeline_ranks)))
+        copies = len({configuration.placement[chunk] for chunk in ends})
+        units.append(UnitSize(tied, tied, tuple(users), tied=True, copies=copies))
     return units
 
 
@@ -80,7 +83,10 @@ def chunk_bytes_of(model: Model, configuration: Configuration, software: Softwar
     ends, of_kinds = end_bytes(model, *sizes), [layer_bytes(kind, *sizes) for _, kind in model.kinds]
     last, spec = configuration.chunks - 1, configuration.spec
     layers = configuration.kinds_of_chunks(model)
-    sorts = [(layers[chunk], chunk == 0, chunk == last, chunk in spec.recomputed_chunks) for chunk in range(last + 1)]
+    sorts = [
+        (layers[chunk], chunk == 0, chunk == last, chunk in spec.recomputed_chunks, chunk in spec.split_chunks)
+        for chunk in range(last + 1)
+    ]
     made = {sort: chunk_bytes(of_kinds, ends, *sort) for sort in set(sorts)}
     if configuration.activation_dtype is not None:
         for sort, whole in made.items():
@@ -275,9 +281,10 @@ def _by_program(model: Model, configuration: Configuration, software: Software, 
 def _ranks(model: Model, configuration: Configuration) -> list[int]:
     """Returns the pipeline ranks among which one needs most. Those between rank 1 and the last one store fewer inputs
     than rank 1, and have no more layers unless speeds share them. Where the first layers of the model have no experts,
-    the first rank with most layers that have some is another one."""
+    the first rank with most layers that have some is another one. As a vee, and with backwards in two parts, it may be
+    any rank."""
     ranks = range(configuration.pipeline_ranks)
-    if configuration.speeds:
+    if configuration.speeds or configuration.schedule == "zbv" or configuration.split_backward:
         return list(ranks)
     found = {0, min(1, ranks[-1]), ranks[-1]}
     if model.dense_layers:
@@ -298,3 +305,39 @@ def batch_bytes(model: Model, configuration: Configuration, software: Software) 
     per_token += 2 * w * (model.rotary_size or model.head_size)
     masks = w * model.attention_masks * model.sequence_length**2 * configuration.micro_batch
     return per_token * model.sequence_length * configuration.micro_batches + masks * configuration.under_way
+
+
+def ascending(model: Model, configurations: Sequence[Configuration]) -> Iterator[Configuration]:
+    """Yields ``configurations`` in the order of their memory. Follows the program of one only where :func:`least` does
+    not show that others need less."""
+    heap = [(least(model, one), number, False) for number, one in enumerate(configurations)]
+    heapify(heap)
+    while heap:
+        _, number, is_followed = heappop(heap)
+        if is_followed:
+            yield configurations[number]
+        else:
+            heappush(heap, (memory(model, configurations[number]).total, number, True))
+
+
+def lacking(model: Model, cluster: Cluster, tried: Sequence[Configuration]) -> str:
+    """Returns a sentence about what the configuration of those ``tried`` lacks that needs least. None of them fits."""
+    by_memory = ascending(model, tried)
+    configuration = next(by_memory)
+    if memory(model, configuration).missing(cluster) == 0:
+        # The GPUs have enough for this one and maybe for others, but the hosts do not.
+        others = {configuration, *takewhile(lambda one: memory(model, one).missing(cluster) == 0, by_memory)}
+        configuration = min((one for one in tried if one in others), key=lambda one: memory(model, one).host)
+    needed = memory(model, configuration)
+    kind, most = max(needed.kinds.items(), key=lambda item: item[1])
+    smallest, beyond = f"nothing fits: the smallest configuration ({describe(configuration)}) needs", "than there are"
+    if needed.missing(cluster) == 0:
+        return (
+            f"{smallest} {needed.host / 1e9:.3g} GB on the host for each GPU, "
+            f"{(needed.host - cluster.host.memory) / 1e9:.3g} GB more {beyond}. Use more GPUs, hosts with more "
+            "memory, or a smaller model"
+        )
+    return (
+        f"{smallest} {needed.total / 1e9:.3g} GB per GPU, {needed.missing(cluster) / 1e9:.3g} GB more {beyond}; most "
+        f"is {kind.replace('_', ' ')} with {most / 1e9:.3g} GB. Use more GPUs, or a smaller model, batch or sequence"
+    )

@@ -10,7 +10,7 @@ from ds_lgamp.planner.cluster import Cluster
 from ds_lgamp.planner.configuration import Configuration
 from ds_lgamp.planner.hardware import Seconds
 from ds_lgamp.planner.model import Model
-from ds_lgamp.planner.work import Work, exact_seconds, is_layered, total
+from ds_lgamp.planner.work import Work, exact_seconds, is_layered, is_own, total
 from ds_lgamp.schedule.closed_form import Shape, step_time
 from ds_lgamp.schedule.costs import Durations
 from ds_lgamp.schedule.program import build_timed_program
@@ -56,6 +56,32 @@ class Prediction:
         return sum(self.parts.values())
 
 
+PARTS = {
+    "compute": "computing",
+    "tensor_parallel": "tensor-parallel collectives",
+    "expert_parallel": "all-to-alls of tokens",
+    "bubble": "the bubble",
+    "messages": "messages between pipeline ranks",
+    "data_parallel": "reductions of gradients",
+    "gathers": "gathers of parameters",
+    "bus": "transfers between host and GPU",
+    "optimizer": "the optimizer",
+}
+"""What the parts of a prediction are called in a sentence."""
+
+
+def limit(prediction: Prediction) -> str:
+    """Returns a sentence about what limits a step."""
+    parts = dict(prediction.parts)
+    compute = parts.pop("compute")
+    name = max(parts, key=lambda part: parts[part])
+    seconds = prediction.seconds
+    return (
+        f"A step computes for {compute / seconds:.0%} of its time, at an MFU of {prediction.mfu:.0%}; what costs most "
+        f"beside it is {PARTS[name]} with {parts[name] / seconds:.1%}."
+    )
+
+
 def scaled(prediction: Prediction, seconds: float) -> Prediction:
     """Returns a prediction of so many ``seconds``, with the same shares of its parts."""
     ratio = seconds / prediction.seconds
@@ -86,17 +112,19 @@ class _Stage:
 def predict(model: Model, cluster: Cluster, configuration: Configuration, on_clock: bool = False) -> Prediction:
     """Predicts a step of ``model`` on ``cluster``.
 
-    With ``on_clock``, or with hierarchical shards or offloading, a layered step is run action by action, and takes
-    :func:`ds_lgamp.planner.work.exact_seconds`. Otherwise a formula assumes equal chunks and ranks.
+    With ``on_clock``, or where the closed form does not know the step (``Configuration.takes_clock``), a step of
+    ds_lgamp is run action by action, and takes :func:`ds_lgamp.planner.work.exact_seconds`. Otherwise a formula assumes
+    equal chunks and ranks.
 
-    Raises ValueError if the configuration needs more GPUs than there are, or if tensor ranks or layers do not divide.
+    Raises ValueError if the configuration needs more GPUs than there are, if tensor ranks or layers do not divide, or
+    if the model gains nothing by a vee or by backwards in two parts.
     """
     _check(model, cluster, configuration)
     work = Work(model, cluster, configuration)
     stages = _stages(work)
     slowest = max(stages, key=lambda stage: stage.seconds)
     micro_batches = configuration.micro_batches
-    on_clock = is_layered(configuration) and (on_clock or configuration.takes_clock)
+    on_clock = is_own(configuration) and (on_clock or configuration.takes_clock)
     waits = _clocked_waits if on_clock else _layered_waits if is_layered(configuration) else _stock_waits
     update = work.compute.update(max(configuration.part(stage.parameters, stage.experts) for stage in stages))
     parts = {
@@ -131,6 +159,16 @@ def _check(model: Model, cluster: Cluster, configuration: Configuration) -> None
     tensor_ranks = configuration.tensor_ranks
     if model.attention_heads % tensor_ranks:
         raise ValueError(f"tensor_ranks is {tensor_ranks}; it must divide the {model.attention_heads} attention_heads")
+    if configuration.schedule == "zbv" and model.tied_embeddings:
+        raise ValueError(
+            f"schedule is 'zbv', which has both ends of the model on one pipeline rank, but those of {model.name} are "
+            "tied; use another schedule"
+        )
+    if configuration.split_backward and model.experts > 1:
+        raise ValueError(
+            f"split_backward is {configuration.split_backward}, but the experts of {model.name} compute both parts of "
+            "a backward at once; use 0"
+        )
 
 
 def _stages(work: Work) -> list[_Stage]:
@@ -310,8 +348,8 @@ def seconds_over_bandwidth(
     model: Model, cluster: Cluster, configuration: Configuration, bandwidths: Sequence[float]
 ) -> list[float]:
     """Returns the seconds of a step for each bandwidth of the network cards between nodes, in bytes per second: of a
-    layered step by the clock, as plans have them, or by the formula if it is long."""
-    on_clock = is_layered(configuration) and configuration.computes <= MOST_CLOCKED_COMPUTES
+    step of ds_lgamp by the clock, as plans have them, or by the formula if it is long."""
+    on_clock = is_own(configuration) and configuration.computes <= MOST_CLOCKED_COMPUTES
 
     def seconds(bandwidth: float) -> float:
         changed = with_bandwidth(cluster, bandwidth)

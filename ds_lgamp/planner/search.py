@@ -3,17 +3,24 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from heapq import heapify, heappop, heappush
 from itertools import islice, takewhile
 from math import inf
 from typing import TypeVar
 
-from ds_lgamp.planner.candidates import Bound, candidates, gathers_again, ways_to_offload, ways_to_round, with_room
-from ds_lgamp.planner.cluster import Cluster
-from ds_lgamp.planner.configuration import Configuration, describe, method_of
-from ds_lgamp.planner.memory import ConfigurationMemory, fits, least, memory
+from ds_lgamp.planner.candidates import (
+    Bound,
+    candidates,
+    gathers_again,
+    ways_to_offload,
+    ways_to_round,
+    ways_to_split,
+    with_room,
+)
+from ds_lgamp.planner.cluster import Cluster, parts_of
+from ds_lgamp.planner.configuration import Configuration, method_of
+from ds_lgamp.planner.memory import ConfigurationMemory, ascending, fits, lacking, memory
 from ds_lgamp.planner.model import Model
-from ds_lgamp.planner.predict import Prediction, predict, scaled
+from ds_lgamp.planner.predict import PARTS, Prediction, limit, predict, scaled
 from ds_lgamp.planner.work import exact_seconds, is_quick
 from ds_lgamp.schedule.spec import Hierarchy
 
@@ -79,15 +86,16 @@ def search(
     if objective == "memory":
         plans = looks.by_memory(best)
     else:
-        for part in _parts(cluster) if objective == "cost" else [cluster]:
+        for part in parts_of(cluster) if objective == "cost" else [cluster]:
             plans += replace(looks, cluster=part).by_bound()
     if not plans:
-        raise NothingFits(_why_nothing_fits(model, cluster, sequences, looks.tried))
+        raise NothingFits(looks.why_nothing_fits())
     plans.sort(key=_RANK[objective])
     plans += looks.with_nodes(plans) + looks.with_copies(plans)
     plans += looks.with_rounding(sorted(plans, key=_RANK[objective]))
     if objective != "memory":
         plans = looks.on_the_clock(sorted(plans, key=_RANK[objective]))
+        plans += looks.with_second_parts(plans)
     different = distinct(sorted(plans, key=_RANK[objective]))
     others = [plan for plan in best_by_method(different).values() if plan not in different[:best]]
     return sorted(map(looks.with_parts, different[:best] + others), key=_RANK[objective])
@@ -114,6 +122,8 @@ FAR_BEHIND = 2.5
 links, the formula gives 0.5 to 1.2 times the clock's seconds."""
 MOST_CLOCKED = 400_000
 """Forwards and backwards that a search runs on the clock, which takes it about three seconds."""
+MOST_IN_PARTS = 200_000
+"""The same of plans whose backwards have two parts. Their programs take longer to build."""
 
 
 @dataclass(frozen=True)
@@ -166,14 +176,14 @@ class _Search:
         self.tried.extend(in_memory)
         plans = []
         for method in dict.fromkeys(map(method_of, in_memory)):
-            ascending = _ascending(self.model, [one for one in in_memory if method_of(one) == method])
-            that_fit = takewhile(lambda one: memory(self.model, one).fits(self.cluster), ascending)
+            by_memory = ascending(self.model, [one for one in in_memory if method_of(one) == method])
+            that_fit = takewhile(lambda one: memory(self.model, one).fits(self.cluster), by_memory)
             plans += [self._predicted(one) for one in islice(that_fit, _SIMILAR * best)]
         if not self.offload:
             return plans
 
         def ways() -> Iterator[tuple[Configuration, Configuration]]:
-            return ((one, way) for one in _ascending(self.model, in_memory) for way in ways_to_offload(one))
+            return ((one, way) for one in ascending(self.model, in_memory) for way in ways_to_offload(one))
 
         return plans + self._on_host(ways)
 
@@ -256,11 +266,47 @@ class _Search:
             clocked.append(plan)
         return clocked
 
+    def with_second_parts(self, plans: Sequence[Plan]) -> list[Plan]:
+        """Returns plans with backwards in two parts, as far as they fit, and are by the clock the fastest ones with so
+        many ranks of each kind and such micro-batches. ``plans`` are all others.
+
+        What does not wait for other pipeline ranks remains, so plans with the least of that come first.
+        """
+        found, left = [], MOST_IN_PARTS
+        fastest: dict[tuple, float] = {}
+        for plan in plans:
+            ranks = _ranks(plan.configuration)
+            fastest[ranks] = min(plan.prediction.seconds, fastest.get(ranks, inf))
+        for plan in sorted(plans, key=_without_waits):
+            ranks = _ranks(plan.configuration)
+            for ways in ways_to_split(self.model, plan.configuration):
+                for way in filter(self.suits, ways):
+                    if _without_waits(plan) >= fastest[ranks] or way.computes > left:
+                        break
+                    left -= way.computes
+                    seconds = exact_seconds(self.model, self.cluster, way)
+                    if seconds >= fastest[ranks]:
+                        break
+                    if self._fits(way):
+                        fastest[ranks] = seconds
+                        found.append(self._plan(way, scaled(plan.prediction, seconds)))
+                        break
+        return found
+
     def with_parts(self, plan: Plan) -> Plan:
         """Returns the plan with the clock's seconds of each part of the step, if the clock knows it."""
-        if not _is_by_formula(plan.configuration):
+        if not _is_by_formula(plan.configuration) and not plan.configuration.split_backward:
             return plan
         return replace(plan, prediction=predict(self.model, self.cluster, plan.configuration, on_clock=True))
+
+    def why_nothing_fits(self) -> str:
+        """Returns a sentence about what is missing, after a search that has found nothing."""
+        if not self.tried:
+            return (
+                f"batch_size is {self.sequences}: no layout of {self.cluster.gpus} GPUs with at most "
+                f"{self.model.layers} pipeline ranks divides it evenly; use a multiple of a divisor of the GPUs"
+            )
+        return lacking(self.model, self.cluster, self.tried)
 
     def _candidates(self) -> list[Configuration]:
         return [one for one in candidates(self.model, self.cluster, self.sequences) if self.suits(one)]
@@ -276,46 +322,6 @@ class _Search:
         return Plan(configuration, prediction, memory(self.model, configuration), self.cluster.price)
 
 
-def _ascending(model: Model, configurations: Sequence[Configuration]) -> Iterator[Configuration]:
-    """Yields ``configurations`` in the order of their memory. Follows the program of one only where :func:`least` does
-    not show that others need less."""
-    heap = [(least(model, one), number, False) for number, one in enumerate(configurations)]
-    heapify(heap)
-    while heap:
-        _, number, is_followed = heappop(heap)
-        if is_followed:
-            yield configurations[number]
-        else:
-            heappush(heap, (memory(model, configurations[number]).total, number, True))
-
-
-def _why_nothing_fits(model: Model, cluster: Cluster, sequences: int, tried: Sequence[Configuration]) -> str:
-    if not tried:
-        return (
-            f"batch_size is {sequences}: no layout of {cluster.gpus} GPUs with at most {model.layers} pipeline ranks "
-            "divides it evenly; use a multiple of a divisor of the GPUs"
-        )
-    ascending = _ascending(model, tried)
-    configuration = next(ascending)
-    if memory(model, configuration).missing(cluster) == 0:
-        # The GPUs have enough for this one and maybe for others, but the hosts do not.
-        others = {configuration, *takewhile(lambda one: memory(model, one).missing(cluster) == 0, ascending)}
-        configuration = min((one for one in tried if one in others), key=lambda one: memory(model, one).host)
-    needed = memory(model, configuration)
-    kind, most = max(needed.kinds.items(), key=lambda item: item[1])
-    smallest, lacking = f"nothing fits: the smallest configuration ({describe(configuration)}) needs", "than there are"
-    if needed.missing(cluster) == 0:
-        return (
-            f"{smallest} {needed.host / 1e9:.3g} GB on the host for each GPU, "
-            f"{(needed.host - cluster.host.memory) / 1e9:.3g} GB more {lacking}. Use more GPUs, hosts with more "
-            "memory, or a smaller model"
-        )
-    return (
-        f"{smallest} {needed.total / 1e9:.3g} GB per GPU, {needed.missing(cluster) / 1e9:.3g} GB more {lacking}; most "
-        f"is {kind.replace('_', ' ')} with {most / 1e9:.3g} GB. Use more GPUs, or a smaller model, batch or sequence"
-    )
-
-
 def _is_by_formula(of: Configuration) -> bool:
     """Whether a search has predicted by the formula what the clock is quick with."""
     return is_quick(of) and not of.takes_clock
@@ -327,7 +333,16 @@ def distinct(plans: Sequence[Plan]) -> list[Plan]:
 
 
 def _layout(of: Configuration) -> tuple:
-    return method_of(of), of.data_ranks, of.pipeline_ranks, of.tensor_ranks, of.micro_batch
+    return method_of(of), *_ranks(of)
+
+
+def _ranks(of: Configuration) -> tuple:
+    return of.data_ranks, of.pipeline_ranks, of.tensor_ranks, of.micro_batch
+
+
+def _without_waits(plan: Plan) -> float:
+    """Returns the seconds of a step in which no pipeline rank waits for another one."""
+    return plan.prediction.seconds - plan.prediction.bubble - plan.prediction.messages
 
 
 def best_by_method(plans: Sequence[Plan]) -> dict[str, Plan]:
@@ -350,33 +365,6 @@ _RANK: dict[str, Callable[[Plan], tuple[float, float]]] = {
 }
 
 
-def _parts(cluster: Cluster) -> Iterator[Cluster]:
-    """Yields the cluster, half of its nodes, a quarter, and so on; of one node, parts of its GPUs."""
-    nodes, gpus = cluster.nodes, cluster.gpus_per_node
-    while True:
-        yield replace(cluster, nodes=nodes, gpus_per_node=gpus)
-        if nodes > 1 and nodes % 2 == 0:
-            nodes //= 2
-        elif nodes == 1 and gpus > 1 and gpus % 2 == 0:
-            gpus //= 2
-        else:
-            return
-
-
-PARTS = {
-    "compute": "computing",
-    "tensor_parallel": "tensor-parallel collectives",
-    "expert_parallel": "all-to-alls of tokens",
-    "bubble": "the bubble",
-    "messages": "messages between pipeline ranks",
-    "data_parallel": "reductions of gradients",
-    "gathers": "gathers of parameters",
-    "bus": "transfers between host and GPU",
-    "optimizer": "the optimizer",
-}
-"""What the parts of a prediction are called in a sentence."""
-
-
 def reasons(plans: Sequence[Plan]) -> list[str]:
     """Returns a sentence about what sets the fastest plan apart from the best plan of another method, if there is one,
     and a sentence about what limits it.
@@ -386,7 +374,7 @@ def reasons(plans: Sequence[Plan]) -> list[str]:
     """
     best, *others = best_by_method(plans).values()
     sentences = [_against(best, others[0])] if others else []
-    return [*sentences, _limit(best)]
+    return [*sentences, limit(best.prediction)]
 
 
 def _against(best: Plan, other: Plan) -> str:
@@ -402,15 +390,4 @@ def _against(best: Plan, other: Plan) -> str:
     return (
         f"{best.method} takes {gained:.0%} less time than the best plan with {other.method}, above all "
         f"because {PARTS[name]} {verb} {mine[name]:.3g} s of a step instead of {theirs[name]:.3g} s."
-    )
-
-
-def _limit(best: Plan) -> str:
-    parts = dict(best.prediction.parts)
-    compute = parts.pop("compute")
-    name = max(parts, key=lambda part: parts[part])
-    seconds = best.prediction.seconds
-    return (
-        f"A step computes for {compute / seconds:.0%} of its time, at an MFU of {best.prediction.mfu:.0%}; what costs "
-        f"most beside it is {PARTS[name]} with {parts[name] / seconds:.1%}."
     )

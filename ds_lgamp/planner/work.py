@@ -2,12 +2,12 @@
 form assumes equal ranks."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from ds_lgamp.cost.units import aligned, packed_bytes
-from ds_lgamp.planner.activations import layer_bytes
+from ds_lgamp.planner.activations import end_bytes, layer_bytes
 from ds_lgamp.planner.cluster import Cluster, Efficiency
 from ds_lgamp.planner.configuration import Configuration
 from ds_lgamp.planner.hardware import ELEMENT, Compute, Group, Network, Seconds, group_of, network_of
@@ -111,9 +111,13 @@ class Work:
     def ends(self) -> tuple[End, End]:
         model, sequences, tensor_ranks = self.model, self.configuration.micro_batch, self.configuration.tensor_ranks
         words = 0.0 if model.tied_embeddings and not self._ends_lie_apart else model.vocabulary_size * model.hidden_size
+        head = self.compute.head(model, sequences, tensor_ranks)
+        if not end_bytes(model, sequences, tensor_ranks, default_software(self.configuration)).waiting:
+            # In pieces, the head computes both parts of its backward at once.
+            head = replace(head, weights=0.0)
         return (
             End(0, self.compute.embedding(model, sequences, tensor_ranks), model.embedding_parameters / tensor_ranks),
-            End(-1, self.compute.head(model, sequences, tensor_ranks), words / tensor_ranks),
+            End(-1, head, words / tensor_ranks),
         )
 
     @property
@@ -206,13 +210,13 @@ class Work:
     def tied_sum(self) -> float:
         """Seconds of the sum of the first and the last pipeline rank's gradients of tied embeddings.
 
-        The layered schedule sums what every rank updates, in the 32 bits of the optimizer. Others sum whole gradients.
+        This project's engine sums what every rank updates, in the 32 bits of the optimizer. Others sum whole gradients.
         """
         model, of = self.model, self.configuration
         if not model.tied_embeddings or not self._ends_lie_apart:
             return 0.0
         size = model.vocabulary_size * model.hidden_size / of.tensor_ranks
-        size *= _MASTER / of.shards if of.schedule == "layered" else ELEMENT
+        size *= _MASTER / of.shards if is_own(of) else ELEMENT
         return self.network.all_reduce(Group(1, 2) if self.messages_cross_nodes else Group(2, 1), size)
 
     def costs(self) -> Costs:
@@ -223,11 +227,13 @@ class Work:
         forward = [total(own, [layer.seconds.forward + sums + layer.exchange for layer in layers]) for own in counts]
         backward = [total(own, [layer.seconds.backward + sums + layer.exchange for layer in layers]) for own in counts]
         recompute = list(forward)
+        later = [total(own, [layer.seconds.weights for layer in layers]) for own in counts]
         elements = [total(own, [layer.parameters for layer in layers]) for own in counts]
         experts = [total(own, [layer.experts for layer in layers]) for own in counts]
         for chunk, end, own in self.ends:
             forward[chunk] += end.forward + self.tensor_sum / 2
             backward[chunk] += end.backward + self.tensor_sum / 2
+            later[chunk] += end.weights
             elements[chunk] += own
         moves = [self.collectives(own, more) for own, more in zip(elements, experts)]
         spec, parts = of.spec, list(map(of.part, elements, experts))
@@ -254,6 +260,7 @@ class Work:
             if spec.stores_weights
             else (),
             input=[self._input_seconds] * spec.chunks if spec.stores_inputs else (),
+            weights_backward=later if spec.split_chunks else (),
         )
 
     @property
@@ -280,9 +287,15 @@ def is_layered(configuration: Configuration) -> bool:
     return configuration.schedule == "layered" and not configuration.micro_batch_outer
 
 
+def is_own(configuration: Configuration) -> bool:
+    """Whether the configuration is one of ds_lgamp's: it is under the layered schedule, a vee, or has backwards in two
+    parts. Others run as Megatron-LM and DeepSpeed run them."""
+    return is_layered(configuration) or configuration.schedule == "zbv" or configuration.split_backward > 0
+
+
 def is_quick(configuration: Configuration) -> bool:
     """Whether the clock can run the configuration, which is one of ds_lgamp's, in seconds."""
-    return is_layered(configuration) and configuration.computes <= MOST_COMPUTES
+    return is_own(configuration) and configuration.computes <= MOST_COMPUTES
 
 
 def exact_seconds(model: Model, cluster: Cluster, configuration: Configuration) -> float:

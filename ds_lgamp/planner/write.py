@@ -227,6 +227,9 @@ def _block(model: Model, configuration: Configuration) -> dict[str, Any]:
         block["offload_activations"] = "cpu"
     if configuration.stores_weights:
         block["regather"] = "host"
+    if configuration.split_backward:
+        waits = configuration.split_backward
+        block["split_backward"] = True if waits == configuration.pipeline_ranks else waits
     if configuration.gradient_bits == 4:
         block["quantised_gradient_bits"] = 4
     if configuration.activation_dtype is not None:

@@ -28,26 +28,30 @@ def models(draw) -> Model:
 def configurations(draw) -> Configuration:
     """Draws a configuration of at most 8 chunks."""
     ranks = draw(st.integers(1, 5))
-    schedule = draw(st.sampled_from(["layered", "layered", "interleaved_1f1b", "1f1b", "gpipe"]))
+    schedule = draw(st.sampled_from(["layered", "layered", "interleaved_1f1b", "1f1b", "gpipe", "zbv"]))
+    if schedule == "zbv":
+        ranks = min(ranks, 4)
     micro_batches, group = draw(st.integers(1, 12)), None
     if schedule == "layered":
         group = draw(st.sampled_from([None, None, 1, 2, 4]))
     elif schedule == "interleaved_1f1b":
         micro_batches = ranks * draw(st.integers(1, 3))
-    zero_stage = draw(st.integers(0, 3))
+    zero_stage, tensor_ranks = draw(st.integers(0, 3)), draw(st.sampled_from([1, 1, 2]))
+    chunks = {"1f1b": 1, "gpipe": 1, "zbv": 2}.get(schedule)
     return Configuration(
         draw(st.sampled_from([1, 2, 8])),
         ranks,
-        draw(st.sampled_from([1, 1, 2])),
+        tensor_ranks,
         draw(st.sampled_from([1, 4])),
         micro_batches,
         zero_stage=zero_stage,
         schedule=schedule,
-        chunks_per_rank=1 if schedule in ("1f1b", "gpipe") else draw(st.integers(1, 8 // ranks)),
+        chunks_per_rank=chunks or draw(st.integers(1, 8 // ranks)),
         resident_chunks=draw(st.integers(1, 5)),
         recompute=draw(st.sampled_from(["full", "none"])),
         micro_batch_group=group,
         weight_bits=draw(st.sampled_from([None, 8])) if zero_stage == 3 else None,
         gradient_bits=draw(st.sampled_from([None, None, 8, 4])) if zero_stage > 0 else None,
         activation_dtype=draw(st.sampled_from([None, "fp8"])) if ranks > 1 else None,
+        split_backward=draw(st.integers(0, ranks)) if ranks > 1 and tensor_ranks == 1 else 0,
     )
