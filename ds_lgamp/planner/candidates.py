@@ -145,22 +145,22 @@ def gathers_again(of: Configuration) -> bool:
     return gathers and quick and of.chunks_per_rank > of.resident_chunks
 
 
-def ways_to_split(model: Model, of: Configuration) -> Iterator[list[Configuration]]:
-    """Yields ways to have backwards in two parts, where that may fill a wait: under the schedule of ``of``, and as a
+def ways_to_split(model: Model, of: Configuration) -> list[Configuration]:
+    """Returns ways to have backwards in two parts, where that may fill a wait: under the schedule of ``of``, and as a
     vee in place of 1F1B. Of each, as many backwards wait as the engine allows by default, then half of them, and so on,
-    which take less memory.
+    which take less memory, and sometimes less time.
     """
     # Layers of Megatron-core, which several tensor-parallel ranks share, compute both parts at once, and so do experts.
     may_pay = of.pipeline_ranks > 1 and of.tensor_ranks == 1 and model.experts == 1
     if not may_pay or of.micro_batch_outer or of.uses_host:
-        return
+        return []
     waiting = [of.pipeline_ranks >> halved for halved in range(of.pipeline_ranks.bit_length())]
     ways = [replace(of, split_backward=most) for most in waiting]
-    yield ways
     # A vee has both ends of the model on one rank. If these are tied, backwards of the last chunk stay whole, for which
     # all other ranks wait.
     if of.schedule == "1f1b" and not model.tied_embeddings and model.layers >= 2 * of.pipeline_ranks:
-        yield [replace(way, schedule="zbv", chunks_per_rank=2) for way in ways]
+        ways += [replace(way, schedule="zbv", chunks_per_rank=2) for way in ways]
+    return ways
 
 
 def ways_to_round(of: Configuration, gradient_bits: int) -> list[dict[str, Any]]:

@@ -268,29 +268,25 @@ class _Search:
 
     def with_second_parts(self, plans: Sequence[Plan]) -> list[Plan]:
         """Returns plans with backwards in two parts, as far as they fit, and are by the clock the fastest ones with so
-        many ranks of each kind and such micro-batches. ``plans`` are all others.
+        many ranks of each kind, such micro-batches and such rounding. ``plans`` are all others.
 
         What does not wait for other pipeline ranks remains, so plans with the least of that come first.
         """
         found, left = [], MOST_IN_PARTS
         fastest: dict[tuple, float] = {}
         for plan in plans:
-            ranks = _ranks(plan.configuration)
-            fastest[ranks] = min(plan.prediction.seconds, fastest.get(ranks, inf))
+            alike = _apart_from_schedule(plan.configuration)
+            fastest[alike] = min(plan.prediction.seconds, fastest.get(alike, inf))
         for plan in sorted(plans, key=_without_waits):
-            ranks = _ranks(plan.configuration)
-            for ways in ways_to_split(self.model, plan.configuration):
-                for way in filter(self.suits, ways):
-                    if _without_waits(plan) >= fastest[ranks] or way.computes > left:
-                        break
-                    left -= way.computes
-                    seconds = exact_seconds(self.model, self.cluster, way)
-                    if seconds >= fastest[ranks]:
-                        break
-                    if self._fits(way):
-                        fastest[ranks] = seconds
-                        found.append(self._plan(way, scaled(plan.prediction, seconds)))
-                        break
+            alike = _apart_from_schedule(plan.configuration)
+            for way in filter(self.suits, ways_to_split(self.model, plan.configuration)):
+                if _without_waits(plan) >= fastest[alike] or way.computes > left:
+                    continue
+                left -= way.computes
+                seconds = exact_seconds(self.model, self.cluster, way)
+                if seconds < fastest[alike] and self._fits(way):
+                    fastest[alike] = seconds
+                    found.append(self._plan(way, scaled(plan.prediction, seconds)))
         return found
 
     def with_parts(self, plan: Plan) -> Plan:
@@ -333,11 +329,11 @@ def distinct(plans: Sequence[Plan]) -> list[Plan]:
 
 
 def _layout(of: Configuration) -> tuple:
-    return method_of(of), *_ranks(of)
+    return method_of(of), of.data_ranks, of.pipeline_ranks, of.tensor_ranks, of.micro_batch
 
 
-def _ranks(of: Configuration) -> tuple:
-    return of.data_ranks, of.pipeline_ranks, of.tensor_ranks, of.micro_batch
+def _apart_from_schedule(of: Configuration) -> tuple:
+    return of.data_ranks, of.pipeline_ranks, of.tensor_ranks, of.micro_batch, of.travel, of.activation_dtype
 
 
 def _without_waits(plan: Plan) -> float:

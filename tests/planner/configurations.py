@@ -25,10 +25,10 @@ def models(draw) -> Model:
 
 
 @st.composite
-def configurations(draw) -> Configuration:
-    """Draws a configuration of at most 8 chunks."""
+def configurations(draw, in_parts: bool = False) -> Configuration:
+    """Draws a configuration of at most 8 chunks; with ``in_parts`` also a vee, and backwards in two parts."""
     ranks = draw(st.integers(1, 5))
-    schedule = draw(st.sampled_from(["layered", "layered", "interleaved_1f1b", "1f1b", "gpipe", "zbv"]))
+    schedule = draw(st.sampled_from(["layered", "layered", "interleaved_1f1b", "1f1b", "gpipe"] + ["zbv"] * in_parts))
     if schedule == "zbv":
         ranks = min(ranks, 4)
     micro_batches, group = draw(st.integers(1, 12)), None
@@ -53,5 +53,5 @@ def configurations(draw) -> Configuration:
         weight_bits=draw(st.sampled_from([None, 8])) if zero_stage == 3 else None,
         gradient_bits=draw(st.sampled_from([None, None, 8, 4])) if zero_stage > 0 else None,
         activation_dtype=draw(st.sampled_from([None, "fp8"])) if ranks > 1 else None,
-        split_backward=draw(st.integers(0, ranks)) if ranks > 1 and tensor_ranks == 1 else 0,
+        split_backward=draw(st.integers(0, ranks)) if in_parts and ranks > 1 and tensor_ranks == 1 else 0,
     )

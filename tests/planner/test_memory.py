@@ -35,7 +35,7 @@ SMALL_GROUPS = Configuration(1, 2, 1, 1, 5, schedule="layered", resident_chunks=
 
 
 @settings(max_examples=200)
-@given(models(), configurations(), st.booleans())
+@given(models(), configurations(in_parts=True), st.booleans())
 @example(Model.gpt("drawn", 8, 128, 8, 1024, 1000), SMALL_GROUPS, False)
 @example(Model.gpt("drawn", 8, 128, 8, 1024, 1000), replace(SMALL_GROUPS, micro_batches=40), False)
 @example(DENSE_AT_FIRST, Configuration(1, 5, 1, 1, 5), False)
@@ -63,13 +63,31 @@ def test_memory_of_a_long_step_is_that_of_its_program(schedule, chunks, group, r
     assert told.total == max(followed(model, configuration, rank, software).peak for rank in (0, 1)) + batch
 
 
-@given(models(), configurations())
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "group"),
+    slow_except(
+        [("layered", 4, None), ("zbv", 2, None)],
+        [("layered", 4, None), ("zbv", 2, None), ("layered", 4, 8), ("interleaved_1f1b", 4, None), ("1f1b", 1, None)],
+        several=True,
+    ),
+)
+@pytest.mark.parametrize("recompute", ["full", "none"])
+def test_so_it_is_if_backwards_have_two_parts(schedule, chunks, group, recompute):
+    model = Model.gpt("deep", 16, 1024, 16, 1024, 1000)
+    of = Configuration(2, 4, 1, 1, 520, 1, schedule, chunks, recompute=recompute, micro_batch_group=group)
+    of = replace(of, split_backward=4)
+    software = default_software(of)
+    told, batch = memory(model, of), batch_bytes(model, of, software)
+    assert told.total == max(followed(model, of, rank, software).peak for rank in range(4)) + batch
+
+
+@given(models(), configurations(in_parts=True))
 def test_no_configuration_needs_less_than_it_holds_between_steps(model, configuration):
     needed = memory(model, configuration)
     assert needed.weights + needed.batch <= least(model, configuration) <= needed.total
 
 
-@given(models(), configurations(), st.sampled_from([0.5, 1.0, 2.0]))
+@given(models(), configurations(in_parts=True), st.sampled_from([0.5, 1.0, 2.0]))
 def test_a_configuration_fits_if_its_memory_does(model, configuration, share):
     needed = memory(model, configuration)
     cluster = Cluster("here", 1, 8, 1e12, share * needed.total, 1e12, Link(1e9, 1e-6), Link(1e9, 1e-6))
@@ -89,7 +107,7 @@ def test_gradients_that_wait_for_the_next_step_count_beside_its_first_forwards(s
 
 @pytest.mark.slow
 @settings(max_examples=200)
-@given(models(), configurations())
+@given(models(), configurations(in_parts=True))
 def test_programs_that_post_receives_on_arrival_need_no_more(model, configuration):
     """Beside a GPU a rank posts a receive when its message has been sent, so fewer are posted."""
     software = default_software(configuration)
@@ -100,7 +118,7 @@ def test_programs_that_post_receives_on_arrival_need_no_more(model, configuratio
         assert told >= right - max(LARGEST_DEVIATION * right, 3 * message)
 
 
-@given(models(), configurations())
+@given(models(), configurations(in_parts=True))
 def test_units_have_all_parameters(model, configuration):
     configuration = replace(configuration, tensor_ranks=1)
     ranks = range(configuration.pipeline_ranks)
@@ -109,7 +127,7 @@ def test_units_have_all_parameters(model, configuration):
     assert model.parameters <= once <= model.parameters + 32 * len(units)
 
 
-@given(configurations())
+@given(configurations(in_parts=True))
 def test_a_program_recomputes_if_its_configuration_does(configuration):
     assert configuration.spec.recomputes == (configuration.recompute == "full")
 

@@ -57,16 +57,38 @@ def config_of(case: Case) -> dict:
     ids=str,
 )
 def test_memory_is_within_three_percent_of_what_the_engine_takes(grid):
-    chosen, ranks = cases(*grid), grid[0] * grid[1]
-    on_ranks = run_on_ranks(ranks, measure_all_on_rank, [(case, config_of(case)) for case in chosen], seconds=1200)
-    worst = 0.0
+    chosen = cases(*grid)
+    worst = worst_deviation(chosen, LARGEST_DEVIATION)
+    print(f"{grid}: {len(chosen)} trainings, worst deviation {100 * worst:.2f} %")
+
+
+def worst_deviation(chosen: list[Case], most: float) -> float:
+    """Trains, and returns the largest relative deviation of the formula. It must be at most ``most``."""
+    of, worst = chosen[0].configuration, 0.0
+    trainings = [(case, config_of(case)) for case in chosen]
+    on_ranks = run_on_ranks(of.data_ranks * of.pipeline_ranks, measure_all_on_rank, trainings, seconds=1200)
     for case, measured in zip(chosen, map(max, zip(*on_ranks))):
         size = 2 if case.bf16 else 4
         software = Software(ElementBytes(weights=size, gradients=size, optimizer=8), all_to_all=True)
         told = memory(model_of(case.name), case.configuration, software)
-        assert told.total == pytest.approx(measured, rel=LARGEST_DEVIATION), (case, told)
+        assert told.total == pytest.approx(measured, rel=most), (case, told)
         worst = max(worst, abs(told.total - measured) / measured)
-    print(f"{grid}: {len(chosen)} trainings, worst deviation {100 * worst:.2f} %")
+    return worst
+
+
+@pytest.mark.slow
+def test_where_backwards_have_two_parts_it_is_within_half_a_percent():
+    """What waits for second parts is a fifth of some of them."""
+    chosen = [
+        Case(name, Configuration(1, 2, 1, 4, 4, 0, schedule, chunks, recompute=recompute, split_backward=2), bf16)
+        for name, bf16, schedule, chunks, recompute in (
+            ("Llama", False, "layered", 2, "none"),
+            ("Llama", True, "zbv", 2, "full"),
+            ("GPT-2", False, "layered", 1, "full"),
+            ("Qwen3", True, "1f1b", 1, "none"),
+        )
+    ]
+    print(f"worst deviation {100 * worst_deviation(chosen, 0.005):.2f} %")
 
 
 @pytest.mark.full

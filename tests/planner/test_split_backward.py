@@ -2,7 +2,6 @@
 them."""
 
 from dataclasses import replace
-from itertools import chain
 
 import pytest
 from hypothesis import assume, given, settings
@@ -32,10 +31,6 @@ def cluster(between=25e9, memory=80e9):
     return Cluster("here", 64, 1, 300e12, memory, 2e12, Link(200e9, 5e-6), Link(between, 1e-5))
 
 
-def ways_of(of, model=MODEL):
-    return list(chain.from_iterable(ways_to_split(model, of)))
-
-
 def test_gradients_of_weights_take_almost_half_of_a_backward():
     costs = Work(MODEL, cluster(), SPLIT).costs()
     for backward, later in list(zip(costs.backward, costs.weights_backward))[1:-1]:
@@ -57,10 +52,10 @@ def test_a_step_takes_the_clocks_seconds_and_has_a_shorter_bubble(of):
 
 
 @settings(max_examples=examples(150), deadline=None)
-@given(models(), configurations(), st.sampled_from([1e8, 1e9, 25e9]))
+@given(models(), configurations(in_parts=True), st.sampled_from([1e8, 1e9, 25e9]))
 def test_what_does_not_wait_for_other_ranks_remains(model, configuration, between):
     """So a search need not run what cannot be the fastest."""
-    ways = ways_of(configuration, model)
+    ways = ways_to_split(model, configuration)
     assume(ways and not (configuration.schedule == "zbv" and model.tied_embeddings))
     whole = predict(model, cluster(between), configuration, on_clock=True)
     assert min(whole.parts.values()) >= 0
@@ -112,10 +107,10 @@ def test_models_that_gain_nothing_are_refused_and_not_tried():
     with pytest.raises(ValueError, match="schedule is 'zbv', .* those of medium are tied"):
         predict(tied, cluster(), VEE)
     stock = replace(WHOLE, schedule="1f1b", chunks_per_rank=1)
-    assert not ways_of(stock, experts) and not ways_of(replace(stock, pipeline_ranks=1))
-    assert {way.schedule for way in ways_of(stock, tied)} == {"1f1b"}
-    assert {way.schedule for way in ways_of(stock)} == {"1f1b", "zbv"}
-    assert [way.split_backward for way in ways_of(WHOLE)] == [4, 2, 1]
+    assert not ways_to_split(experts, stock) and not ways_to_split(MODEL, replace(stock, pipeline_ranks=1))
+    assert {way.schedule for way in ways_to_split(tied, stock)} == {"1f1b"}
+    assert {way.schedule for way in ways_to_split(MODEL, stock)} == {"1f1b", "zbv"}
+    assert [way.split_backward for way in ways_to_split(MODEL, WHOLE)] == [4, 2, 1]
 
 
 @pytest.fixture(scope="module")
