@@ -22,6 +22,11 @@ SMALL = read_model("gpt2")
 THIN = replace(MODEL, layers=8)
 
 
+def whole(configuration):
+    """Whether backwards have one part."""
+    return not configuration.split_backward
+
+
 @pytest.fixture(scope="module")
 def plans():
     return search(MODEL, CLUSTER, 32, best=5)
@@ -68,24 +73,27 @@ def test_layered_plans_take_the_clocks_seconds_and_their_parts_add_up():
 
 
 @pytest.mark.parametrize(
-    ("model", "cluster", "gpus", "sequences", "tried"),
-    [(THIN, "h100-100gbit", 16, 16, ("MOST_CLOCKED", 0)), (SMALL, "h100-10gbit", 16, 32, ("MOST_WITH_NODES", 1))],
-    ids=["on the clock", "with shards of nodes"],
+    ("model", "cluster", "sequences", "suits", "tried"),
+    [
+        (THIN, "h100-100gbit", 16, whole, ("MOST_CLOCKED", 0)),
+        (SMALL, "h100-10gbit", 32, whole, ("MOST_WITH_NODES", 1)),
+        (SMALL, "h100-10gbit", 32, lambda _: True, ("MOST_IN_PARTS", 0)),
+    ],
+    ids=["on the clock", "with shards of nodes", "with backwards in two parts"],
 )
-def test_what_is_tried_beyond_the_formula_finds_faster_plans(monkeypatch, model, cluster, gpus, sequences, tried):
-    found = search(model, named_cluster(cluster, gpus), sequences, best=1)[0]
+def test_what_is_tried_beyond_the_formula_finds_faster_plans(monkeypatch, model, cluster, sequences, suits, tried):
+    found = search(model, named_cluster(cluster, 16), sequences, best=1, suits=suits)[0]
     monkeypatch.setattr(f"ds_lgamp.planner.search.{tried[0]}", tried[1])
-    assert (
-        found.prediction.seconds < search(model, named_cluster(cluster, gpus), sequences, best=1)[0].prediction.seconds
-    )
+    without = search(model, named_cluster(cluster, 16), sequences, best=1, suits=suits)[0]
+    assert found.prediction.seconds < without.prediction.seconds
 
 
 def test_the_best_plan_does_not_depend_on_how_many_are_returned():
-    """Shards of nodes are tried for as many layouts."""
+    """Shards of nodes are tried for as many layouts, and so are backwards in two parts."""
     slow = named_cluster("h100-10gbit", 16)
-    (one,), several = search(SMALL, slow, 32, best=1)[:1], search(SMALL, slow, 32, best=10)
-    assert one.configuration.hierarchy is not None
-    assert one == several[0]
+    for suits in (whole, lambda _: True):
+        (one, *_), several = (search(SMALL, slow, 32, best=best, suits=suits) for best in (1, 10))
+        assert one == several[0]
 
 
 def test_a_plan_that_suits_is_the_best_of_those(plans):
