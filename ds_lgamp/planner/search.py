@@ -277,10 +277,10 @@ class _Search:
         for plan in plans:
             alike = _apart_from_schedule(plan.configuration)
             fastest[alike] = min(plan.prediction.seconds, fastest.get(alike, inf))
-        for plan in sorted(plans, key=_without_waits):
+        for plan in sorted(plans, key=lambda plan: plan.prediction.without_waits):
             alike = _apart_from_schedule(plan.configuration)
             for way in filter(self.suits, ways_to_split(self.model, plan.configuration)):
-                if _without_waits(plan) >= fastest[alike] or way.computes > left:
+                if plan.prediction.without_waits >= fastest[alike] or way.computes > left:
                     continue
                 left -= way.computes
                 seconds = exact_seconds(self.model, self.cluster, way)
@@ -334,11 +334,6 @@ def _layout(of: Configuration) -> tuple:
 
 def _apart_from_schedule(of: Configuration) -> tuple:
     return of.data_ranks, of.pipeline_ranks, of.tensor_ranks, of.micro_batch, of.travel, of.activation_dtype
-
-
-def _without_waits(plan: Plan) -> float:
-    """Returns the seconds of a step in which no pipeline rank waits for another one."""
-    return plan.prediction.seconds - plan.prediction.bubble - plan.prediction.messages
 
 
 def best_by_method(plans: Sequence[Plan]) -> dict[str, Plan]:
