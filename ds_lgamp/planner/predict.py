@@ -55,11 +55,6 @@ class Prediction:
     def seconds(self) -> float:
         return sum(self.parts.values())
 
-    @property
-    def without_waits(self) -> float:
-        """The seconds in which no pipeline rank waits for another one."""
-        return self.seconds - self.bubble - self.messages
-
 
 PARTS = {
     "compute": "computing",

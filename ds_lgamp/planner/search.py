@@ -21,7 +21,7 @@ from ds_lgamp.planner.configuration import Configuration, method_of
 from ds_lgamp.planner.memory import ConfigurationMemory, ascending, fits, lacking, memory
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.predict import PARTS, Prediction, limit, predict, scaled
-from ds_lgamp.planner.work import exact_seconds, is_quick
+from ds_lgamp.planner.work import exact_seconds, is_own, is_quick
 from ds_lgamp.schedule.spec import Hierarchy
 
 OBJECTIVES = ("time", "cost", "memory")
@@ -45,6 +45,15 @@ class Plan:
     def dollars(self) -> float | None:
         """Price of a step; None if the cluster has no price."""
         return None if self.price is None else self.prediction.seconds * self.configuration.gpus * self.price
+
+    @property
+    def without_waits(self) -> float:
+        """The seconds of a step that remain if no pipeline rank waits for another one in ds_lgamp's engine. What
+        collectives take in others says nothing about it, so of their steps only compute remains."""
+        of, configuration = self.prediction, self.configuration
+        # The model's last chunk may not be recomputed, which is a quarter of what a chunk computes at most.
+        spared = of.compute / 4 / configuration.chunks_per_rank if configuration.recompute == "full" else 0.0
+        return (of.seconds - of.bubble - of.messages if is_own(configuration) else of.compute) - spared
 
 
 class NothingFits(ValueError):
@@ -277,10 +286,10 @@ class _Search:
         for plan in plans:
             alike = _apart_from_schedule(plan.configuration)
             fastest[alike] = min(plan.prediction.seconds, fastest.get(alike, inf))
-        for plan in sorted(plans, key=lambda plan: plan.prediction.without_waits):
+        for plan in sorted(plans, key=lambda plan: plan.without_waits):
             alike = _apart_from_schedule(plan.configuration)
             for way in filter(self.suits, ways_to_split(self.model, plan.configuration)):
-                if plan.prediction.without_waits >= fastest[alike] or way.computes > left:
+                if plan.without_waits >= fastest[alike] or way.computes > left:
                     continue
                 left -= way.computes
                 seconds = exact_seconds(self.model, self.cluster, way)
