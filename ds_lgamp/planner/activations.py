@@ -109,6 +109,8 @@ class EndBytes:
     """Peak of the forward beyond ``kept``."""
     backward: int
     """Peak of the backward beyond ``kept``."""
+    unkept: int = 0
+    """What the first layer keeps less than others, because its norm gets no gradient from a frozen embedding."""
 
 
 class _Part(NamedTuple):
@@ -129,6 +131,7 @@ def layer_bytes(model: Model, micro_batch: int, tensor_ranks: int, software: Sof
     tokens, w = micro_batch * model.sequence_length, software.element.weights
     hidden, parts = model.hidden_size, tensor_ranks if software.splits_sequence else 1
     between = 2 * (_norm(model, software, hidden) + w * hidden) * tokens // parts
+    between += w * model.adapters * len(model.linear_layers) * tokens
     attention = _attention(model, tokens, tensor_ranks, software)
     feed_forward = _experts if model.experts > 1 else _feed_forward
     wide = feed_forward(model, tokens, tensor_ranks, software)
@@ -141,7 +144,7 @@ def layer_bytes(model: Model, micro_batch: int, tensor_ranks: int, software: Sof
         3 * result + gathered + max(attention.forward, wide.forward),
         # The backward of the attention begins when the feed-forward part keeps nothing any more.
         max(wide.working, attention.working - wide.kept) + gathered,
-        max(3 * result, wide.making, attention.making - wide.kept),
+        max((4 if model.adapters else 3) * result, wide.making, attention.making - wide.kept),
     )
 
 
@@ -157,7 +160,10 @@ def end_bytes(model: Model, micro_batch: int, tensor_ranks: int, software: Softw
     result = whole if model.tied_embeddings else whole // parts
     before_loss = _norm(model, software, hidden) * tokens // parts + result
     logits, single, matrix = w * vocabulary * tokens, _SINGLE * vocabulary * tokens, w * hidden * vocabulary
-    embedding = matrix + w * hidden * tokens
+    embedding, unkept = matrix + w * hidden * tokens, 0
+    if model.adapters:
+        # Embedding and head are frozen, and the head needs no input then.
+        before_loss, matrix, embedding, unkept = before_loss - result, 0, 0, _norm(model, software, hidden) * tokens
     piece = tokens
     if tensor_ranks == 1 and not software.fused:
         piece = rows_of_piece(software.loss_chunk, tokens, hidden, vocabulary)
@@ -165,10 +171,11 @@ def end_bytes(model: Model, micro_batch: int, tensor_ranks: int, software: Softw
         working = 3 * _SINGLE * piece * vocabulary
         return EndBytes(
             embedding,
-            kept=before_loss + _SINGLE * hidden * vocabulary,
+            kept=before_loss + (result if model.adapters else _SINGLE * hidden * vocabulary),
             forward=whole + working,
             # Of a recomputed chunk, the repeated forward counts.
             backward=max(whole + working, matrix if w < _SINGLE else 0),
+            unkept=unkept,
         )
     copy = single if w < _SINGLE else 0
     if software.fused:
@@ -181,6 +188,7 @@ def end_bytes(model: Model, micro_batch: int, tensor_ranks: int, software: Softw
         kept=before_loss + single,
         forward=forward,
         backward=max(loss_backward, at_matrix),
+        unkept=unkept,
     )
 
 
@@ -200,6 +208,7 @@ def chunk_bytes(
     """
     own = [(count, layer) for count, layer in zip(counts, layers) if count]
     kept = sum(count * layer.kept for count, layer in own) + (ends.kept if is_last else 0)
+    kept -= ends.unkept if is_first else 0
     result, freed = own[0][1].result, ends.kept if is_last else 0
     beyond, making = [], own[-1][1].making - freed
     for count, layer in reversed(own):
@@ -234,7 +243,9 @@ def _norm(model: Model, software: Software, width: int) -> int:
         return w * width + 8
     if software.fused:
         return w * width + 4
-    return _SINGLE * width + (_SINGLE if "norms" in model.in_single else w) * width + 4
+    # Frozen weights need no normalised values.
+    normalised = 0 if model.adapters else _SINGLE if "norms" in model.in_single else w
+    return _SINGLE * width + normalised * width + 4
 
 
 def _attention(model: Model, tokens: int, tensor_ranks: int, software: Software) -> _Part:
@@ -269,12 +280,18 @@ def _feed_forward(model: Model, tokens: int, tensor_ranks: int, software: Softwa
     """Returns the bytes of a feed-forward part without experts."""
     w, size = software.element.weights, share(model.feed_forward_size, tensor_ranks)
     kept, gradients, values = _values(model, software)
-    matrix = w * model.hidden_size * size
+    matrix, making = w * model.hidden_size * size, 0
+    if model.adapters:
+        # The matrix is frozen. One and its adapter have three results at once, beside a gate before and after the
+        # activation function.
+        gates = 2 if model.gated else 0
+        matrix, values, making = 0, max(values, gates // 2 + 3), max(0, gates + 3 - kept)
     return _Part(
         w * kept * size * tokens,
         # The gradient of the last matrix exists before its gradients are added up.
         max(w * gradients * size * tokens, w * size * tokens + matrix),
         w * values * size * tokens,
+        w * making * size * tokens,
     )
 
 
