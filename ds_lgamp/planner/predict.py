@@ -156,7 +156,7 @@ def _stages(work: Work) -> list[_Stage]:
             total(own, [rounds * layer.exchange for layer in layers]),
             total(own, [layer.parameters for layer in layers]),
             total(own, [layer.experts for layer in layers]),
-            total(own, [layer.frozen for layer in layers]),
+            total(own, [layer.frozen for layer in layers]) if work.model.adapters else 0.0,
         )
         for own in counts
     ]
@@ -217,9 +217,8 @@ def _layered_waits(work: Work, stages: Sequence[_Stage]) -> dict[str, float]:
 
 def _most_held(stages: Sequence[_Stage]) -> tuple[float, float, float]:
     """Returns the most parameters of a rank: those that train, experts that ranks divide, and frozen ones."""
-    held = zip(*((stage.parameters, stage.experts, stage.frozen) for stage in stages))
-    parameters, experts, frozen = map(max, held)
-    return parameters, experts, frozen
+    parameters, experts = max(stage.parameters for stage in stages), max(stage.experts for stage in stages)
+    return parameters, experts, max([stage.frozen for stage in stages])
 
 
 _CAUSES = {
