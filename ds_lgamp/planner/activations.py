@@ -46,6 +46,11 @@ In pieces of c rows, as the engine computes head and loss of large vocabularies,
 the forward: the logarithms of the softmax and two gradients. What is kept are the gradients of rows, w h per token, and
 of the head's matrix, 4 h V. In 16 bits the backward makes a copy of the latter, w h V.
 
+**Adapters** of rank r beside frozen weights (LoRA): each matrix keeps w r per token more, and its forward has three
+results at once: of the matrix, of the adapter scaled, and their sum. Norms keep no normalised values, a head keeps no
+input, and frozen matrices have no gradients. The first norm of the model keeps nothing, because the embedding has no
+gradient.
+
 Not counted: dropout, and memory inside kernels. Tokens count as spread evenly over experts.
 """
 
