@@ -19,7 +19,7 @@ _OF_TRAINING = ("measure", "trace", "trace_steps")
 """Options of ``run`` that watch a training."""
 _OF_SEARCH = (
     *("batch_size", "tokens", "objective", "top", "plot", "write", "gpus", "host_memory", "sequence_length", "law"),
-    "rounded",
+    *("rounded", "adapters"),
 )
 """Options that belong to --model."""
 
@@ -102,6 +102,12 @@ def _add_plan_command(commands: Any) -> None:
         choices=(8, 4),
         help="plan also with weights in 8 bits, gradients in so many (default: 8) and hidden states in fp8 while they "
         "travel, where that shortens a step",
+    )
+    command.add_argument(
+        "--adapters",
+        type=count,
+        metavar="R",
+        help="plan for adapters of this rank on frozen weights, as peft makes them with target_modules='all-linear'",
     )
     command.add_argument(
         "--law",
@@ -275,6 +281,9 @@ def _search(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int
     from ds_lgamp.planner.models import read_model
 
     model = read_model(options.model, options.sequence_length)
+    if options.adapters is not None:
+        _refuse(parser, options, ("law", "rounded"), "{} does not go with --adapters; remove one of them")
+        model = model.adapted(options.adapters)
     if not options.here and has_islands(options.cluster):
         return _search_islands(parser, options, model)
     if options.here:
@@ -298,7 +307,7 @@ def _search_islands(parser: argparse.ArgumentParser, options: argparse.Namespace
     from ds_lgamp.cli.plan_search import search_on_islands
     from ds_lgamp.planner.islands import read_islands
 
-    others = ("law", "plot", "gpus", "host_memory", "rounded")
+    others = ("law", "plot", "gpus", "host_memory", "rounded", "adapters")
     _refuse(parser, options, others, f"{{}} does not go with islands, as {options.cluster} has; remove it")
     if options.objective not in (None, "time"):
         parser.error(f"--objective is '{options.objective}', but plans for islands are ranked by time; remove it")

@@ -16,7 +16,7 @@ from ds_lgamp.planner.configuration import Configuration, describe
 from ds_lgamp.planner.fields import read_text
 from ds_lgamp.planner.island_search import IslandPlan, alike, search_islands
 from ds_lgamp.planner.islands import IslandCluster
-from ds_lgamp.planner.load import demand_of
+from ds_lgamp.planner.load import Sent, demand_of, sent
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.predict import Prediction, bandwidth_needed, seconds_over_bandwidth
 from ds_lgamp.planner.runs import Run, read_runs
@@ -95,6 +95,7 @@ def as_json(model: Model, cluster: Cluster, plans: Sequence[Plan], tokens: float
             "name": model.name,
             "parameters": model.parameters,
             "active_parameters": model.active_parameters,
+            **({"adapter_parameters": model.adapter_parameters} if model.adapters else {}),
         },
         "cluster": {"name": cluster.name, "gpus": cluster.gpus},
         "plans": [
@@ -110,6 +111,7 @@ def as_json(model: Model, cluster: Cluster, plans: Sequence[Plan], tokens: float
                 "host_bytes_to_spare": cluster.host.memory - plan.memory.host,
                 "days": days_of(plan.prediction.seconds, plan.configuration, model, tokens),
                 "dollars": dollars_of(plan, model, tokens),
+                **({"bytes_sent": sent(model, plan.configuration)._asdict()} if model.adapters else {}),
             }
             for plan in plans
         ],
@@ -135,6 +137,8 @@ def print_table(model: Model, cluster: Cluster, plans: Sequence[Plan], tokens: f
             'What travels rounded changes results a little: docs/partition.md, "Rounded travel", and docs/networks.md, '
             '"Hidden states that travel rounded".'
         )
+    if model.adapters:
+        console.print(_words_of_sent(sent(model, best)))
     needed = bandwidth_needed(model, cluster, best, LOSS)
     if needed is not None:
         console.print(
@@ -150,9 +154,23 @@ def print_table(model: Model, cluster: Cluster, plans: Sequence[Plan], tokens: f
     )
 
 
+def _words_of_sent(sent: Sent) -> str:
+    words = {
+        "gathers of adapters": sent.gathers,
+        "gathers of frozen weights": sent.frozen_gathers,
+        "reductions": sent.reductions,
+        "messages to other pipeline ranks": sent.messages,
+    }
+    told = ", ".join(f"{with_unit(size, 'B')} in {name}" for name, size in words.items() if size) or "nothing"
+    bus = {"loads": sent.loaded, "stores": sent.stored}
+    beside = "".join(f", and it {verb} {with_unit(size, 'B')}" for verb, size in bus.items() if size)
+    return f"In a step of the first plan, the rank that sends most sends {told}{beside}."
+
+
 def title(model: Model, gpus: str, cluster: str, of: Configuration) -> str:
     """Returns the line above a table of plans."""
     active = f" ({model.active_parameters / 1e9:.4g} active)" if model.experts > 1 else ""
+    active += f" and {model.adapter_parameters / 1e9:.4g} of adapters" if model.adapters else ""
     return (
         f"{model.name}, {model.parameters / 1e9:.4g} billion parameters{active}, on {gpus} GPUs of {cluster}, "
         f"{of.sequences} sequences of {model.sequence_length} tokens per step"

@@ -51,6 +51,11 @@ In pieces of c rows, as the engine computes head and loss of large vocabularies,
 the forward: the logarithms of the softmax and two gradients. What is kept are the gradients of rows, w h per token, and
 of the head's matrix, 4 h V. In 16 bits the backward makes a copy of the latter, w h V.
 
+**Adapters** of rank r beside frozen weights (LoRA): each matrix keeps w r per token more, and its forward has three
+results at once: of the matrix, of the adapter scaled, and their sum. Norms keep no normalised values, a head keeps no
+input, and frozen matrices have no gradients. The first norm of the model keeps nothing, because the embedding has no
+gradient.
+
 Not counted: dropout, and memory inside kernels. Tokens count as spread evenly over experts.
 """
 
@@ -123,6 +128,8 @@ class EndBytes:
     waiting: int = 0
     """Of a backward that has two parts: what the head's product leaves for the second one. In pieces, the head computes
     both parts at once."""
+    unkept: int = 0
+    """What the first layer keeps less than others, because its norm gets no gradient from a frozen embedding."""
 
 
 class _Part(NamedTuple):
@@ -143,6 +150,7 @@ def layer_bytes(model: Model, micro_batch: int, tensor_ranks: int, software: Sof
     tokens, w = micro_batch * model.sequence_length, software.element.weights
     hidden, parts = model.hidden_size, tensor_ranks if software.splits_sequence else 1
     between = 2 * (_norm(model, software, hidden) + w * hidden) * tokens // parts
+    between += w * model.adapters * len(model.linear_layers) * tokens
     attention = _attention(model, tokens, tensor_ranks, software)
     feed_forward = _experts if model.experts > 1 else _feed_forward
     wide = feed_forward(model, tokens, tensor_ranks, software)
@@ -158,7 +166,7 @@ def layer_bytes(model: Model, micro_batch: int, tensor_ranks: int, software: Sof
         3 * result + gathered + max(attention.forward, wide.forward),
         # The backward of the attention begins when the feed-forward part keeps nothing any more.
         max(wide.working, attention.working - wide.kept) + gathered,
-        max(3 * result, wide.making, attention.making - wide.kept),
+        max((4 if model.adapters else 3) * result, wide.making, attention.making - wide.kept),
         waiting=w * (in_attention + 2 * hidden + model.matrices * size) * tokens,
         first_part=w * gradients * size * tokens,
         # The second part begins with the attention, and frees what a product has needed.
@@ -178,7 +186,10 @@ def end_bytes(model: Model, micro_batch: int, tensor_ranks: int, software: Softw
     result = whole if model.tied_embeddings else whole // parts
     before_loss = _norm(model, software, hidden) * tokens // parts + result
     logits, single, matrix = w * vocabulary * tokens, _SINGLE * vocabulary * tokens, w * hidden * vocabulary
-    embedding = matrix + w * hidden * tokens
+    embedding, unkept = matrix + w * hidden * tokens, 0
+    if model.adapters:
+        # Embedding and head are frozen, and the head needs no input then.
+        before_loss, matrix, embedding, unkept = before_loss - result, 0, 0, _norm(model, software, hidden) * tokens
     piece = tokens
     if tensor_ranks == 1 and not software.fused:
         piece = rows_of_piece(software.loss_chunk, tokens, hidden, vocabulary)
@@ -186,10 +197,11 @@ def end_bytes(model: Model, micro_batch: int, tensor_ranks: int, software: Softw
         working = 3 * _SINGLE * piece * vocabulary
         return EndBytes(
             embedding,
-            kept=before_loss + _SINGLE * hidden * vocabulary,
+            kept=before_loss + (result if model.adapters else _SINGLE * hidden * vocabulary),
             forward=whole + working,
             # Of a recomputed chunk, the repeated forward counts.
             backward=max(whole + working, matrix if w < _SINGLE else 0),
+            unkept=unkept,
         )
     copy = single if w < _SINGLE else 0
     if software.fused:
@@ -203,6 +215,7 @@ def end_bytes(model: Model, micro_batch: int, tensor_ranks: int, software: Softw
         forward=forward,
         backward=max(loss_backward, at_matrix),
         waiting=whole + logits,
+        unkept=unkept,
     )
 
 
@@ -224,6 +237,7 @@ def chunk_bytes(
     """
     own = [(count, layer) for count, layer in zip(counts, layers) if count]
     kept = sum(count * layer.kept for count, layer in own) + (ends.kept if is_last else 0)
+    kept -= ends.unkept if is_first else 0
     result, freed = own[0][1].result, ends.kept if is_last else 0
     beyond, making = [], own[-1][1].making - freed
     waiting, second_part = ends.waiting if is_last and split else 0, own[0][1].second_part if split else 0
@@ -263,7 +277,9 @@ def _norm(model: Model, software: Software, width: int) -> int:
         return w * width + 8
     if software.fused:
         return w * width + 4
-    return _SINGLE * width + (_SINGLE if "norms" in model.in_single else w) * width + 4
+    # Frozen weights need no normalised values.
+    normalised = 0 if model.adapters else _SINGLE if "norms" in model.in_single else w
+    return _SINGLE * width + normalised * width + 4
 
 
 def _attention(model: Model, tokens: int, tensor_ranks: int, software: Software) -> _Part:
@@ -298,12 +314,18 @@ def _feed_forward(model: Model, tokens: int, tensor_ranks: int, software: Softwa
     """Returns the bytes of a feed-forward part without experts."""
     w, size = software.element.weights, share(model.feed_forward_size, tensor_ranks)
     kept, gradients, values = _values(model, software)
-    matrix = w * model.hidden_size * size
+    matrix, making = w * model.hidden_size * size, 0
+    if model.adapters:
+        # The matrix is frozen. One and its adapter have three results at once, beside a gate before and after the
+        # activation function.
+        gates = 2 if model.gated else 0
+        matrix, values, making = 0, max(values, gates // 2 + 3), max(0, gates + 3 - kept)
     return _Part(
         w * kept * size * tokens,
         # The gradient of the last matrix exists before its gradients are added up.
         max(w * gradients * size * tokens, w * size * tokens + matrix),
         w * values * size * tokens,
+        w * making * size * tokens,
     )
 
 

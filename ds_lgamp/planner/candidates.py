@@ -58,10 +58,27 @@ def _ways(model: Model, plain: Configuration) -> Iterator[Configuration]:
         for zero_stage in (0, 1, 2, 3) if partitioned else (0,):
             layered = replace(plain, schedule="layered", chunks_per_rank=chunks, zero_stage=zero_stage)
             for group in _groups(layered):
-                yield replace(layered, micro_batch_group=group)
-                if zero_stage == 3 and chunks > layered.resident_chunks:
-                    # What stays resident is gathered once, and takes memory.
-                    yield replace(layered, micro_batch_group=group, resident_chunks=chunks)
+                for one in _homes(model, replace(layered, micro_batch_group=group)):
+                    yield one
+                    if zero_stage == 3 and chunks > layered.resident_chunks:
+                        # What stays resident is gathered once, and takes memory.
+                        yield replace(one, resident_chunks=chunks)
+
+
+def _homes(model: Model, layered: Configuration) -> Iterator[Configuration]:
+    """Yields a configuration or, where it has frozen weights to keep, one for each home of theirs. One data-parallel
+    rank shares them with nobody, but may have them on its host."""
+    if not model.adapters:
+        yield layered
+    elif layered.data_ranks == 1:
+        yield layered
+        yield replace(layered, zero_stage=3, keep_frozen="host")
+    elif layered.zero_stage < 3:
+        yield layered
+    else:
+        yield replace(layered, keep_frozen="none")
+        yield replace(layered, keep_frozen="device")
+        yield replace(layered, keep_frozen="host")
 
 
 def _groups(configuration: Configuration) -> list[int | None]:
@@ -84,8 +101,8 @@ def tensor_rank_numbers(model: Model, cluster: Cluster) -> list[int]:
         ranks
         for ranks in divisors(cluster.gpus_per_node)
         if not (model.attention_heads % ranks or model.key_value_heads % ranks or model.feed_forward_size % ranks)
-        # Of these two kinds of attention, parts are not described.
-        and (ranks == 1 or not (model.latent or model.attention_masks))
+        # Of these two kinds of attention, parts are not described. peft knows no layers of Megatron-core.
+        and (ranks == 1 or not (model.latent or model.attention_masks or model.adapters))
     ]
 
 
@@ -115,7 +132,7 @@ class Bound:
             return 0.0
         kinds = self._model.divided(of.expert_ranks).kinds
         experts = sum(count * kind.divided_parameters for count, kind in kinds)
-        own = sum(count * kind.layer_parameters for count, kind in kinds) - experts
+        own = sum(count * kind.trained_in_layer for count, kind in kinds) - experts
         part = of.part(own / of.tensor_ranks / of.pipeline_ranks, experts / of.pipeline_ranks)
         return max(host_seconds(self._compute, part))
 
@@ -140,7 +157,7 @@ MOST_OFFLOADED_COMPUTES = 10_000
 
 def gathers_again(of: Configuration) -> bool:
     """Whether the layered schedule gathers chunks twice in a step, and a search can run it on the clock."""
-    gathers = of.zero_stage == 3 and of.data_ranks > 1 and of.hierarchy is None
+    gathers = of.zero_stage == 3 and of.data_ranks > 1 and of.hierarchy is None and of.keep_frozen is None
     quick = is_layered(of) and of.computes <= MOST_OFFLOADED_COMPUTES
     return gathers and quick and of.chunks_per_rank > of.resident_chunks
 
@@ -151,7 +168,8 @@ def ways_to_split(model: Model, of: Configuration) -> list[Configuration]:
     which take less memory, and sometimes less time.
     """
     # Layers of Megatron-core, which several tensor-parallel ranks share, compute both parts at once, and so do experts.
-    may_pay = of.pipeline_ranks > 1 and of.tensor_ranks == 1 and model.experts == 1
+    # Frozen matrices have no second part.
+    may_pay = of.pipeline_ranks > 1 and of.tensor_ranks == 1 and model.experts == 1 and not model.adapters
     if not may_pay or of.micro_batch_outer or of.uses_host:
         return []
     waiting = [of.pipeline_ranks >> halved for halved in range(of.pipeline_ranks.bit_length())]
@@ -184,7 +202,7 @@ def ways_to_offload(configuration: Configuration) -> list[Configuration]:
     if not is_layered(one) or one.hierarchy is not None or one.computes > MOST_OFFLOADED_COMPUTES:
         return []
     stage = one.zero_stage if one.data_ranks > 1 else 3
-    ways = [("optimizer", stage > 0), ("parameters", stage == 3)]
+    ways = [("optimizer", stage > 0), ("parameters", stage == 3 and not one.keeps_frozen_whole)]
     return [one, *(replace(one, zero_stage=stage, offload=offload) for offload, is_possible in ways if is_possible)]
 
 

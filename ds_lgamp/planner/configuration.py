@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Literal
 
 from ds_lgamp.cost.units import Travel
 from ds_lgamp.planner.fields import count
@@ -16,6 +16,7 @@ PLANNED = ("layered", "interleaved_1f1b", "1f1b", "gpipe", "zbv")
 """The schedules whose time and memory the planner predicts."""
 RECOMPUTE = ("full", "none")
 OFFLOAD = (None, "optimizer", "parameters")
+KEEP_FROZEN = (None, "device", "host", "none")
 _BITS = {"weight_bits": (None, 8), "gradient_bits": (None, 8, 4), "activation_dtype": (None, "fp8")}
 ROUNDED = tuple(_BITS)
 """The fields that say what travels rounded."""
@@ -65,6 +66,9 @@ class Configuration:
     split_backward: int = 0
     """How many backwards of a pipeline rank may wait for their second part; 0 if every backward is whole. This
     project's engine alone has two parts, under every schedule."""
+    keep_frozen: Literal["device", "host", "none"] | None = None
+    """Where frozen weights lie at stage 3, as the key of the block says; None without them, below stage 3, and in stock
+    DeepSpeed, where ranks share them."""
     speeds: tuple[float, ...] = ()
     """The relative speed of each pipeline rank, by which they share layers; empty if all have equally many."""
     expert_ranks: int = 1
@@ -80,7 +84,8 @@ class Configuration:
         """Returns the fields, as JSON has them: of what travels rounded, only what does."""
         hierarchy = None if self.hierarchy is None else self.hierarchy._asdict()
         named = {**asdict(self), "hierarchy": hierarchy}
-        return {name: value for name, value in named.items() if value is not None or name not in ROUNDED}
+        absent = (*ROUNDED, "keep_frozen")
+        return {name: value for name, value in named.items() if value is not None or name not in absent}
 
     def __post_init__(self) -> None:
         if self.overlap_update and self.micro_batch_outer:
@@ -135,6 +140,18 @@ class Configuration:
                 "data_ranks that is neither 1 nor all of them"
             )
         self._refuse_rounding()
+        self._refuse_homes_of_frozen()
+
+    def _refuse_homes_of_frozen(self) -> None:
+        """Raises ValueError if the engine refuses ``keep_frozen``."""
+        if self.keep_frozen not in KEEP_FROZEN:
+            raise ValueError(f"keep_frozen is {self.keep_frozen!r}; use one of {', '.join(map(str, KEEP_FROZEN))}")
+        if self.keep_frozen is not None and (self.zero_stage < 3 or self.micro_batch_outer):
+            raise ValueError(f"keep_frozen is '{self.keep_frozen}', which zero_stage 3 of this project has; use that")
+        if self.keeps_frozen_whole and self.offload == "parameters":
+            raise ValueError(
+                f"keep_frozen is '{self.keep_frozen}', but offload 'parameters' says where weights lie, too; use 'none'"
+            )
 
     def _refuse_second_parts(self) -> None:
         """Raises ValueError if backwards shall have two parts where no engine has them, or where that gains nothing."""
@@ -189,6 +206,11 @@ class Configuration:
     def rounds(self) -> bool:
         """Whether something travels rounded, which changes results a little."""
         return any(getattr(self, name) is not None for name in ROUNDED)
+
+    @property
+    def keeps_frozen_whole(self) -> bool:
+        """Whether no rank gathers frozen weights at stage 3, because each has them all on its device or its host."""
+        return self.keep_frozen in ("device", "host")
 
     @property
     def uses_host(self) -> bool:
@@ -296,6 +318,8 @@ class Configuration:
 def method_of(configuration: Configuration) -> str:
     """Returns the name of the method, as tables show it."""
     of, words = configuration, [_exact_method_of(configuration)]
+    if of.keep_frozen is not None:
+        words.append("frozen weights " + ("on the " + of.keep_frozen if of.keeps_frozen_whole else "in shards"))
     words += [f"{of.weight_bits}-bit weights"] if of.weight_bits else []
     words += [f"{of.gradient_bits}-bit gradients"] if of.gradient_bits else []
     words += [f"{of.activation_dtype} hidden states"] if of.activation_dtype else []

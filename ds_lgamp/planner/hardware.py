@@ -15,6 +15,9 @@ ELEMENT = 2
 """Bytes of a weight, an activation and a gradient that travels."""
 KERNELS = 20
 """Kernels of a layer's forward. The backward has twice as many."""
+ADAPTER_KERNELS = 4
+"""Kernels that an adapter of a matrix adds to a forward: two products, a scaling and a sum. A backward has twice as
+many."""
 HIDDEN_BYTES = 22
 """Bytes per token and hidden size that a forward moves on every tensor rank: two norms, each read and written, and two
 additions of a residual with dropout (two read, one written, a byte of mask)."""
@@ -73,18 +76,34 @@ class Compute:
         scores = sequences * model.attention_heads / tensor_ranks * model.sequence_length**2
         attention = self._attention(model, scores)
         moved = tokens * (HIDDEN_BYTES * hidden + 4 * (2 * queries + keys)) + 2 * values
-        weights = model.layer_parameters / tensor_ranks
+        adapters = self._adapters(model, tokens)
+        kernels = KERNELS + (ADAPTER_KERNELS * len(model.linear_layers) if model.adapters else 0)
+        weights = model.trained_in_layer / tensor_ranks
         fused_attention &= not model.attention_masks
         score_bytes = SCORE_BYTES, SCORE_BACKWARD_BYTES
         if model.attention_masks:
             score_bytes = COMPOSED_SCORE_BYTES, COMPOSED_SCORE_BACKWARD_BYTES
         unfused = 0 if fused_attention else scores
-        forward = products + attention + self._moved(moved + score_bytes[0] * unfused)
-        # A fused kernel computes the scores again in the backward.
-        backward = 2 * products + (2.5 if fused_attention else 2.0) * attention
+        forward = products + attention + adapters.forward + self._moved(moved + score_bytes[0] * unfused)
+        # A fused kernel computes the scores again in the backward. Frozen matrices have no gradient.
+        backward = (1 if model.adapters else 2) * products + adapters.backward
+        backward += (2.5 if fused_attention else 2.0) * attention
         accumulated = self._moved(ACCUMULATION_BYTES * weights)
         backward += self._moved(2 * moved + score_bytes[1] * unfused) + accumulated
-        return self._seconds(forward, backward, products + accumulated, 2 * KERNELS)
+        later = 0.0 if model.adapters else products + accumulated
+        return self._seconds(forward, backward, later, (kernels, 2 * kernels))
+
+    def _adapters(self, model: Model, tokens: int) -> Seconds:
+        """Returns what the adapters of a layer take beside it."""
+        if not model.adapters:
+            return Seconds(0.0, 0.0)
+        products, matrices = 0.0, model.linear_layers
+        for rows, columns in matrices:
+            products += self._product(tokens, rows, model.adapters) + self._product(tokens, model.adapters, columns)
+        # A forward writes, scales and adds results; a backward scales their gradients, and adds gradients of inputs.
+        results, inputs = sum(columns for _, columns in matrices), sum(rows for rows, _ in matrices)
+        forward = products + self._moved(6 * ELEMENT * tokens * results)
+        return Seconds(forward, 2 * products + self._moved(ELEMENT * tokens * (2 * results + 4 * inputs)))
 
     def _feed_forward(self, model: Model, tokens: int, tensor_ranks: int) -> tuple[float, float]:
         """Returns the seconds of the products of a layer's feed-forward part, and how many values they read or write
@@ -108,19 +127,22 @@ class Compute:
         product = self._product(tokens, model.hidden_size, words)
         weights = words * model.hidden_size
         forward = product + self._moved(LOSS_BYTES * tokens * words)
-        later = product + self._moved(ACCUMULATION_BYTES * weights)
+        later = 0.0 if model.adapters else product + self._moved(ACCUMULATION_BYTES * weights)
         backward = product + self._moved(LOSS_BACKWARD_BYTES * tokens * words) + later
-        return self._seconds(forward, backward, later, KERNELS)
+        return self._seconds(forward, backward, later, (KERNELS, KERNELS))
 
-    def _seconds(self, forward: float, backward: float, later: float, kernels: int) -> Seconds:
-        """Returns the seconds with the launches of a forward, and of a backward of so many ``kernels``. ``later`` is
-        the part of the backward for weights of matrix products, which takes its share of the launches."""
-        launched = self._launched(backward, kernels)
-        return Seconds(self._launched(forward, KERNELS), launched, launched * later / backward)
+    def _seconds(self, forward: float, backward: float, later: float, kernels: tuple[int, int]) -> Seconds:
+        """Returns the seconds with the launches of a forward and of a backward, which have so many ``kernels``.
+        ``later`` is the part of the backward for weights of matrix products, which takes its share of the launches."""
+        launched = self._launched(backward, kernels[1])
+        return Seconds(self._launched(forward, kernels[0]), launched, launched * later / backward)
 
     def embedding(self, model: Model, sequences: int, tensor_ranks: int) -> Seconds:
         """Returns the seconds of the embedding."""
         moved = HIDDEN_BYTES / 2 * sequences * model.sequence_length * model.hidden_size
+        if model.adapters:
+            # It is frozen, and nothing before it trains.
+            return Seconds(self._moved(moved), 0.0)
         weights = model.embedding_parameters / tensor_ranks
         return Seconds(self._moved(moved), self._moved(moved + ACCUMULATION_BYTES * weights))
 

@@ -4,12 +4,13 @@ import shlex
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from ds_lgamp.config import LgampConfig, read_block
 from ds_lgamp.cost.activations import ActivationBytes
 from ds_lgamp.cost.assignment import Assignment, DataGroup, Demand, LinkKind
-from ds_lgamp.cost.traffic import bytes_between_nodes, collective_bytes, hop_bytes
+from ds_lgamp.cost.traffic import bus_bytes, bytes_between_nodes, collective_bytes, hop_bytes
 from ds_lgamp.planner.cluster import Link
 from ds_lgamp.planner.configuration import Configuration
 from ds_lgamp.planner.islands import IslandCluster
@@ -23,6 +24,7 @@ from ds_lgamp.planner.memory import (
 )
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.models import Flags, model_of_flags
+from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.orders import SINGLE_CHUNK_SCHEDULES
 from ds_lgamp.schedule.program import build_rank_program
 from ds_lgamp.schedule.spec import Hierarchy
@@ -66,6 +68,39 @@ def demand_of(model: Model, configuration: Configuration, splits_sequence: bool 
             for program, own in zip(programs, units)
         ),
     )
+
+
+class Sent(NamedTuple):
+    """Bytes that a rank sends in a step by network, and between its device and its host."""
+
+    gathers: int
+    """Of weights that train, and of updates."""
+    frozen_gathers: int
+    reductions: int
+    messages: int
+    """Results to other pipeline ranks. Gradients of as many bytes come back."""
+    loaded: int
+    stored: int
+
+
+def sent(model: Model, configuration: Configuration) -> Sent:
+    """Returns what the pipeline rank sends that sends most by network. The engine counts the same."""
+    executed = as_executed(model, configuration)
+    software, sharding = default_software(executed), sharding_of(executed)
+    size, chunks = element_bytes(executed, software), chunk_bytes_of(model, executed, software)
+    messages = partial(hop_bytes, placement=executed.placement, micro_batches=executed.micro_batches)
+    found = []
+    for rank in range(executed.pipeline_ranks):
+        program, units = build_rank_program(executed.spec, rank), units_of(model, executed, rank)
+        unreduced = [action for action in program if action.kind is not Kind.REDUCE]
+        frozen, both, gathers = (
+            sum(collective_bytes(actions, unit, sharding, size) for unit in units if unit.frozen == is_frozen)
+            for actions, is_frozen in ((program, True), (program, False), (unreduced, False))
+        )
+        bus = bus_bytes(program, units, executed.spec.offload, sharding, size)
+        hop = messages(rank, activations=ActivationBytes(0, 0, chunks))
+        found.append(Sent(gathers, frozen, both - gathers, hop, bus.loaded, bus.stored))
+    return max(found, key=lambda each: (sum(each[:4]), each))
 
 
 def demand_of_facts(facts: Mapping[str, Any]) -> Demand:

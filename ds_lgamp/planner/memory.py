@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 from heapq import heapify, heappop, heappush
 from itertools import takewhile
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ds_lgamp.cost.activations import ActivationBytes, ChunkBytes
 from ds_lgamp.cost.memory import Memory, held_between_steps, rank_memory
@@ -57,23 +57,46 @@ def units_of(model: Model, configuration: Configuration, rank: int) -> list[Unit
     ends = {chunk: 0 for chunk in (0, last)}
     ends[0] += words + model.position_embeddings * model.hidden_size
     ends[last] += model.norm_parameters + model.extras + (0 if model.tied_embeddings else words)
-    units, users, layers = [], [], configuration.kinds_of_chunks(model)
+    units: list[UnitSize] = []
+    users, layers = [], configuration.kinds_of_chunks(model)
     for chunk in chunks_of(configuration.placement, rank):
         parameters = sum(count * of_layer for count, of_layer in zip(layers[chunk], of_layers))
         if chunk in ends and model.tied_embeddings:
             users.append(chunk)
         elif chunk in ends:
             parameters += ends[chunk]
-        units.append(UnitSize(aligned(parameters), aligned(parameters), (chunk,)))
+        units.extend(_own_units(model, configuration, chunk, sum(layers[chunk]), parameters))
         divided = aligned(sum(count * own for count, own in zip(layers[chunk], experts)))
         if divided:
             units.append(UnitSize(divided, divided, (chunk,), expert_ranks=configuration.expert_ranks))
     if users:
         # The engine ties everything that precedes and follows the layers.
-        tied = aligned(sum(ends.values()))
-        copies = len({configuration.placement[chunk] for chunk in ends})
-        units.append(UnitSize(tied, tied, tuple(users), tied=True, copies=copies))
+        tied, copies = aligned(sum(ends.values())), len({configuration.placement[chunk] for chunk in ends})
+        if model.adapters:
+            units.append(_frozen(configuration, tied, tuple(users), tied=True))
+        else:
+            units.append(UnitSize(tied, tied, tuple(users), tied=True, copies=copies))
     return units
+
+
+def _own_units(
+    model: Model, configuration: Configuration, chunk: int, layers: int, parameters: int
+) -> Iterator[UnitSize]:
+    """Yields what a chunk of so many ``layers`` has alone: its ``parameters`` or, where they are frozen, its adapters
+    and them."""
+    if not model.adapters:
+        yield UnitSize(aligned(parameters), aligned(parameters), (chunk,))
+        return
+    adapters = layers * model.trained_in_layer
+    if chunk == configuration.chunks - 1:
+        adapters += model.adapters_of(model.matrices_at_end)
+    yield UnitSize(aligned(adapters), aligned(adapters), (chunk,))
+    yield _frozen(configuration, aligned(parameters), (chunk,))
+
+
+def _frozen(configuration: Configuration, parameters: int, chunks: tuple[int, ...], tied: bool = False) -> UnitSize:
+    kept: Literal["device", "host"] | None = None if configuration.keep_frozen == "none" else configuration.keep_frozen
+    return UnitSize(parameters, 0, chunks, tied, frozen=True, whole_on=kept)
 
 
 def chunk_bytes_of(model: Model, configuration: Configuration, software: Software) -> list[ChunkBytes]:

@@ -1,5 +1,6 @@
 """What costs depend on in a transformer: its sizes."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -79,6 +80,12 @@ class Model:
     attention alone. They take memory, but no time worth counting."""
     extras: int = 0
     """Parameters outside the layers beyond embedding, head and final norm."""
+    adapters: int = 0
+    """The rank of adapters in all layers, which alone train; 0 if everything trains. See :meth:`adapted`."""
+    joined_attention: bool = False
+    """Whether one matrix makes queries, keys and values."""
+    matrices_at_end: tuple[tuple[int, int], ...] = ()
+    """Rows and columns of the matrices among ``extras``."""
     composed_activation: bool = False
     """Whether models of transformers compute the activation function by several operations, as gelu_new of GPT-2."""
     query_key_norms: bool = False
@@ -151,6 +158,7 @@ class Model:
             head_size=hidden_size // attention_heads,
             feed_forward_size=feed_forward_size or 4 * hidden_size,
             position_embeddings=sequence_length,
+            joined_attention=True,
             composed_activation=True,
         )
 
@@ -158,6 +166,20 @@ class Model:
         """Returns the model whose experts so many ranks divide. Layers then count what one of these has. Raises
         ValueError if they cannot be divided so."""
         return self if expert_ranks == self.expert_ranks else _divided(self, expert_ranks)
+
+    def adapted(self, rank: int) -> "Model":
+        """Returns the model with adapters of so many ranks, as ``target_modules="all-linear"`` of peft makes them: two
+        matrices beside every matrix but embedding and head (LoRA, arXiv 2106.09685). All else is frozen.
+
+        Raises ValueError for models with experts or latent attention, where peft adds others.
+        """
+        if self.experts > 1 or self.latent is not None:
+            has = "latent attention" if self.experts == 1 else f"{self.experts} experts"
+            raise ValueError(
+                f"adapters is {rank}, but {self.name} has {has}, beside which peft adds adapters of other sizes; use "
+                "a model without"
+            )
+        return replace(self, adapters=count("adapters", rank))
 
     @property
     def kinds(self) -> tuple[tuple[int, "Model"], ...]:
@@ -207,6 +229,30 @@ class Model:
             (low.key_value_rank, made),
             output,
         ]
+
+    @property
+    def linear_layers(self) -> list[tuple[int, int]]:
+        """Rows and columns of the matrices of one layer without experts and latent attention, as its modules have
+        them."""
+        hidden, wide, attention = self.hidden_size, self.feed_forward_size, self.attention_matrices
+        if not self.joined_attention:
+            keys = self.key_value_width // 2
+            attention = [(hidden, self.query_width), (hidden, keys), (hidden, keys), attention[1]]
+        return [*attention, *[(hidden, wide)] * (self.matrices - 1), (wide, hidden)]
+
+    def adapters_of(self, matrices: Iterable[tuple[int, int]]) -> int:
+        """Returns the parameters of the adapters of ``matrices``."""
+        return self.adapters * sum(rows + columns for rows, columns in matrices)
+
+    @property
+    def trained_in_layer(self) -> int:
+        """Parameters of one layer that train."""
+        return self.adapters_of(self.linear_layers) if self.adapters else self.layer_parameters
+
+    @property
+    def adapter_parameters(self) -> int:
+        """Parameters of all adapters."""
+        return self.layers * self.adapters_of(self.linear_layers) + self.adapters_of(self.matrices_at_end)
 
     @property
     def attention_parameters(self) -> int:
@@ -263,7 +309,7 @@ class Model:
 
     @property
     def parameters(self) -> int:
-        """All parameters, tied ones once."""
+        """All parameters, tied ones once, without adapters."""
         layers = sum(count * kind.layer_parameters for count, kind in self.kinds)
         return layers + self.embedding_parameters + self.norm_parameters + self.head_parameters + self.extras
 
@@ -281,7 +327,8 @@ class Model:
         visited = self.experts_per_token * (self.expert_parameters - self.expert_extras) + self.shared_parameters
         active = self.attention_parameters + visited + self.router_parameters
         scores = 2.0 * self.attention_heads * (self.head_size + self.value_size) * self.sequence_length
-        return tokens * (2.0 * active + scores)
+        adapters = self.adapters_of(self.linear_layers) if self.adapters else 0
+        return tokens * (2.0 * (active + adapters) + scores)
 
     def head_flops(self, tokens: int) -> float:
         """Returns the floating-point operations of the head's forward."""
@@ -292,6 +339,14 @@ class Model:
         does (arXiv 2104.04473), though a causal kernel skips half, and windows need less."""
         layers = sum(count * kind.layer_flops(tokens) for count, kind in self.kinds)
         return layers + self.head_flops(tokens)
+
+    def step_flops(self, tokens: int) -> float:
+        """Returns the floating-point operations of a forward and a backward. The backward of a product makes two
+        gradients, or one if its matrix is frozen."""
+        if not self.adapters:
+            return 3 * self.forward_flops(tokens)
+        frozen = self.layers * sum(rows * columns for rows, columns in self.linear_layers)
+        return 3 * self.forward_flops(tokens) - 2.0 * tokens * frozen - self.head_flops(tokens)
 
 
 @lru_cache(maxsize=256)

@@ -71,6 +71,7 @@ def model_of_flags(name: str, text: str, sequence_length: int | None = None) -> 
         position_embeddings=0 if rotary else positions,
         biases=biases,
         # As GPT-2 of transformers, which trains without tensor parallelism.
+        joined_attention=not gated,
         composed_activation=not gated,
         query_key_norms=flags.has("--qk-layernorm"),
         is_plain_gpt=rms != biases and not any(map(flags.has, _BEYOND_SIZES)),

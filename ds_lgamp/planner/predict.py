@@ -103,6 +103,7 @@ class _Stage:
     parameters: float
     """On one tensor rank, without experts that ranks divide."""
     experts: float
+    frozen: float
 
     @property
     def seconds(self) -> float:
@@ -149,7 +150,7 @@ def predict(model: Model, cluster: Cluster, configuration: Configuration, on_clo
         parts["bubble"] = 0.0
     if not on_clock:
         parts["data_parallel"] += work.tied_sum
-    useful = 3 * model.forward_flops(configuration.sequences * model.sequence_length)
+    useful = model.step_flops(configuration.sequences * model.sequence_length)
     return Prediction(**parts, mfu=useful / (sum(parts.values()) * configuration.gpus * cluster.peak))
 
 
@@ -163,6 +164,11 @@ def _check(model: Model, cluster: Cluster, configuration: Configuration) -> None
         raise ValueError(
             f"schedule is 'zbv', which has both ends of the model on one pipeline rank, but those of {model.name} are "
             "tied; use another schedule"
+        )
+    if configuration.split_backward and model.adapters:
+        raise ValueError(
+            f"split_backward is {configuration.split_backward}, but the matrices of {model.name} are frozen, so that "
+            "backwards have no second part; use 0"
         )
     if configuration.split_backward and model.experts > 1:
         raise ValueError(
@@ -193,10 +199,11 @@ def _stages(work: Work) -> list[_Stage]:
             total(own, [rounds * layer.exchange for layer in layers]),
             total(own, [layer.parameters for layer in layers]),
             total(own, [layer.experts for layer in layers]),
+            total(own, [layer.frozen for layer in layers]) if work.model.adapters else 0.0,
         )
         for own in counts
     ]
-    for chunk, end, parameters in work.ends:
+    for chunk, end, parameters, frozen in work.ends:
         rank = of.placement[chunk]
         stage, compute = stages[rank], stages[rank].compute
         stages[rank] = replace(
@@ -204,6 +211,7 @@ def _stages(work: Work) -> list[_Stage]:
             compute=Seconds(compute.forward + end.forward, compute.backward + end.backward),
             tensor_parallel=stage.tensor_parallel + work.tensor_sum,
             parameters=stage.parameters + parameters,
+            frozen=stage.frozen + frozen,
         )
     return stages
 
@@ -235,8 +243,7 @@ def _layered_waits(work: Work, stages: Sequence[_Stage]) -> dict[str, float]:
     recompute = (slowest.recompute + sums) / chunks if full else 0.0
     computes = Durations(forward, slowest.seconds / chunks - forward - recompute, recompute=recompute)
     hop, message = work.message
-    own, experts = max(stage.parameters for stage in stages), max(stage.experts for stage in stages)
-    moves = work.collectives(own / chunks, experts / chunks)
+    moves = work.collectives(*(most / chunks for most in _most_held(stages)))
     beside = configuration.micro_batches * message if work.messages_cross_nodes else 0.0
     alone = moves.gather, moves.reduce
     gathers, reductions = (min(2 * each, each + beside) for each in alone)
@@ -249,6 +256,12 @@ def _layered_waits(work: Work, stages: Sequence[_Stage]) -> dict[str, float]:
     slower = 0.0, gathers - alone[0], reductions - alone[1]
     waits = [max(0.0, longer - shorter - late) for shorter, longer, late in zip(steps, steps[1:], slower)]
     return dict(zip(("bubble", "messages", "gathers", "data_parallel"), [bubble, *waits]))
+
+
+def _most_held(stages: Sequence[_Stage]) -> tuple[float, float, float]:
+    """Returns the most parameters of a rank: those that train, experts that ranks divide, and frozen ones."""
+    parameters, experts = max(stage.parameters for stage in stages), max(stage.experts for stage in stages)
+    return parameters, experts, max([stage.frozen for stage in stages])
 
 
 _CAUSES = {
@@ -319,11 +332,11 @@ def _exposed(work: Work, compute: Seconds, stages: Sequence[_Stage]) -> tuple[fl
     if work.data_group.size == 1:
         return 0.0, 0.0
     pieces = MODULES * ceil(work.model.layers / of.pipeline_ranks) if stage == 3 else 1
-    parameters, experts = max(stage.parameters for stage in stages), max(stage.experts for stage in stages)
+    parameters, experts, frozen = _most_held(stages)
     sizes, rounds = (parameters / pieces, experts / pieces), 1
     if of.micro_batch_outer:
         rounds = of.micro_batches
-    gather, reduction = pieces * work.gather(*sizes), pieces * work.reduction(*sizes)
+    gather, reduction = pieces * work.gather(*sizes, frozen / pieces), pieces * work.reduction(*sizes)
     gathers = 2 * rounds * gather if stage == 3 else 0.0
     reductions = reduction * (rounds if stage >= 2 else 1)
     after_update = gather if stage in (1, 2) else 0.0

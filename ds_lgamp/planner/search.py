@@ -232,6 +232,7 @@ class _Search:
         """Returns how many data-parallel ranks form a node; 0 if they cannot share shards there."""
         ranks = self.cluster.gpus_per_node // of.tensor_ranks
         fits = 1 < ranks < of.data_ranks and of.data_ranks % ranks == 0 and not of.uses_host and of.expert_ranks == 1
+        fits &= not of.keeps_frozen_whole
         return ranks if fits and of.zero_stage == 3 and not of.micro_batch_outer else 0
 
     def with_copies(self, plans: Sequence[Plan]) -> list[Plan]:

@@ -107,7 +107,7 @@ def _gpt2(config: _Config) -> Model:
     activation = config.word("activation_function", "gelu_new")
     wide = config.count("n_inner", 4 * config.count(keys.hidden))
     model = _with_biases(config, keys, wide=wide, activation=activation)
-    return replace(model, is_plain_gpt=activation.startswith("gelu"))
+    return replace(model, joined_attention=True, is_plain_gpt=activation.startswith("gelu"))
 
 
 def _opt(config: _Config) -> Model:
@@ -123,7 +123,8 @@ def _opt(config: _Config) -> Model:
 def _gpt_neox(config: _Config) -> Model:
     config.only("attention_bias", True)
     wide, activation = config.count("intermediate_size"), config.word("hidden_act", "gelu")
-    return _with_biases(config, wide=wide, more_rows=None, tied=False, activation=activation)
+    model = _with_biases(config, wide=wide, more_rows=None, tied=False, activation=activation)
+    return replace(model, joined_attention=True)
 
 
 def _bert(config: _Config) -> Model:
@@ -132,7 +133,8 @@ def _bert(config: _Config) -> Model:
     # The head has a matrix, its bias and a norm in front, and a bias for every word. The norm that the sizes have
     # after the layers is the one after the embedding.
     hidden = model.hidden_size
-    return replace(model, extras=hidden * hidden + 3 * hidden + model.vocabulary_size)
+    extras = hidden * hidden + 3 * hidden + model.vocabulary_size
+    return replace(model, extras=extras, matrices_at_end=((hidden, hidden),))
 
 
 _USUAL = _Keys()

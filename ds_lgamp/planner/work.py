@@ -32,6 +32,7 @@ class End(NamedTuple):
     """-1 is the last chunk."""
     seconds: Seconds
     parameters: float
+    frozen: float = 0.0
 
 
 class Layer(NamedTuple):
@@ -42,6 +43,8 @@ class Layer(NamedTuple):
     """What all data-parallel ranks have."""
     experts: float = 0.0
     """Parameters that only some data-parallel ranks have, because ranks divide experts."""
+    frozen: float = 0.0
+    """Parameters that do not train, and are none of the others."""
     exchange: float = 0.0
     """Seconds of the two all-to-alls of a forward among ranks that divide experts: tokens go to their experts, and
     results come back. A backward has as many."""
@@ -99,7 +102,8 @@ class Work:
                 kind.divided_parameters,
             )
             exchange = 2 * self._exchange(kind) if experts else 0.0
-            found.append(Layer(seconds, (kind.layer_parameters - experts) / ranks, experts, exchange))
+            frozen = kind.layer_parameters if kind.adapters else 0
+            found.append(Layer(seconds, (kind.trained_in_layer - experts) / ranks, experts, frozen, exchange))
         return found
 
     def _exchange(self, kind: Model) -> float:
@@ -115,9 +119,15 @@ class Work:
         if not end_bytes(model, sequences, tensor_ranks, default_software(self.configuration)).waiting:
             # In pieces, the head computes both parts of its backward at once.
             head = replace(head, weights=0.0)
-        return (
-            End(0, self.compute.embedding(model, sequences, tensor_ranks), model.embedding_parameters / tensor_ranks),
-            End(-1, head, words / tensor_ranks),
+        first = End(
+            0, self.compute.embedding(model, sequences, tensor_ranks), model.embedding_parameters / tensor_ranks
+        )
+        last = End(-1, head, words / tensor_ranks)
+        if not model.adapters:
+            return first, last
+        adapters = float(model.adapters_of(model.matrices_at_end))
+        return first._replace(parameters=0.0, frozen=first.parameters), last._replace(
+            parameters=adapters, frozen=last.parameters
         )
 
     @property
@@ -166,9 +176,16 @@ class Work:
         of = self.configuration
         return group_of(self.cluster, of.gpus, of.data_ranks // of.expert_ranks, of.tensor_ranks * of.expert_ranks)
 
-    def gather(self, parameters: float, experts: float = 0.0) -> float:
+    def gather(self, parameters: float, experts: float = 0.0, frozen: float = 0.0) -> float:
         """Returns the seconds of a gather of so many weights over the data-parallel ranks, and then of so many of
-        experts over those that have the same ones. Each rank rounds its part and restores all."""
+        experts over those that have the same ones. Each rank rounds its part and restores all.
+
+        At stage 3 ``frozen`` weights follow or, if the host has them, come from there at the same time."""
+        if frozen and self.configuration.zero_stage == 3:
+            own = self.gather(parameters, experts)
+            if self.configuration.keep_frozen == "host":
+                return max(own, self.compute.transfer(ELEMENT * frozen))
+            return own + (0.0 if self.configuration.keeps_frozen_whole else self.gather(frozen))
         gather, ranks, bits = self.network.all_gather, self.data_group.size, self.configuration.weight_bits
         if bits is not None and ranks > 1:
             return gather(self.data_group, _rounded_bytes(parameters, bits)) + self.compute.rounding(
@@ -188,11 +205,12 @@ class Work:
         seconds = reduce(self.data_group, ELEMENT * parameters)
         return seconds + (reduce(self.expert_group, ELEMENT * experts) if experts else 0.0)
 
-    def collectives(self, parameters: float, experts: float = 0.0) -> Collectives:
-        """Returns what a chunk with so many parameters, and so many of ``experts`` that ranks divide, takes."""
+    def collectives(self, parameters: float, experts: float = 0.0, frozen: float = 0.0) -> Collectives:
+        """Returns what a chunk with so many parameters, so many of ``experts`` that ranks divide, and so many that are
+        ``frozen``, takes."""
         of, network, hierarchy = self.configuration, self.network, self.configuration.hierarchy
         if hierarchy is None:
-            return Collectives(self.gather(parameters, experts), self.reduction(parameters, experts))
+            return Collectives(self.gather(parameters, experts, frozen), self.reduction(parameters, experts))
         size = ELEMENT * parameters
         node = group_of(self.cluster, of.gpus, hierarchy.node_ranks, of.tensor_ranks)
         stride = of.tensor_ranks * hierarchy.node_ranks
@@ -200,7 +218,7 @@ class Work:
         kept = size / hierarchy.node_ranks
         combine = network.all_reduce if hierarchy.replicated else network.reduce_scatter
         return Collectives(
-            network.all_gather(node, size),
+            network.all_gather(node, size) + (network.all_gather(node, ELEMENT * frozen) if frozen else 0.0),
             network.reduce_scatter(node, size),
             0.0 if hierarchy.replicated else network.all_gather(peers, kept),
             combine(peers, kept),
@@ -213,7 +231,7 @@ class Work:
         This project's engine sums what every rank updates, in the 32 bits of the optimizer. Others sum whole gradients.
         """
         model, of = self.model, self.configuration
-        if not model.tied_embeddings or not self._ends_lie_apart:
+        if not model.tied_embeddings or not self._ends_lie_apart or model.adapters:
             return 0.0
         size = model.vocabulary_size * model.hidden_size / of.tensor_ranks
         size *= _MASTER / of.shards if is_own(of) else ELEMENT
@@ -230,14 +248,17 @@ class Work:
         later = [total(own, [layer.seconds.weights for layer in layers]) for own in counts]
         elements = [total(own, [layer.parameters for layer in layers]) for own in counts]
         experts = [total(own, [layer.experts for layer in layers]) for own in counts]
-        for chunk, end, own in self.ends:
+        frozen = [total(own, [layer.frozen for layer in layers]) for own in counts]
+        for chunk, end, own, still in self.ends:
             forward[chunk] += end.forward + self.tensor_sum / 2
             backward[chunk] += end.backward + self.tensor_sum / 2
             later[chunk] += end.weights
             elements[chunk] += own
-        moves = [self.collectives(own, more) for own, more in zip(elements, experts)]
+            frozen[chunk] += still
+        moves = [self.collectives(*each) for each in zip(elements, experts, frozen)]
         spec, parts = of.spec, list(map(of.part, elements, experts))
-        hosts = [host_seconds(compute, part) for part in parts] if spec.offload else []
+        loaded = [still / of.shards if of.offload == "parameters" else 0.0 for still in frozen]
+        hosts = [host_seconds(compute, *each) for each in zip(parts, loaded)] if spec.offload else []
         updates = [compute.update(part) for part in parts]
         hop, message = self.message
         links, ends = links_of(spec), {of.placement[0], of.placement[-1]}
@@ -277,9 +298,10 @@ def _rounded_bytes(elements: float, bits: int) -> float:
     return elements * packed_bytes(block, bits) / block
 
 
-def host_seconds(compute: Compute, part: float) -> HostSeconds:
-    """Returns the seconds of a chunk of whose parameters a rank updates a ``part``."""
-    return HostSeconds(compute.transfer(ELEMENT * part), compute.transfer(_GRADIENT * part), compute.host_update(part))
+def host_seconds(compute: Compute, part: float, frozen: float = 0.0) -> HostSeconds:
+    """Returns the seconds of a chunk of whose parameters a rank updates a ``part``, and loads a ``frozen`` one too."""
+    load = compute.transfer(ELEMENT * (part + frozen))
+    return HostSeconds(load, compute.transfer(_GRADIENT * part), compute.host_update(part))
 
 
 def is_layered(configuration: Configuration) -> bool:

@@ -190,6 +190,8 @@ def launch_script(
     else:
         about = "SCRIPT trains a model of transformers and takes --deepspeed FILE. Its own flags follow."
         flags = ["--deepspeed", _beside(CONFIG_FILE)]
+        if model.adapters:
+            about += f' It adds adapters by LoraConfig(r={model.adapters}, target_modules="all-linear") of peft.'
         if configuration.micro_batch_outer and configuration.recompute == "full":
             about += " The plan counts on it to recompute activations, as gradient_checkpointing of transformers does."
     lines = [
@@ -230,6 +232,8 @@ def _block(model: Model, configuration: Configuration) -> dict[str, Any]:
     if configuration.split_backward:
         waits = configuration.split_backward
         block["split_backward"] = True if waits == configuration.pipeline_ranks else waits
+    if configuration.keep_frozen is not None:
+        block["keep_frozen"] = configuration.keep_frozen
     if configuration.gradient_bits == 4:
         block["quantised_gradient_bits"] = 4
     if configuration.activation_dtype is not None:

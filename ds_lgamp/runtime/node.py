@@ -119,14 +119,22 @@ def _siblings(number: int, system: Path) -> str:
     return str(number)
 
 
-def host_memory(system: Path = _SYSTEM) -> int:
-    """Returns the bytes that processes here may use of the host's memory: all of it, or what the control group of a
-    container grants, in either version of control groups."""
-    own = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        with suppress(OSError, ValueError):
-            return min(own, int((system / "fs/cgroup" / name).read_text()))
-    return own
+def host_memory(system: Path = _SYSTEM, process: Path = Path("/proc/self")) -> int:
+    """Returns the bytes that processes here may use of the host's memory: all of it, or what a control group grants, in
+    either version of control groups. A container shows its own group as the root; a job of Slurm or systemd is in one
+    below it, and those around it have limits, too."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    below = {"": "/", "memory": "/"}
+    with suppress(OSError):
+        for line in (process / "cgroup").read_text().splitlines():
+            _, kinds, path = line.split(":", 2)
+            below |= dict.fromkeys(kinds.split(","), path)
+    for kind, name in (("", "memory.max"), ("memory", "memory.limit_in_bytes")):
+        own = Path(below[kind])
+        for folder in (own, *own.parents):
+            with suppress(OSError, ValueError):
+                limits.append(int((system / "fs/cgroup" / kind / folder.relative_to("/") / name).read_text()))
+    return min(limits)
 
 
 def _limit(groups: Path) -> float:

@@ -94,6 +94,20 @@ def test_rounded_plans_are_told_and_written_where_they_are_asked_for(capsys, tmp
     assert told[0]["activation_dtype"] == config["ds_lgamp"]["activation_dtype"] == "fp8"
 
 
+def test_plans_of_adapters_say_where_frozen_weights_lie_and_what_is_sent(capsys, tmp_path):
+    words = [*WORDS, "--adapters", "16"]
+    table = out_of(capsys, *words)
+    assert "0.1244 billion parameters and 0.002359 of adapters" in table
+    assert "In a step of the first plan, the rank that sends most sends " in table
+    told = json.loads(out_of(capsys, *words, "--json", "--write", str(tmp_path / "run")))
+    assert told["model"]["adapter_parameters"] == 2_359_296
+    homes = {plan.get("keep_frozen"): plan["bytes_sent"] for plan in told["plans"]}
+    assert homes.keys() == {None, "device", "host", "none"}
+    assert homes["host"]["loaded"] > 0 == homes["host"]["frozen_gathers"] < homes["none"]["frozen_gathers"]
+    assert 'r=16, target_modules="all-linear"' in (tmp_path / "run" / "launch.sh").read_text()
+    assert "adapter" not in out_of(capsys, *WORDS) + out_of(capsys, *WORDS, "--json")
+
+
 def test_if_no_script_can_run_a_printed_plan_the_best_of_all_others_is_written(capsys, tmp_path, monkeypatch):
     refuse = "ds_lgamp.cli.plan_search.why_not"
     monkeypatch.setattr(refuse, lambda model, of: why_not(model, of) if of.tensor_ranks == 2 else "not so")
@@ -145,6 +159,9 @@ LAW = ["--model", "x32", "--cluster", "a100", "--law", "width"]
         (LAW, "--law needs --tokens"),
         ([*LAW, "--top", "3"], "--top does not go with --law"),
         ([*LAW, "--rounded"], "--rounded does not go with --law"),
+        ([*LAW, "--adapters", "8"], "--law does not go with --adapters"),
+        ([*GPT2, "--rounded", "--adapters", "8"], "--rounded does not go with --adapters"),
+        ([*GPT2, "--adapters", "0"], "'0' must be a whole number from 1"),
         ([*GPT2, "--rounded", "2"], "invalid choice: 2 (choose from 8, 4)"),
         (["--runs", "runs.csv", "--cluster", "a100", "--top", "3"], "--top belongs to --model; remove it"),
         (["--cluster", "a100"], "one of the arguments --model --runs --calibrate is required"),

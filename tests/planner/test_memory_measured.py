@@ -7,11 +7,13 @@ keeps what that of a GPU keeps: queries, keys, values, result and the logarithms
 from itertools import product
 
 import pytest
+import torch
 
 from ds_lgamp.cost.units import ElementBytes
+from ds_lgamp.partition.memory import HostRoom
 from ds_lgamp.planner.activations import Software
 from ds_lgamp.planner.configuration import Configuration
-from ds_lgamp.planner.memory import memory
+from ds_lgamp.planner.memory import memory, units_of
 from ds_lgamp.planner.write import ds_config, why_not
 from testing.ranks import run_on_ranks
 from tests.pairwise import pairwise
@@ -45,8 +47,8 @@ def cases(pipeline_ranks: int, data_ranks: int) -> list[Case]:
 
 def config_of(case: Case) -> dict:
     """Returns what the planner writes, with the case's precision and an optimizer whose step needs no memory."""
-    assert why_not(model_of(case.name), case.configuration) is None
-    written = ds_config(model_of(case.name), case.configuration)
+    assert why_not(case.model, case.configuration) is None
+    written = ds_config(case.model, case.configuration)
     optimizer = {"type": "AdamW", "params": {"lr": 1e-3}}
     return {**written, "bf16": {"enabled": case.bf16}, "optimizer": optimizer, "gradient_clipping": 0.0}
 
@@ -106,3 +108,52 @@ def test_where_ranks_divide_experts_memory_is_within_three_percent_of_what_they_
         software = Software(ElementBytes(weights=size, gradients=size, optimizer=8), all_to_all=True)
         told = memory(model_of(case.name), case.configuration, software)
         assert told.total == pytest.approx(sum(measured) / 2, rel=LARGEST_DEVIATION), (case, told)
+
+
+def full(grid: tuple[int, int]):
+    return pytest.param(grid, marks=pytest.mark.full)
+
+
+HOMES = [(0, None), (2, None), (3, "none"), (3, "device"), (3, "host")]
+"""The ZeRO stages of adapters, and where frozen weights lie."""
+
+
+def cases_of_adapters(pipeline_ranks: int, data_ranks: int) -> list[Case]:
+    """Returns trainings of adapters on a grid, with every pair of values of two factors."""
+    homes = HOMES if data_ranks > 1 else [HOMES[0], HOMES[-1]]
+    factors = {"name": ["GPT-2", "Llama"], "bf16": [False, True], "home": homes, "recompute": ["full", "none"]}
+    found = []
+    for case in pairwise([dict(zip(factors, values)) for values in product(*factors.values())]):
+        stage, home = case["home"]
+        options = {"zero_stage": stage, "keep_frozen": home, "recompute": case["recompute"]}
+        chunks = LAYERS // pipeline_ranks
+        configuration = Configuration(
+            data_ranks, pipeline_ranks, 1, 4, 4, **options, schedule="layered", chunks_per_rank=chunks
+        )
+        found.append(Case(case["name"], configuration, case["bf16"], adapters=8))
+    return found
+
+
+@pytest.mark.parametrize("grid", [pytest.param((1, 1), marks=pytest.mark.slow), *map(full, [(1, 2), (2, 1)])], ids=str)
+def test_memory_of_adapters_is_within_three_percent_of_what_the_engine_takes(grid):
+    chosen = cases_of_adapters(*grid)
+    on_ranks = run_on_ranks(
+        grid[0] * grid[1], measure_all_on_rank, [(case, config_of(case)) for case in chosen], seconds=1200
+    )
+    for case, measured in zip(chosen, map(max, zip(*on_ranks))):
+        size = 2 if case.bf16 else 4
+        software = Software(ElementBytes(weights=size, gradients=size, optimizer=8), all_to_all=True)
+        told = memory(case.model, case.configuration, software)
+        taken = told.total + blocks_on_host(case, told.pipeline_rank, size)
+        assert taken == pytest.approx(measured, rel=LARGEST_DEVIATION), (case, told)
+        print(f"{case.name} {case.configuration.keep_frozen}: {100 * (taken / measured - 1):.2f} %")
+
+
+def blocks_on_host(case: Case, rank: int, size: int) -> int:
+    """Returns the bytes of the blocks in which frozen weights lie on the host, which shares a CPU's memory. These small
+    blocks have up to twice the bytes of what lies there."""
+    room = HostRoom(pinned=False)
+    for unit in units_of(case.model, case.configuration, rank):
+        if unit.whole_on == "host":
+            room.empty(unit.parameters, {2: torch.bfloat16, 4: torch.float32}[size])
+    return room.bytes

@@ -2,6 +2,7 @@
 
 import json
 
+import peft
 import pytest
 import torch
 from hypothesis import given, settings
@@ -84,6 +85,38 @@ def test_a_model_has_the_parameters_that_transformers_makes(kind, sizes):
     read = model_of_config(kind, json.loads(config.to_json_string()))
     assert read.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert (read.layers, read.hidden_size, read.sequence_length) == (3, 64, 32)
+
+
+ADAPTED = [case for case in KINDS if case[0] not in ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")]
+
+
+def adapted(kind, sizes):
+    """Returns the sizes that the planner reads, with adapters of rank 4, and a model of transformers with those of
+    peft."""
+    config = AutoConfig.for_model(kind, **sizes, attn_implementation="eager")
+    make = AutoModelForMaskedLM if kind == "bert" else AutoModelForCausalLM
+    with torch.device("meta"):
+        model = peft.get_peft_model(make.from_config(config), peft.LoraConfig(r=4, target_modules="all-linear"))
+    return model_of_config(kind, json.loads(config.to_json_string())).adapted(4), model
+
+
+@pytest.mark.parametrize(("kind", "sizes"), ADAPTED, ids=lambda value: value if isinstance(value, str) else "")
+def test_adapters_have_the_parameters_that_peft_makes(kind, sizes):
+    read, model = adapted(kind, sizes)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert read.adapter_parameters == trained
+    assert read.parameters + trained == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma"])
+def test_a_step_of_adapters_takes_the_operations_that_torch_counts(kind):
+    """But for gradients that the first layer does not need, because its input is a frozen embedding."""
+    read, model = adapted(kind, GROUPED)
+    tokens = torch.zeros(1, 32, dtype=torch.long, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    unneeded = sum(rows * columns + 4 * rows for rows, columns in read.linear_layers[:3])
+    assert read.step_flops(32) - 2 * 32 * unneeded == counter.get_total_flops()
 
 
 def counted(kind, sizes) -> tuple[int, int]:

@@ -5,6 +5,7 @@ import json
 from typing import Any, NamedTuple
 
 import deepspeed
+import peft
 import torch
 import torch.distributed as dist
 import transformers
@@ -50,6 +51,14 @@ class Case(NamedTuple):
     name: str
     configuration: Configuration
     bf16: bool
+    adapters: int = 0
+    """Their rank; 0 if everything trains."""
+
+    @property
+    def model(self) -> Model:
+        """The sizes that the planner counts with."""
+        sizes = model_of(self.name)
+        return sizes.adapted(self.adapters) if self.adapters else sizes
 
 
 def model_of(name: str) -> Model:
@@ -135,6 +144,8 @@ def _measure(case: Case, config: dict[str, Any]) -> int:
     gc.collect()
     others = {storage._cdata: storage for storage in map(storage_of, live_tensors())}
     model = make(case.name)
+    if case.adapters:
+        model = peft.get_peft_model(model, peft.LoraConfig(r=case.adapters, target_modules="all-linear"))
     with quiet():
         engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     peaks = []

@@ -112,3 +112,15 @@ def test_a_container_may_grant_a_part_of_the_memory(tmp_path, name):
     whole = node.host_memory(tmp_path)
     for limit, expected in ((str(whole // 2), whole // 2), ("max", whole), (str(1 << 62), whole)):
         assert node.host_memory(written(tmp_path, {f"fs/cgroup/{name}": limit})) == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "name"), [("0::", "memory.max"), ("4:memory:", "memory/{}memory.limit_in_bytes")], ids=["v2", "v1"]
+)
+def test_a_job_may_get_less_memory_than_its_machine_has_from_a_group_around_it(tmp_path, line, name):
+    whole, slice_of = node.host_memory(tmp_path), name if "{}" in name else "{}" + name
+    limits = {"jobs/": str(whole // 4), "jobs/step/": "max", "others/": str(whole // 8)}
+    for folder, limit in limits.items():
+        written(tmp_path, {"fs/cgroup/" + slice_of.format(folder): limit})
+    written(tmp_path, {"process/cgroup": f"7:cpu,cpuacct:/others\n{line}/jobs/step\n"})
+    assert node.host_memory(tmp_path, tmp_path / "process") == whole // 4
