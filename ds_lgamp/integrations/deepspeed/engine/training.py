@@ -21,7 +21,7 @@ from ds_lgamp.integrations.deepspeed.config.client_optimizer import place_with_g
 from ds_lgamp.integrations.deepspeed.config.precision import input_dtype
 from ds_lgamp.integrations.deepspeed.config.zero import live_folder, on_disk_of
 from ds_lgamp.integrations.deepspeed.engine.data import BatchLoader
-from ds_lgamp.integrations.deepspeed.engine.memory import Budget, budget_of, sharding_of, why_not_alone
+from ds_lgamp.integrations.deepspeed.engine.memory import Budget, sharding_of, why_not_alone
 from ds_lgamp.integrations.deepspeed.engine.monitor import monitor_if_asked, monitored
 from ds_lgamp.integrations.deepspeed.engine.nonfinite import NonfiniteCheck
 from ds_lgamp.integrations.deepspeed.engine.optimizer import PartitionedOptimizer, build_optimizer
@@ -42,7 +42,7 @@ from ds_lgamp.integrations.deepspeed.model.recomputation import (
     switch_on,
 )
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import SharedBuffers
-from ds_lgamp.integrations.program_spec import program_of
+from ds_lgamp.integrations.program_spec import budget_of, program_of
 from ds_lgamp.integrations.split.state import leave_out_hosts
 from ds_lgamp.optimizers.lamb import Lamb
 from ds_lgamp.optimizers.muon import Muon
@@ -148,7 +148,7 @@ class Training:
         prepare_optimizer(module, config, arguments)
         self._shared_buffers = SharedBuffers(layers)
         place_with_groups(module, plan.layout, arguments)
-        self._given_budget = budget_of(settings, torch.device(get_accelerator().current_device_name()))
+        self._given_budget = budget_of(settings, get_accelerator().device_name())
         self.budget: Budget | None = None
         """Decides what is recomputed; None if the block does."""
         self.live: LiveCheckpoint | None = None
