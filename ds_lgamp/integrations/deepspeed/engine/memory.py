@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
+from deepspeed.utils import groups as stock_groups
 from deepspeed.utils import logger
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -31,6 +32,7 @@ from ds_lgamp.integrations.deepspeed.config.precision import (
     has_master_copies,
     parameter_dtype,
 )
+from ds_lgamp.integrations.deepspeed.model.experts import divided
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import tensor_group
 from ds_lgamp.integrations.program_spec import advise_on_memory, over_budget, space_left
 from ds_lgamp.optimizers.lamb import Lamb
@@ -220,18 +222,25 @@ def element_bytes(config: Any, update: Update, travel: Travel) -> ElementBytes:
     return replace(size, optimizer=state, update=temporary, travel=travel)
 
 
-def why_not_alone(module: PipelineModule) -> str | None:
-    """Returns a sentence if the ranks of "auto" must not decide alone what they recompute, because layers exchange data
-    with other ranks, or if a layer cannot be measured; else None. Divided experts are refused where they are found."""
-    parts = [*module.modules()]
-    reasons = {
-        "ranks divide layers among each other and must recompute alike": tensor_group(module) is not None,
-        "ranks share a SyncBatchNorm and must recompute alike": any(
-            isinstance(each, nn.SyncBatchNorm) for each in parts
-        ),
-        "a layer is compiled, which cannot be measured": any(each._compiled_call_impl is not None for each in parts),
+def shared_by_ranks(module: PipelineModule, layers: nn.Module) -> str | None:
+    """Returns what ranks share if ``layers``, of this rank or of all, exchange data inside a chunk, as a clause; None
+    if they do not."""
+    parts = [*layers.modules()]
+    shared = {
+        "ranks divide layers among each other": tensor_group(module) is not None or bool(divided(layers)),
+        "ranks share a SyncBatchNorm": any(isinstance(each, nn.SyncBatchNorm) for each in parts),
+        "ranks share a sequence": stock_groups._get_sequence_parallel_world_size() > 1,
     }
-    found = next((reason for reason, holds in reasons.items() if holds), None)
+    return next((reason for reason, holds in shared.items() if holds), None)
+
+
+def why_not_alone(module: PipelineModule, layers: nn.Module) -> str | None:
+    """Returns a sentence if the ranks of "auto" must not decide alone what they recompute, because ``layers`` exchange
+    data with other ranks, or if one cannot be measured; else None."""
+    shared = shared_by_ranks(module, layers)
+    found = None if shared is None else f"{shared} and must recompute alike"
+    if found is None and any(each._compiled_call_impl is not None for each in layers.modules()):
+        found = "a layer is compiled, which cannot be measured"
     return None if found is None else f"{BLOCK}.recompute is 'auto', but {found}; use 'full' or 'none'"
 
 

@@ -398,12 +398,12 @@ def complaints():
     """Returns what refuses modules whose layers exchange data, or are compiled."""
     prepare_rank()
     trained = engine(ATTENDING, 1)
-    found = [memory.why_not_alone(trained.module)]
+    found = [memory.why_not_alone(trained.module, trained.module)]
     trained.module.forward_funcs[1].norm = torch.nn.SyncBatchNorm(4)
-    found.append(memory.why_not_alone(trained.module))
+    found.append(memory.why_not_alone(trained.module, trained.module))
     del trained.module.forward_funcs[1].norm
     trained.module.forward_funcs[1].compile(backend="eager")
-    return [*found, memory.why_not_alone(trained.module)]
+    return [*found, memory.why_not_alone(trained.module, trained.module)]
 
 
 def test_ranks_decide_alone_only_where_no_layer_needs_others_and_all_can_be_measured():
