@@ -40,6 +40,7 @@ from ds_lgamp.integrations.deepspeed.engine.memory import (
     element_bytes,
     sharding_of,
     update_of,
+    why_not_alone,
 )
 from ds_lgamp.integrations.deepspeed.engine.plan import plan_training
 from ds_lgamp.integrations.deepspeed.explain.activations import (
@@ -106,6 +107,8 @@ def explain(arguments: dict[str, Any], partition_method: str, calls_engine: bool
     refuse_around_experts(model.modules, settings, spec, plan.travel, update.needs_whole_tensors, is_deferred(module))
     if settings.recompute == "selective":
         refuse_unless_offered(map(offers_selective, model.built))
+    if settings.recompute == "auto" and (complaint := why_not_alone(module, model.modules)) is not None:
+        raise ConfigError(complaint)
     activations, unknown = None, None
     try:
         if calls_engine:
