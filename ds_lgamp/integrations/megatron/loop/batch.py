@@ -107,6 +107,13 @@ class Batch:
             )
 
 
+def iterators_of(iterators: Any, chunks: int) -> list[Iterator[Any] | None]:
+    """Returns the iterator of every chunk. A rank that reads no data may pass None for all of them."""
+    if iterators is None:
+        return [None] * chunks
+    return iterators if isinstance(iterators, list) else [iterators]
+
+
 def placement_of(chunks_per_rank: int, pipeline_ranks: int) -> Placement:
     """Returns the pipeline rank of every chunk: the virtual pipelines of Megatron-core are modular."""
     return place_chunks("modular", chunks_per_rank * pipeline_ranks, pipeline_ranks)

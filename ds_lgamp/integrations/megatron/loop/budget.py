@@ -194,7 +194,7 @@ class Budget:
     ) -> None:
         self._given, self._device, self._groups = budget_of(settings, device.type), device, groups
         self._chunks, self._batches, self.meter = chunks, 0, LayerMeter()
-        self._state = _State() if partition is None else _state_of(partition)
+        self._state = _state_of(partition) if partition is not None and partition.units else _State()
         self._program: Sequence[Action] = ()
         """What was decided last is for this one."""
         self._held = self._unseen = 0

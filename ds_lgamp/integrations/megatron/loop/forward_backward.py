@@ -30,6 +30,7 @@ from ds_lgamp.integrations.megatron.loop.batch import (
     DataEndError,
     MegatronTiming,
     ModelChunk,
+    iterators_of,
     placement_of,
     refuse_another_file,
     refuse_common_parameters,
@@ -111,7 +112,7 @@ class ForwardBackward:
         models = model if isinstance(model, list) else [model]
         batch = Batch(
             forward_step_func,
-            _as_list(data_iterator, len(models)),
+            iterators_of(data_iterator, len(models)),
             models,
             num_microbatches,
             pg_collection or ProcessGroupCollection.use_mpu_process_groups(_GROUPS),
@@ -180,13 +181,6 @@ class ForwardBackward:
         spec = replace(spec, defers_gathers=True, recomputes=False)
         spec = spec.evaluation(micro_batches) if forward_only else spec
         return spec, program_of(spec, rank)
-
-
-def _as_list(iterators: Any, chunks: int) -> list[Iterator[Any] | None]:
-    """Returns the iterator of every chunk. A rank that reads no data may pass None for all of them."""
-    if iterators is None:
-        return [None] * chunks
-    return iterators if isinstance(iterators, list) else [iterators]
 
 
 _ADVICE = "pass seq_length and micro_batch_size as they are in the batch, or set variable_seq_lengths"
