@@ -47,8 +47,8 @@ class ChunkBytes:
     recomputation, the peak covers the repeated forward and excludes the input. Otherwise it excludes ``saved``, and the
     result if autograd keeps it."""
     saved: int = 0
-    """Without recomputation: tensors that autograd keeps from the forward, except the result. They include the input if
-    autograd needs it."""
+    """Without recomputation, or if layers recompute by themselves: tensors that autograd keeps from the forward, except
+    the result. They include the input if autograd needs it."""
     keeps_result: bool = False
     """Without recomputation: whether autograd keeps the result."""
     waiting: int = 0
@@ -101,6 +101,9 @@ class ActivationBytes:
     all_to_all: Sequence[int] = ()
     """Bytes that the all-to-alls of every chunk send, in its forward, recomputation and backward; empty if they were
     not counted."""
+    by_layers: bool = False
+    """Whether layers recompute by themselves. The executor then stores no input of a chunk that is recomputed, and
+    autograd keeps what its layers leave, such as their inputs."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +157,7 @@ class ActivationWalk:
         if self.own & {0, self.last}:
             micro_batches = 1 + max(action.micro_batch for action in actions)
             ledger.take("batch", micro_batches * (size.inputs + size.labels))
-        if any(action.recomputed for action in actions):
+        if any(map(self.repeats, actions)):
             ledger.take("random_states", size.random_states)
 
     def memory(self) -> ActivationMemory:
@@ -207,12 +210,16 @@ class ActivationWalk:
             self.ledger.free(counted, amount)
             self.ledger.take(holders[0], amount)
 
+    def repeats(self, action: Action) -> bool:
+        """Whether the executor computes the chunk of ``action`` again, from a stored input."""
+        return action.recomputed and not self.size.by_layers
+
     def forward(self, action: Action) -> None:
-        _, chunk, micro_batch, recomputed = action
+        _, chunk, micro_batch, _ = action
         self.take_input(action)
         size, result = self.size_of(action), (Kind.FORWARD, chunk, micro_batch)
         self.ledger.pass_by("working", self.inputs[chunk] + size.forward)
-        if not recomputed:
+        if not self.repeats(action):
             if chunk == 0:
                 self.ledger.free("batch", self.size.inputs)
             if chunk in self.trained:
@@ -230,14 +237,14 @@ class ActivationWalk:
         return size if action.recomputed or size.kept is None else size.kept
 
     def take_input(self, action: Action) -> None:
-        _, chunk, micro_batch, recomputed = action
+        _, chunk, micro_batch, _ = action
         if chunk == min(self.own & {0, self.last}, default=None):
             # Only other ranks need the rest of the micro-batch.
             self.ledger.free("batch", self.size.inputs * (0 not in self.own))
             self.ledger.free("batch", self.size.labels * (self.last not in self.own))
         if chunk > 0:
             taken, on_this_rank = (Kind.FORWARD, chunk - 1, micro_batch), chunk - 1 in self.own
-            if recomputed:
+            if self.repeats(action):
                 self.hold(taken, "inputs")
             elif taken in self.kept and chunk > self.first_trained:
                 # The executor copies this input, then drops the original.
@@ -245,8 +252,8 @@ class ActivationWalk:
             self.drop(taken, "handed_over" if on_this_rank else "receives")
 
     def backward(self, action: Action) -> None:
-        _, chunk, micro_batch, recomputed = action
-        size = self.size_of(action)
+        _, chunk, micro_batch, _ = action
+        size, recomputed = self.size_of(action), self.repeats(action)
         copy = self.inputs[chunk] if recomputed else 0
         if chunk == self.last:
             self.ledger.free("batch", self.size.labels)

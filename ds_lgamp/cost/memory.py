@@ -97,7 +97,9 @@ the last.
 - random states, with recomputation: one set, and one more for every stored input if layers draw.
 
 A last chunk whose backwards directly follow its forwards is never recomputed. Any other may be recomputed for some
-micro-batches and not for others. Each takes what its actions say.
+micro-batches and not for others. Each takes what its actions say. Where layers recompute by themselves, as in
+Megatron-LM's loop, "recomputation" above is that of whole chunks: all takes are those without it, and ``saved`` is what
+layers leave, in one way or the other.
 
 Source: ``ds_lgamp/partition`` and ``ds_lgamp/runtime``; tests compare both with this formula. It holds from the second
 step on, because the first one learns shapes, and while shapes do not change. It does not cover:
@@ -328,6 +330,8 @@ def _spans(actions: Sequence[Action], size: ActivationBytes) -> Iterator[_Span]:
             continue
         copy, kept = size.chunks[chunk - 1].result if chunk else size.inputs, both.kept
         stored = 0 if (chunk, micro_batch) in away else copy + (size.random_states if size.draws else 0)
+        if size.by_layers:
+            copy, stored = 0, both.saved + (both.result if both.keeps_result else 0)
         between = kept.saved + (kept.result if kept.keeps_result else 0) - stored
         backward = between + kept.backward - both.backward - copy
         # In its forward, a pair that is recomputed works on a copy of the input that it stores.

@@ -1,9 +1,11 @@
-"""The program that the block asks for: the bounds of chunks, their placement, the micro-batches of every rank."""
+"""The program that the block asks for: the bounds of chunks, their placement, the micro-batches of every rank. Also how
+much memory it may take."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
-from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
+from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, with_unit
+from ds_lgamp.runtime.batch import ActionError
 from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.orders import default_placement
 from ds_lgamp.schedule.placement import (
@@ -216,3 +218,54 @@ def shard_groups(config: Mapping[str, Any]) -> dict[str, int]:
         return {}
     off = {HPZ: (None, 0, 1), MICS: (None, -1)}
     return {name: section[name] for name, values in off.items() if section.get(name) not in values}
+
+
+_SPACE = 0.05
+"""The part of the memory that a device has left which "auto" leaves to what lies between tensors."""
+
+
+def budget_of(settings: LgampConfig, device: str) -> int | None:
+    """Returns the bytes of ``recompute_memory``; None for what the device has left. Raises ConfigError if the key is
+    missing where the ``device`` is "cpu"."""
+    if settings.recompute == "auto" and settings.recompute_bytes is None and device == "cpu":
+        raise ConfigError(
+            f"{BLOCK}.recompute is 'auto', but a CPU has no memory of its own to fill; set {BLOCK}.recompute_memory, "
+            "such as '8 GB'"
+        )
+    return settings.recompute_bytes
+
+
+def over_budget(limit: int, rank: int, needed: int) -> str | None:
+    """Returns a sentence if a rank that recomputes everything needs more than the limit; else None."""
+    if needed <= limit:
+        return None
+    # Rounded to three digits, the number must not be too small.
+    enough = with_unit(1.005 * needed, "B")
+    return (
+        f"{BLOCK}.recompute is 'auto', which may take {with_unit(limit, 'B')} of memory, but rank {rank} needs "
+        f"{enough} although it recomputes everything; set recompute_memory to at least that, or use "
+        "smaller micro-batches"
+    )
+
+
+def space_left(memory: int) -> int:
+    """Returns the bytes that tensors may take of the ``memory`` of a device."""
+    return int((1 - _SPACE) * memory)
+
+
+def advise_on_memory(error: ActionError, kept: int, budget: int, fitted: int, needed: int) -> NoReturn:
+    """Raises an ActionError in place of one that says that a device had too little memory although the peak is within
+    the budget. It also says what to do. Nothing can be tried again: parts of the batch are read, sent and added up.
+
+    Args:
+        kept: of how many forwards autograd kept what it saved.
+        budget: bytes that tensors might take.
+        fitted: the peak by the formula before the failure.
+        needed: the peak by the formula if everything is recomputed.
+    """
+    advice = "nothing was kept yet: use smaller micro-batches, a smaller micro_batch_group, or more ranks"
+    if kept:
+        # Rounded to three digits, what is needed must not be too small, and what has fitted not too large.
+        less = with_unit(max(1.005 * needed, min(0.9 * budget, 0.995 * fitted)), "B")
+        advice = f"autograd kept what it saved of {kept} forwards; set recompute_memory to '{less}'"
+    raise ActionError(f"{error}; with {BLOCK}.recompute 'auto', {advice}") from error.__cause__

@@ -1,16 +1,20 @@
 """All units of a pipeline rank, driven by the actions of its program."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from ds_lgamp.cost.units import UnitSize, aligned
 from ds_lgamp.partition.flat_storage import UnitParameter
 from ds_lgamp.partition.memory import outside_of_pools
 from ds_lgamp.partition.policy import ZeroPolicy
+from ds_lgamp.partition.quantised import is_packed
 from ds_lgamp.partition.shards import Segment
 from ds_lgamp.partition.unit import Unit
 
@@ -368,3 +372,19 @@ def build_partition(
         for chunk in module.chunks:
             units[chunk].extend(members)
     return ZeroPartition(units, device)
+
+
+def unit_sizes(partition: ZeroPartition, home_of_frozen: Literal["device", "host", "none"] = "none") -> list[UnitSize]:
+    """Returns the sizes of the units of a partition, as the formula of memory takes them."""
+    sizes = []
+    for unit in partition.units:
+        owned = [math.prod(shape) for _, shape, group in unit.storage.contents() if group is not None]
+        chunks = tuple(chunk for chunk, units in partition.chunk_units.items() if unit in units)
+        copies = 1 if unit.tie_group is None or not unit.trains else unit.tie_group.size()
+        size = UnitSize(unit.storage.end, sum(map(aligned, owned)), chunks, unit.tied, copies, not unit.trains)
+        # Experts are means over all ranks, and lie on fewer.
+        divided = unit.policy.mean_ranks // unit.policy.data_group.size()
+        whole_on = None if unit.trains or home_of_frozen == "none" else home_of_frozen
+        packed = (entry.parameter.dtype.itemsize for entry in unit.storage.parameters if is_packed(entry.parameter))
+        sizes.append(replace(size, expert_ranks=divided, whole_on=whole_on, packed=next(packed, None)))
+    return sizes

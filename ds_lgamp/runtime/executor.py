@@ -74,6 +74,9 @@ class Executor:
         self.draws = Draws(random_sources)
         self.meter: ChunkMeter | None = None
         """Measures what micro-batches take on chunks; None if nobody asks."""
+        self.compiled = False
+        """Whether a rank with which layers exchange data has compiled anything. A recomputation that ends early leaves
+        out the last exchange of a chunk, so these ranks recompute alike."""
         self.trace: Trace | None = None
         """Records steps; None if nobody has asked for it."""
         self.timing = Stopwatch(torch.device("cpu")) if timing is None else timing
@@ -219,7 +222,7 @@ class Executor:
                 if state is not None and state.values:
                     self.chunks[chunk].state.moved(state)
                 ends, places = self._ends(chunk, result), saved
-                if saved is not None and has_compiled():
+                if saved is not None and (self.compiled or has_compiled()):
                     # torch may run other code the next time, which saves other tensors.
                     places, ends = None, [None if end is None else ANEW for end in ends]
                 batch.graphs[chunk, micro_batch] = Graph(beginning, ends, places, state)

@@ -167,6 +167,10 @@ class PeakMemory(TorchDispatchMode):
                 self._total += storage.nbytes() - known
         return self._total
 
+    def storages(self) -> list[weakref.ref]:
+        """Returns weak references to the storages that count and are alive."""
+        return [reference for reference, _ in self._storages.values()]
+
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if any(map(_wraps, types)):
             # A wrapper unfolds into operations on its inner tensors. Those are dispatched here in turn.
@@ -294,15 +298,19 @@ class ChunkMeter:
             return True
         return any(_largest(tensor.shape, most) != most for tensor, most in zip(tensors, before))
 
-    def begin(self, action: Action, inputs: Any) -> AbstractContextManager[Any]:
-        """Returns a context for the forward of ``action``, which has outgrown all before."""
-        chunk = action.chunk
+    def outgrow(self, chunk: int, inputs: Any) -> int:
+        """Notes an input that has outgrown all before. Returns its bytes."""
         tensors, before = tensors_in(inputs), self._shapes.get(chunk, [])
         size, known = sum(map(_nbytes, tensors)), len(before) == len(tensors)
         self.inputs[chunk] = max(size, self.inputs.get(chunk, 0))
         pairs = zip(tensors, before if known else (tensor.shape for tensor in tensors))
         self._shapes[chunk] = [_largest(tensor.shape, most) for tensor, most in pairs]
-        reading = self._readings[chunk, action.micro_batch] = _Reading(size)
+        return size
+
+    def begin(self, action: Action, inputs: Any) -> AbstractContextManager[Any]:
+        """Returns a context for the forward of ``action``, which has outgrown all before."""
+        chunk = action.chunk
+        reading = self._readings[chunk, action.micro_batch] = _Reading(self.outgrow(chunk, inputs))
         if self._narrow is not None and chunk > 0:
             self.received[chunk] = max(message_bytes(inputs, self._narrow), self.received.get(chunk, 0))
         return reading.block()
@@ -322,7 +330,7 @@ class ChunkMeter:
         reading.keeps_result = isinstance(saved, NotedTensors) and any(map(saved.has, members))
         if saved is None:
             del self._readings[action.chunk, action.micro_batch]
-            self._enter(action.chunk, ChunkBytes(reading.result, reading.blocks[0].peak, 0))
+            self.enter(action.chunk, ChunkBytes(reading.result, reading.blocks[0].peak, 0))
 
     def again(self, action: Action) -> AbstractContextManager[Any]:
         """Returns a context for the forward that the backward of ``action`` repeats."""
@@ -341,9 +349,10 @@ class ChunkMeter:
             return
         with reading.block():
             yield
-        self._enter(action.chunk, reading.chunk_bytes())
+        self.enter(action.chunk, reading.chunk_bytes())
 
-    def _enter(self, chunk: int, taken: ChunkBytes) -> None:
+    def enter(self, chunk: int, taken: ChunkBytes) -> None:
+        """Enters what a micro-batch has taken on a chunk."""
         known = self.chunks.get(chunk)
         self.chunks[chunk] = taken if known is None else taken.most(known)
         self.has_grown = True

@@ -24,15 +24,17 @@ RESULT = 100
 
 @st.composite
 def sizes(draw, chunks: int) -> ActivationBytes:
-    """Draws bytes of chunks that differ, both if they are recomputed and if they are kept."""
-    measured = []
+    """Draws bytes of chunks that differ, if they are recomputed, whole or by their layers, and if they are kept."""
+    measured, by_layers = [], draw(st.booleans())
     for chunk in range(chunks):
         result = 0 if chunk == chunks - 1 else RESULT
         saved, transient = draw(BYTES), draw(BYTES)
         keeps_result = result > 0 and draw(st.booleans())
         kept = ChunkBytes(result, result + saved + transient, transient, saved, keeps_result)
-        measured.append(ChunkBytes(result, result + transient, saved + transient, kept=kept))
-    return ActivationBytes(draw(BYTES), draw(BYTES), measured, draw(BYTES), draw(st.booleans()))
+        left = draw(st.integers(0, saved)) if by_layers else 0
+        measured.append(ChunkBytes(result, result + transient, saved + transient, left, kept=kept))
+    states = draw(BYTES), draw(st.booleans())
+    return ActivationBytes(draw(BYTES), draw(BYTES), measured, *states, by_layers=by_layers)
 
 
 def follow(spec, rank, size, actions):
@@ -112,6 +114,17 @@ def test_of_two_chunks_the_one_that_computes_more_for_its_bytes_is_kept():
     both = ChunkBytes(RESULT, 0, 0, kept=ChunkBytes(RESULT, 0, 0, saved=1000))
     size = ActivationBytes(0, 0, [both] * 3, flops=[9000, 1000, 1000])
     assert chosen(spec, 0, size, peak(spec, 0, size, frozenset()) + 1000) == {(0, 0)}
+
+
+def test_where_layers_recompute_by_themselves_what_they_leave_is_there_in_both_ways():
+    """Chunk 0 is alive longest, but its layers leave nearly all that autograd would keep."""
+    spec = ProgramSpec((0,) * 3, "layered", 1, 1, 0)
+    kept = ChunkBytes(RESULT, 0, 0, saved=1000)
+    chunks = [ChunkBytes(RESULT, 0, 0, saved=left, kept=kept) for left in (900, 100, 100)]
+    size = ActivationBytes(0, 0, chunks, flops=[1000] * 3, by_layers=True)
+    least = peak(spec, 0, size, frozenset())
+    assert peak(spec, 0, size, all_pairs(spec, 0)) == least + 100 + 900
+    assert chosen(spec, 0, size, least + 900) == {(0, 0)}
 
 
 def test_a_program_that_keeps_what_its_spec_recomputes_is_refused():

@@ -13,6 +13,7 @@ PASSED_ON = {
     ("integrations/deepspeed/model/shared_tensors.py", "complaint"),
     ("integrations/deepspeed/model/materialise.py", "ConfigError(complaint)"),
     ("integrations/deepspeed/plain/model_state.py", "complaint"),
+    ("integrations/megatron/loop/budget.py", "ConfigError(complaint)"),
     ("integrations/split/without_blocks.py", "ConfigError(str(used))"),
     ("partition/disk.py", "OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))"),
     ("partition/disk.py", "OSError(errno.EIO, os.strerror(errno.EIO))"),

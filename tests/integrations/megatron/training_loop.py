@@ -50,6 +50,8 @@ class Place(NamedTuple):
     group: int | str = "all"
     loss_chunk: int | str = "auto"
     model: str = "GPTModel"
+    block: tuple[tuple[str, Any], ...] = ()
+    """More keys of the block."""
     options: tuple[tuple[str, Any], ...] = ()
     """Fields of Megatron-core's configurations of the model, data parallelism or the optimizer, and parameters of
     ``initialize_model_parallel``."""
@@ -106,7 +108,10 @@ class Training:
         # Restores the function, because the configuration of an earlier model may have replaced it.
         param_and_grad_buffer.dist_reduce_scatter_func = dist.reduce_scatter_tensor
         if place.schedule != STOCK:
-            settings = LgampConfig(schedule=place.schedule, micro_batch_group=place.group, loss_chunk=place.loss_chunk)
+            settings = LgampConfig(
+                **{"schedule": place.schedule, "micro_batch_group": place.group, "loss_chunk": place.loss_chunk},
+                **dict(place.block),
+            )
             install_schedules(Job(settings, place.zero_stage or int(place.distributed_optimizer), {}))
         parallel_state.destroy_model_parallel()
         virtual = place.chunks_per_rank if place.chunks_per_rank > 1 else None

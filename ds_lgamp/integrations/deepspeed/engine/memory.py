@@ -1,9 +1,8 @@
-"""What the formula of memory needs to know of a rank: the sizes of its units, bytes per element, and what is known of
-an optimizer before it takes a step: its state, its temporary memory, and what LAMB or Muon send. Also, by this formula,
-which forwards a rank recomputes to stay within a budget.
+"""What the formula of memory needs to know of a rank: bytes per element, and what is known of an optimizer before it
+takes a step: its state, its temporary memory, and what LAMB or Muon send. Also, by this formula, which forwards a rank
+recomputes to stay within a budget.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
+from deepspeed.utils import groups as stock_groups
 from deepspeed.utils import logger
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -21,7 +21,7 @@ from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, with_unit
 from ds_lgamp.cost.activations import ActivationBytes, ChunkBytes
 from ds_lgamp.cost.memory import Memory, Pair, kept_within, memory_over_time
 from ds_lgamp.cost.muon import Iteration, Matrix, exchange_bytes, step_memory
-from ds_lgamp.cost.units import ElementBytes, Sharding, Travel, UnitSize, aligned
+from ds_lgamp.cost.units import ElementBytes, Sharding, Travel
 from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
     ELEMENTWISE,
     choice_of,
@@ -32,14 +32,14 @@ from ds_lgamp.integrations.deepspeed.config.precision import (
     has_master_copies,
     parameter_dtype,
 )
-from ds_lgamp.integrations.deepspeed.config.zero import Home
+from ds_lgamp.integrations.deepspeed.model.experts import divided
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import tensor_group
+from ds_lgamp.integrations.program_spec import advise_on_memory, over_budget, space_left
 from ds_lgamp.optimizers.lamb import Lamb
 from ds_lgamp.optimizers.muon import DEFAULTS, Muon, NewtonSchulz
 from ds_lgamp.partition.agreement import raise_everywhere
-from ds_lgamp.partition.quantised import is_packed
 from ds_lgamp.partition.unit import parts_of
-from ds_lgamp.partition.zero_partition import ZeroPartition
+from ds_lgamp.partition.zero_partition import ZeroPartition, unit_sizes
 from ds_lgamp.runtime.batch import ActionError
 from ds_lgamp.runtime.measure import ChunkMeter
 from ds_lgamp.runtime.recompute import read_states
@@ -222,66 +222,26 @@ def element_bytes(config: Any, update: Update, travel: Travel) -> ElementBytes:
     return replace(size, optimizer=state, update=temporary, travel=travel)
 
 
-def unit_sizes(partition: ZeroPartition, home_of_frozen: Home = "none") -> list[UnitSize]:
-    """Returns the sizes of the units of a partition, as the formula of memory takes them."""
-    sizes = []
-    for unit in partition.units:
-        owned = [math.prod(shape) for _, shape, group in unit.storage.contents() if group is not None]
-        chunks = tuple(chunk for chunk, units in partition.chunk_units.items() if unit in units)
-        copies = 1 if unit.tie_group is None or not unit.trains else unit.tie_group.size()
-        size = UnitSize(unit.storage.end, sum(map(aligned, owned)), chunks, unit.tied, copies, not unit.trains)
-        # Experts are means over all ranks, and lie on fewer.
-        divided = unit.policy.mean_ranks // unit.policy.data_group.size()
-        whole_on = None if unit.trains or home_of_frozen == "none" else home_of_frozen
-        packed = (entry.parameter.dtype.itemsize for entry in unit.storage.parameters if is_packed(entry.parameter))
-        sizes.append(replace(size, expert_ranks=divided, whole_on=whole_on, packed=next(packed, None)))
-    return sizes
-
-
-_SPACE = 0.05
-"""The part of the memory that a device has left which "auto" leaves to what lies between tensors."""
-
-
-def budget_of(settings: LgampConfig, device: torch.device) -> int | None:
-    """Returns the bytes of ``recompute_memory``; None for what the device has left. Raises ConfigError if the key is
-    missing where the device is a CPU."""
-    if settings.recompute == "auto" and settings.recompute_bytes is None and device.type == "cpu":
-        raise ConfigError(
-            f"{BLOCK}.recompute is 'auto', but a CPU has no memory of its own to fill; set {BLOCK}.recompute_memory, "
-            "such as '8 GB'"
-        )
-    return settings.recompute_bytes
-
-
-def why_not_alone(module: PipelineModule) -> str | None:
-    """Returns a sentence if the ranks of "auto" must not decide alone what they recompute, because layers exchange data
-    with other ranks, or if a layer cannot be measured; else None. Divided experts are refused where they are found."""
-    parts = [*module.modules()]
-    reasons = {
-        "ranks divide layers among each other and must recompute alike": tensor_group(module) is not None,
-        "ranks share a SyncBatchNorm and must recompute alike": any(
-            isinstance(each, nn.SyncBatchNorm) for each in parts
-        ),
-        "a layer is compiled, which cannot be measured": any(each._compiled_call_impl is not None for each in parts),
+def shared_by_ranks(module: PipelineModule, layers: nn.Module) -> str | None:
+    """Returns what ranks share if ``layers``, of this rank or of all, exchange data inside a chunk, as a clause; None
+    if they do not."""
+    parts = [*layers.modules()]
+    shared = {
+        "ranks divide layers among each other": tensor_group(module) is not None or bool(divided(layers)),
+        "ranks share a SyncBatchNorm": any(isinstance(each, nn.SyncBatchNorm) for each in parts),
+        "ranks share a sequence": stock_groups._get_sequence_parallel_world_size() > 1,
     }
-    found = next((reason for reason, holds in reasons.items() if holds), None)
+    return next((reason for reason, holds in shared.items() if holds), None)
+
+
+def why_not_alone(module: PipelineModule, layers: nn.Module) -> str | None:
+    """Returns a sentence if the ranks of "auto" must not decide alone what they recompute, because ``layers`` exchange
+    data with other ranks, or if one cannot be measured; else None."""
+    shared = shared_by_ranks(module, layers)
+    found = None if shared is None else f"{shared} and must recompute alike"
+    if found is None and any(each._compiled_call_impl is not None for each in layers.modules()):
+        found = "a layer is compiled, which cannot be measured"
     return None if found is None else f"{BLOCK}.recompute is 'auto', but {found}; use 'full' or 'none'"
-
-
-def over_budget(limit: int, rank: int, needed: int) -> str | None:
-    """Returns a sentence if a rank that recomputes everything needs more than the limit; else None."""
-    if needed <= limit:
-        return None
-    return (
-        f"{BLOCK}.recompute is 'auto', which may take {with_unit(limit, 'B')} of memory, but rank {rank} needs "
-        f"{with_unit(needed, 'B')} although it recomputes everything; set recompute_memory to at least that, or use "
-        "smaller micro-batches"
-    )
-
-
-def space_left(memory: int) -> int:
-    """Returns the bytes that tensors may take of the ``memory`` of a device."""
-    return int((1 - _SPACE) * memory)
 
 
 class Budget:
@@ -355,13 +315,15 @@ class Budget:
     def advise(self, error: BaseException) -> None:
         """Raises an ActionError in place of one that says that the device had too little memory. It also says what to
         do."""
-        if not isinstance(error.__cause__, torch.OutOfMemoryError):
+        if not isinstance(error, ActionError) or not isinstance(error.__cause__, torch.OutOfMemoryError):
             return
-        advice = "nothing was kept yet: use smaller micro-batches, a smaller micro_batch_group, or more ranks"
-        if self._kept[1]:
-            less = with_unit(0.9 * self._budget, "B")
-            advice = f"autograd kept what it saved of {len(self._kept[1])} forwards; set recompute_memory to '{less}'"
-        raise ActionError(f"{error}; with {BLOCK}.recompute 'auto', {advice}") from error.__cause__
+        executor, (spec, kept) = self._training.executor, self._kept
+        fitted = needed = 0
+        if spec is not None and self._limit is not None:
+            beyond = self._budget - self._limit
+            fitted = beyond + max(self._during(executor.program)[: executor.row], default=0)
+            needed = beyond + max(self._during(self._build(spec, frozenset())))
+        advise_on_memory(error, len(kept), self._budget, fitted, needed)
 
     @property
     def _on_accelerator(self) -> bool:

@@ -21,7 +21,7 @@ from ds_lgamp.integrations.deepspeed.config.client_optimizer import place_with_g
 from ds_lgamp.integrations.deepspeed.config.precision import input_dtype
 from ds_lgamp.integrations.deepspeed.config.zero import live_folder, on_disk_of
 from ds_lgamp.integrations.deepspeed.engine.data import BatchLoader
-from ds_lgamp.integrations.deepspeed.engine.memory import Budget, budget_of, sharding_of, why_not_alone
+from ds_lgamp.integrations.deepspeed.engine.memory import Budget, sharding_of, shared_by_ranks, why_not_alone
 from ds_lgamp.integrations.deepspeed.engine.monitor import monitor_if_asked, monitored
 from ds_lgamp.integrations.deepspeed.engine.nonfinite import NonfiniteCheck
 from ds_lgamp.integrations.deepspeed.engine.optimizer import PartitionedOptimizer, build_optimizer
@@ -42,19 +42,19 @@ from ds_lgamp.integrations.deepspeed.model.recomputation import (
     switch_on,
 )
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import SharedBuffers
-from ds_lgamp.integrations.program_spec import program_of
+from ds_lgamp.integrations.program_spec import budget_of, program_of
 from ds_lgamp.integrations.split.state import leave_out_hosts
 from ds_lgamp.optimizers.lamb import Lamb
 from ds_lgamp.optimizers.muon import Muon
 from ds_lgamp.optimizers.updates import HostUpdateError
-from ds_lgamp.partition.agreement import host_group, raise_everywhere
+from ds_lgamp.partition.agreement import everyone, host_group, raise_everywhere
 from ds_lgamp.partition.bus import Bus
 from ds_lgamp.partition.quantised import PackedPlaces
 from ds_lgamp.partition.zero_partition import ZeroPartition
 from ds_lgamp.runtime.batch import BatchState, Calls, LoadMicroBatch, Position, Storage
 from ds_lgamp.runtime.chunk import Chunk, HasOwnLosses
 from ds_lgamp.runtime.clocks import Stopwatch
-from ds_lgamp.runtime.compiled import notice_compilations
+from ds_lgamp.runtime.compiled import has_compiled, notice_compilations
 from ds_lgamp.runtime.edges import pipeline_links
 from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.graph import StoredInputs
@@ -148,10 +148,12 @@ class Training:
         prepare_optimizer(module, config, arguments)
         self._shared_buffers = SharedBuffers(layers)
         place_with_groups(module, plan.layout, arguments)
-        self._given_budget = budget_of(settings, torch.device(get_accelerator().current_device_name()))
+        self._given_budget = budget_of(settings, get_accelerator().device_name())
         self.budget: Budget | None = None
         """Decides what is recomputed; None if the block does."""
         self.live: LiveCheckpoint | None = None
+        self._recomputes_alike = False
+        """Whether ranks exchange data inside layers, also when they recompute."""
         self.computes_input_gradients = False
         """Whether the current batch computes gradients of the script's arguments, below all that trains."""
 
@@ -200,8 +202,9 @@ class Training:
         door = self.door
         self.check = door.optimizer.check = None if self.settings.nonfinite is None else NonfiniteCheck(self)
         self.executor = self._build_executor()
+        self._recomputes_alike = any(everyone(shared_by_ranks(self.placed, self.placed)))
         if self.settings.recompute == "auto":
-            raise_everywhere(why_not_alone(self.placed), ConfigError)
+            raise_everywhere(why_not_alone(self.placed, self.placed), ConfigError)
             self.budget = Budget(self, self._given_budget)
         self.executor.trace = trace_if_asked(
             self.settings, self.placed.stage_id, self.data_rank, self.device, ConfigError
@@ -350,6 +353,8 @@ class Training:
             load = self.check.seen.begin(spec.micro_batches, load)
         if training and self.budget is not None:
             self.budget.begin_batch()
+        if training and self._recomputes_alike and not self.executor.compiled:
+            self.executor.compiled = any(everyone(has_compiled(), host_group()))
         return BatchState(
             self.door.micro_batches if training else spec.micro_batches,
             load,

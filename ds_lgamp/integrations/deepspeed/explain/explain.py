@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
@@ -37,14 +36,11 @@ from ds_lgamp.integrations.deepspeed.config.precision import parameter_dtype
 from ds_lgamp.integrations.deepspeed.config.zero import Home, on_disk_of
 from ds_lgamp.integrations.deepspeed.engine.memory import (
     Update,
-    budget_of,
     comes_later,
     element_bytes,
-    over_budget,
     sharding_of,
-    space_left,
-    unit_sizes,
     update_of,
+    why_not_alone,
 )
 from ds_lgamp.integrations.deepspeed.engine.plan import plan_training
 from ds_lgamp.integrations.deepspeed.explain.activations import (
@@ -74,7 +70,8 @@ from ds_lgamp.integrations.deepspeed.plain.build import (
 )
 from ds_lgamp.integrations.deepspeed.plain.layers import layers_of, pipeline_module, topology_of
 from ds_lgamp.integrations.deepspeed.plain.wrapper import split_of
-from ds_lgamp.partition.zero_partition import ZeroPartition
+from ds_lgamp.integrations.program_spec import budget_of, over_budget, space_left
+from ds_lgamp.partition.zero_partition import ZeroPartition, unit_sizes
 from ds_lgamp.schedule.actions import Action, Kind
 from ds_lgamp.schedule.costs import UNIT_DURATIONS, Costs, sized_costs, uniform_costs
 from ds_lgamp.schedule.placement import split_automatic
@@ -96,7 +93,7 @@ def explain(arguments: dict[str, Any], partition_method: str, calls_engine: bool
     """
     module, config = arguments["model"], arguments["config_class"]
     settings = enabled_block(arguments["config"])
-    budget = budget_of(settings, torch.device(get_accelerator().current_device_name()))
+    budget = budget_of(settings, get_accelerator().device_name())
     _make_expert_groups(module, module, config)
     if not (calls_engine or arguments.get("optimizer") or config.optimizer_name):
         arguments = {**arguments, "optimizer": comes_later}
@@ -110,6 +107,8 @@ def explain(arguments: dict[str, Any], partition_method: str, calls_engine: bool
     refuse_around_experts(model.modules, settings, spec, plan.travel, update.needs_whole_tensors, is_deferred(module))
     if settings.recompute == "selective":
         refuse_unless_offered(map(offers_selective, model.built))
+    if settings.recompute == "auto" and (complaint := why_not_alone(module, model.modules)) is not None:
+        raise ConfigError(complaint)
     activations, unknown = None, None
     try:
         if calls_engine:

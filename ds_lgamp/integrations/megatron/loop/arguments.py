@@ -5,7 +5,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
-from ds_lgamp.integrations.megatron.loop.batch import placement_of, refuse_budget, refuse_settings
+from ds_lgamp.integrations.megatron.loop.batch import placement_of, refuse_settings
+from ds_lgamp.integrations.megatron.loop.budget import refuse_budget
 from ds_lgamp.integrations.megatron.loop.cuts import Cut, cut
 from ds_lgamp.integrations.megatron.loop.flags import (
     option_of,
@@ -100,7 +101,6 @@ def check_file(config: dict[str, Any], settings: LgampConfig) -> Job:
     for key, (harmless, reason) in REFUSED_KEYS.items():
         if (value := getattr(settings, key)) != harmless:
             raise ConfigError(f"{BLOCK}.{key} is {value!r}, {reason}")
-    refuse_budget(settings)
     for name, ranks in shard_groups(config).items():
         raise ConfigError(
             f"zero_optimization.{name} is {ranks!r}, but in Megatron-LM's training loop all data-parallel ranks share "
@@ -226,7 +226,9 @@ def _set_recomputation(args: Namespace, settings: LgampConfig) -> None:
     """Sets Megatron-core's own recomputation from the block. Raises ConfigError if the flags ask for another kind."""
     if "recompute" not in settings.model_fields_set:
         return
-    asked = None if settings.recompute == "none" else settings.recompute
+    refuse_budget(settings, args)
+    # Layers that recompute do it by themselves; a budget then lets some be.
+    asked = {"none": None, "auto": "full"}.get(settings.recompute, settings.recompute)
     given = "selective" if args.recompute_activations else args.recompute_granularity
     if given is not None and given != asked:
         raise ConfigError(

@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.utils import get_model_config
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
+from ds_lgamp.integrations.megatron.loop.budget import Budget, refuse_budget
 from ds_lgamp.integrations.megatron.loop.flags import refuse_flags, refuse_together
 from ds_lgamp.integrations.megatron.loop.several_chunks import device_of, has_two_embeddings, refuse_common
 from ds_lgamp.integrations.megatron.loop.sharded.model import partition_of
@@ -44,6 +45,8 @@ class Batch:
     force_all_reduce: bool | None
     loss_chunk: int | str | None = 0
     """Rows for which head and loss are computed together, "auto", or 0 or None for all."""
+    budget: Budget | None = None
+    """Decides which layers recompute; None if their configuration does."""
     reports: list[Any] = field(default_factory=list)
     """The reports of the loss function, by micro-batch."""
 
@@ -104,6 +107,13 @@ class Batch:
             )
 
 
+def iterators_of(iterators: Any, chunks: int) -> list[Iterator[Any] | None]:
+    """Returns the iterator of every chunk. A rank that reads no data may pass None for all of them."""
+    if iterators is None:
+        return [None] * chunks
+    return iterators if isinstance(iterators, list) else [iterators]
+
+
 def placement_of(chunks_per_rank: int, pipeline_ranks: int) -> Placement:
     """Returns the pipeline rank of every chunk: the virtual pipelines of Megatron-core are modular."""
     return place_chunks("modular", chunks_per_rank * pipeline_ranks, pipeline_ranks)
@@ -129,13 +139,15 @@ class ModelChunk(Chunk):
         batch = self._batch()
         is_last = batch.on_last_rank and self._own == len(batch.models) - 1
         first = schedules.check_first_val_step(batch.first_validation_step, batch.forward_only, micro_batch == 0)
-        head = _head_of(batch.models[self._own]) if is_last else None
+        model, pair = batch.models[self._own], (batch.chunks[self._own], micro_batch)
+        head = _head_of(model) if is_last else None
+        within = nullcontext() if batch.budget is None else batch.budget.forward(pair, model, inputs)
         try:
-            with nullcontext() if head is None else deferring_logits(head, batch.loss_chunk):
+            with nullcontext() if head is None else deferring_logits(head, batch.loss_chunk), within:
                 output, tokens = schedules.forward_step(
                     batch.forward_step,
                     batch.iterators[self._own],
-                    batch.models[self._own],
+                    model,
                     batch.micro_batches,
                     inputs,
                     batch.reports,
@@ -151,6 +163,8 @@ class ModelChunk(Chunk):
             raise DataEndError(
                 "an iterator has no micro-batch left; give all pipeline ranks as many, or run fewer batches"
             ) from error
+        if batch.budget is not None:
+            batch.budget.meter.end_layers(pair, None if is_last else output)
         if batch.config.calculate_per_token_loss:
             batch.tokens += tokens
         # In evaluation the output may be of any kind and size. The reports hold whatever the loop needs of it.
@@ -268,21 +282,12 @@ def refuse_unsupported(batch: Batch) -> None:
         )
 
 
-def refuse_budget(settings: LgampConfig) -> None:
-    """Raises ConfigError for a budget of recomputation, which Megatron-core's layers do by themselves."""
-    if settings.recompute == "auto":
-        raise ConfigError(
-            f"{BLOCK}.recompute is 'auto', but in Megatron-LM's training loop layers recompute by themselves, all "
-            "alike; use 'full', 'selective' or 'none', or train with DeepSpeed's engine"
-        )
-
-
 def refuse_another_file(batch: Batch, settings: LgampConfig, zero_stage: int) -> None:
     """Raises ConfigError if a script with its own loop trains with another stage, other chunks or another recomputation
     than its configuration file names. Inside Megatron-LM's loop its flags were compared before."""
     if batch.forward_only:
         return
-    refuse_budget(settings)
+    refuse_budget(settings, batch.config)
     distributed = getattr(getattr(batch.models[0], "ddp_config", None), "use_distributed_optimizer", None)
     if zero_stage <= 1 and distributed is not None and bool(distributed) != (zero_stage == 1):
         raise ConfigError(
@@ -295,7 +300,12 @@ def refuse_another_file(batch: Batch, settings: LgampConfig, zero_stage: int) ->
             "chunks on this rank; change one of them"
         )
     recompute = batch.config.recompute_granularity or "none"
-    if "recompute" in settings.model_fields_set and settings.recompute != recompute:
+    if settings.recompute == "auto" and recompute != "full":
+        raise ConfigError(
+            f"{BLOCK}.recompute is 'auto', but recompute_granularity of the TransformerConfig is "
+            f"{batch.config.recompute_granularity!r}; set it to 'full', which then holds where memory is short"
+        )
+    if "recompute" in settings.model_fields_set and settings.recompute not in ("auto", recompute):
         raise ConfigError(
             f"{BLOCK}.recompute is '{settings.recompute}', but recompute_granularity of the TransformerConfig is "
             f"{batch.config.recompute_granularity!r}; make them equal, or remove the key"

@@ -30,12 +30,14 @@ from ds_lgamp.integrations.megatron.loop.batch import (
     DataEndError,
     MegatronTiming,
     ModelChunk,
+    iterators_of,
     placement_of,
     refuse_another_file,
     refuse_common_parameters,
     refuse_shards,
     refuse_unsupported,
 )
+from ds_lgamp.integrations.megatron.loop.budget import Budget
 from ds_lgamp.integrations.megatron.loop.sharded.model import partition_of
 from ds_lgamp.integrations.program_spec import program_of, program_spec
 from ds_lgamp.partition.agreement import everyone, host_group
@@ -74,6 +76,8 @@ class ForwardBackward:
         self._trace: Trace | None = None
         self._program = lru_cache(maxsize=16)(self._build_program)
         self._pipelines: dict[dist.ProcessGroup, Pipeline] = {}
+        self._budgets: WeakKeyDictionary[torch.nn.Module, Budget] = WeakKeyDictionary()
+        """By the first chunk of each model, if there is one to keep to."""
         self._trained_models: WeakSet[torch.nn.Module] = WeakSet()
         """The first chunk of each model that was trained."""
 
@@ -108,7 +112,7 @@ class ForwardBackward:
         models = model if isinstance(model, list) else [model]
         batch = Batch(
             forward_step_func,
-            _as_list(data_iterator, len(models)),
+            iterators_of(data_iterator, len(models)),
             models,
             num_microbatches,
             pg_collection or ProcessGroupCollection.use_mpu_process_groups(_GROUPS),
@@ -120,6 +124,7 @@ class ForwardBackward:
         )
         refuse_unsupported(batch)
         refuse_another_file(batch, self._settings, self._zero_stage)
+        batch.budget = self._budget_of(batch)
         if self._zero_stage > 1:
             refuse_shards(batch, self._zero_stage)
         elif not forward_only and models[0] not in self._trained_models:
@@ -153,6 +158,15 @@ class ForwardBackward:
         self._trained += not batch.forward_only
         self._pipelines[batch.groups.pp].run(batch, spec, program, shapes, self._iteration)
 
+    def _budget_of(self, batch: Batch) -> Budget | None:
+        if batch.forward_only or self._settings.recompute != "auto":
+            return None
+        model = batch.models[0]
+        if model not in self._budgets:
+            place = batch.device, batch.groups, len(batch.placement)
+            self._budgets[model] = Budget(self._settings, *place, partition_of(batch.models))
+        return self._budgets[model]
+
     def _build_program(
         self, pipeline_ranks: int, chunks_per_rank: int, rank: int, micro_batches: int, forward_only: bool
     ) -> tuple[ProgramSpec, list[Action]]:
@@ -167,13 +181,6 @@ class ForwardBackward:
         spec = replace(spec, defers_gathers=True, recomputes=False)
         spec = spec.evaluation(micro_batches) if forward_only else spec
         return spec, program_of(spec, rank)
-
-
-def _as_list(iterators: Any, chunks: int) -> list[Iterator[Any] | None]:
-    """Returns the iterator of every chunk. A rank that reads no data may pass None for all of them."""
-    if iterators is None:
-        return [None] * chunks
-    return iterators if isinstance(iterators, list) else [iterators]
 
 
 _ADVICE = "pass seq_length and micro_batch_size as they are in the batch, or set variable_seq_lengths"
@@ -223,7 +230,10 @@ class Pipeline:
         """
         if shapes != self._shapes:
             self._links.reset(batch.config.variable_seq_lengths)
-        executor, partition = self._executor_of(batch), partition_of(batch.models)
+        executor, partition, budget = self._executor_of(batch), partition_of(batch.models), batch.budget
+        executor.meter = None if budget is None else budget.meter
+        if budget is not None:
+            budget.begin_batch(program)
         try:
             self._shapes, self._batch, self._timing.timers = shapes, batch, batch.config.timers
             training = not batch.forward_only
@@ -242,7 +252,11 @@ class Pipeline:
                     partition.refuse_thawed()
                 executor.run(program)
                 self._whole.end()
+            if budget is not None:
+                budget.end_batch(program)
         except ActionError as error:
+            if budget is not None:
+                budget.advise(error, executor.row)
             if batch.pipeline_ranks > 1 or not isinstance(error.__cause__, DataEndError):
                 raise
             if all(action.kind is not Kind.BACKWARD for action in program[: executor.row]):

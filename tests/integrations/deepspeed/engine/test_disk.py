@@ -18,11 +18,11 @@ from ds_lgamp.cost.activations import ActivationBytes, ChunkBytes
 from ds_lgamp.cost.memory import rank_memory
 from ds_lgamp.cost.offload import DiskUse, OnDisk, disk_use, host_beside_disk, room
 from ds_lgamp.cost.units import ElementBytes, Sharding
-from ds_lgamp.integrations.deepspeed.engine.memory import unit_sizes
 from ds_lgamp.optimizers import disk_updates
 from ds_lgamp.partition import bus
 from ds_lgamp.partition.agreement import everyone
 from ds_lgamp.partition.memory import HostRoom
+from ds_lgamp.partition.zero_partition import unit_sizes
 from ds_lgamp.runtime.batch import ActionError
 from testing.deepspeed_rank import prepare_rank, quiet
 from testing.ranks import run_on_ranks

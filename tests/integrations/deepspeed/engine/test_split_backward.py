@@ -9,8 +9,9 @@ from torch import nn
 
 from ds_lgamp.config import ConfigError, read_block
 from ds_lgamp.cost.memory import rank_memory
-from ds_lgamp.integrations.deepspeed.engine.memory import element_bytes, unit_sizes, update_of
+from ds_lgamp.integrations.deepspeed.engine.memory import element_bytes, update_of
 from ds_lgamp.integrations.deepspeed.explain.activations import measure_activations
+from ds_lgamp.partition.zero_partition import unit_sizes
 from ds_lgamp.runtime.measure import CollectiveCounter
 from ds_lgamp.schedule.actions import Kind
 from testing.deepspeed_rank import prepare_rank

@@ -45,6 +45,8 @@ class Picky(torch.nn.Linear):
 
 deepspeed.init_distributed("gloo")
 layers = [LayerSpec(Picky, 32, 32), torch.relu, LayerSpec(torch.nn.Linear, 32, 32), LayerSpec(torch.nn.Linear, 32, 2)]
+if sys.argv[2] == "shared":
+    layers.insert(2, LayerSpec(torch.nn.SyncBatchNorm, 32))
 net = PipelineModule(layers, num_stages=2, partition_method="uniform", loss_fn=torch.nn.functional.cross_entropy)
 data = TensorDataset(torch.zeros(9, 32, dtype=torch.bfloat16), torch.zeros(9, dtype=torch.long))
 deepspeed.initialize(model=net, config=json.loads(sys.argv[1]), training_data=data)

@@ -67,6 +67,7 @@ def explained(tmp_path_factory):
         "budget in words": [str(folder / "data.py"), json.dumps(within("50 kB")), "patient"],
         "budget later": [str(folder / "data.py"), json.dumps(within("50 kB")), "picky"],
         "no budget": [str(folder / "data.py"), json.dumps(within(None)), "patient"],
+        "shared": [str(folder / "data.py"), json.dumps(within("50 kB")), "shared"],
         "small budget": [str(folder / "data.py"), json.dumps(within("9 kB")), "patient"],
         "data in words": [str(folder / "data.py"), json.dumps(ROUNDED_CONFIG), "patient"],
         "model": ["--ranks", "4", "--json", str(folder / "model.py"), json.dumps(MODEL_CONFIG), "as it is"],
@@ -415,6 +416,10 @@ def test_without_activations_the_explanation_says_why(explained):
         ("typo", "ds_lgamp.resident_chunk is no known key; did you mean resident_chunks?"),
         ("no offer", "ds_lgamp.recompute is 'selective', but no layer of the model offers it"),
         ("no budget", "recompute is 'auto', but a CPU has no memory of its own to fill; set ds_lgamp.recompute_memory"),
+        (
+            "shared",
+            "ds_lgamp.recompute is 'auto', but ranks share a SyncBatchNorm and must recompute alike; use 'full'",
+        ),
         ("small budget", "ds_lgamp.recompute is 'auto', which may take 9 kB of memory, but rank 0 needs"),
         ("empty", "empty.py ended without initialising an engine with a ds_lgamp block: nothing to explain"),
     ],

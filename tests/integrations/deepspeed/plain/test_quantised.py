@@ -15,8 +15,8 @@ from ds_lgamp.config import ConfigError
 from ds_lgamp.cost.memory import rank_memory
 from ds_lgamp.cost.traffic import collective_bytes
 from ds_lgamp.cost.units import ElementBytes, Sharding
-from ds_lgamp.integrations.deepspeed.engine.memory import unit_sizes
 from ds_lgamp.partition.quantised import constants, is_packed
+from ds_lgamp.partition.zero_partition import unit_sizes
 from ds_lgamp.runtime.measure import CollectiveCounter
 from ds_lgamp.schedule.program import build_program
 from testing.deepspeed_rank import prepare_rank

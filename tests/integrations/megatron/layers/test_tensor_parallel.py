@@ -7,6 +7,7 @@ from typing import NamedTuple
 import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
@@ -306,6 +307,21 @@ def test_recomputation_drops_what_the_forward_dropped(dropped, place):
     for results in dropped:
         kept, without = results[place._replace(recompute="none")][0], results[place][0]
         assert [step == pytest.approx(other, rel=1e-6) for step, other in zip(without, kept)] == [True, True]
+
+
+def before_and_after_one_compiles():
+    """Returns the steps of a training, and of the same one after the script of the second rank has compiled something.
+    A layer ends with an exchange that a recomputation does without, unless torch may run other code the next time."""
+    prepare_rank()
+    expected = steps(engine_of(Place(2, 1, 1, 0)), 2)
+    if dist.get_rank() == 1:
+        torch.compile(lambda number: number + 1, backend="eager")(torch.ones(1))
+    return expected, steps(engine_of(Place(2, 1, 1, 0)), 2)
+
+
+def test_ranks_that_share_layers_recompute_alike_though_one_alone_has_compiled():
+    for expected, found in run_on_ranks(2, before_and_after_one_compiles):
+        assert found == expected
 
 
 @pytest.mark.parametrize("place", slow_except(DEFAULT, PLACES), ids=tag_of)

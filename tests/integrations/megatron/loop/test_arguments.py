@@ -92,6 +92,12 @@ def test_chunks_are_gathered_and_reduced_whole_unless_the_user_says_otherwise():
         ("selective", {}, ("selective", None, None)),
         ("selective", {"recompute_activations": True}, ("selective", None, None)),
         ("none", {}, (None, None, None)),
+        ("auto", {}, ("full", "uniform", 1)),
+        (
+            "auto",
+            {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
+            ("full", "uniform", 2),
+        ),
         (
             "full",
             {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
@@ -151,10 +157,6 @@ OF_BLOCKS = [
         "activation_dtype is 'fp8', but in Megatron-LM's training loop hidden states",
     ),
     ({"offload_activations": "cpu"}, "offload_activations is 'cpu', but in Megatron-LM's training loop"),
-    (
-        {"recompute": "auto", "recompute_memory": "60 GB"},
-        "recompute is 'auto', but in Megatron-LM's training loop layers recompute by themselves, all alike; use 'full'",
-    ),
     ({"schedule": "zbv"}, "schedule is 'zbv', but Megatron-core's chunks are modular; use 'layered'"),
     ({"placement": "contiguous"}, "placement is 'contiguous', but Megatron-core's chunks are modular"),
     ({"chunks_per_rank": 5}, "chunks_per_rank is 5: 2 pipeline ranks would need 10 layers, the model has 8"),
@@ -199,6 +201,13 @@ OF_SEVERAL = [
         "--async-save is True beside zero_optimization.stage 2",
     ),
     ({}, {"recompute": "none"}, {"recompute_activations": True}, "recompute is 'none', but the flags say selective"),
+    ({}, {"recompute": "auto"}, {"recompute_activations": True}, "recompute is 'auto', but the flags say selective"),
+    (
+        {},
+        {"recompute": "auto"},
+        {"expert_model_parallel_size": 2},
+        "recompute is 'auto', but expert_model_parallel_size is 2: ranks with other tokens",
+    ),
     (
         {},
         {"chunks_per_rank": 2},

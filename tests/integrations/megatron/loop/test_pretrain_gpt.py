@@ -102,6 +102,12 @@ def test_losses_are_to_the_digit_those_of_megatrons_own_interleaved_schedule(sch
     assert ours == pretrain(ranks, f"{start} {flags} {STOCK_CHUNKS}")
 
 
+@pytest.mark.parametrize("place", ["P1 x N4", "T2 x P2"])
+def test_within_a_budget_losses_are_to_the_digit_those_of_full_recomputation(place, start, tmp_path):
+    full = pretrain_with_block(place, start, tmp_path, recompute="full")
+    assert pretrain_with_block(place, start, tmp_path, recompute="auto", recompute_memory="1 GB") == full
+
+
 def test_a_resumed_run_goes_on_to_the_bit(alone, saved):
     assert pretrain(1, f"--load {saved}") == after_the_checkpoint(alone)
 

@@ -64,6 +64,11 @@ def test_what_needs_one_model_on_a_rank_is_refused_where_its_only_rank_has_chunk
             0,
             "recompute is 'full', but recompute_granularity of the TransformerConfig is None; mak",
         ),
+        (
+            {"recompute": "auto"},
+            0,
+            "recompute is 'auto', but recompute_granularity of the TransformerConfig is None; set it to 'full', which",
+        ),
     ],
 )
 def test_a_file_that_says_something_else_than_a_loop_of_ones_own_does_is_refused(block, stage, said):
