@@ -81,7 +81,9 @@ def course_of(
     from ds_lgamp.integrations.megatron.loop.install import uninstall
 
     uninstall()
-    gc.collect()
+    for _ in range(3):
+        # What trainings leave goes in several steps.
+        gc.collect()
     left = PeakMemory(live_tensors()).live()
     block = () if budget is None else (("recompute", "auto"), ("recompute_memory", f"{left + budget} B"))
     training = kind(place._replace(options=(*options, *place.options), block=block))
@@ -106,18 +108,18 @@ def course_of(
 
 def stays_within_any_budget(place: Place) -> None:
     full, none = course_of(place), course_of(place, options=DROPOUT)
-    assert none.steps == full.steps
     least, most = (max(everyone(course.peak)) for course in (full, none))
-    again = []
-    for part in PARTS:
-        budget = round(1.02 * least + part * (most - least))
-        found = course_of(place, budget)
+    budgets = [round(1.02 * least + part * (most - least)) for part in PARTS]
+    # All before the first assertion, which may fail on one rank alone.
+    courses = [course_of(place, budget) for budget in budgets]
+    assert none.steps == full.steps
+    for budget, found in zip(budgets, courses):
         assert found.steps == full.steps, budget
         assert max(found.peak, found.told) <= budget, (found, budget)
         stale = 2 * HIDDEN * place.chunks_per_rank
         assert -0.002 * found.told <= found.told - found.peak <= 0.01 * found.told + stale, (found, budget)
         assert found.recomputed[1] == found.recomputed[2], "what the second batch decides stays"
-        again.append(found.recomputed)
+    again = [course.recomputed for course in courses]
     assert all(more[1] >= less[1] for more, less in pairwise(again)) and again[0][1] > again[-1][1] == 0, again
     assert len({first for first, *_ in again}) == 1, "the first batch recomputes everything"
 
