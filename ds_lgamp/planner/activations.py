@@ -186,8 +186,11 @@ def end_bytes(model: Model, micro_batch: int, tensor_ranks: int, software: Softw
     result = whole if model.tied_embeddings else whole // parts
     before_loss = _norm(model, software, hidden) * tokens // parts + result
     logits, single, matrix = w * vocabulary * tokens, _SINGLE * vocabulary * tokens, w * hidden * vocabulary
-    embedding, unkept = matrix + w * hidden * tokens, 0
+    embedding, unkept, norm = matrix + w * hidden * tokens, 0, 0
     if model.adapters:
+        if not model.biases:
+            # The backward of the last norm by several operations, in 32 bits. Others hide behind what layers free.
+            norm = 4 * _SINGLE * hidden * tokens + (2 if w < _SINGLE else 1) * whole
         # Embedding and head are frozen, and the head needs no input then.
         before_loss, matrix, embedding, unkept = before_loss - result, 0, 0, _norm(model, software, hidden) * tokens
     piece = tokens
@@ -200,7 +203,7 @@ def end_bytes(model: Model, micro_batch: int, tensor_ranks: int, software: Softw
             kept=before_loss + (result if model.adapters else _SINGLE * hidden * vocabulary),
             forward=whole + working,
             # Of a recomputed chunk, the repeated forward counts.
-            backward=max(whole + working, matrix if w < _SINGLE else 0),
+            backward=max(whole + working, matrix if w < _SINGLE else 0, norm),
             unkept=unkept,
         )
     copy = single if w < _SINGLE else 0
@@ -213,7 +216,7 @@ def end_bytes(model: Model, micro_batch: int, tensor_ranks: int, software: Softw
         embedding,
         kept=before_loss + single,
         forward=forward,
-        backward=max(loss_backward, at_matrix),
+        backward=max(loss_backward, at_matrix, norm - single),
         waiting=whole + logits,
         unkept=unkept,
     )

@@ -13,7 +13,7 @@ from ds_lgamp.planner.memory import of_rank
 from ds_lgamp.planner.write import ds_config
 from testing.ranks import run_on_ranks
 from tests.planner import training
-from tests.planner.training import Case, measure_all_on_rank, model_of
+from tests.planner.training import Case, measure_all_on_rank
 
 
 class Sizes(NamedTuple):
@@ -38,7 +38,9 @@ def measure_with_sizes(sizes: Sizes, cases: list[tuple[Case, dict[str, Any]]]) -
         return measure_all_on_rank(cases)
 
 
-def peaks(name: str, sizes: Sizes, ranks: int, bf16: bool, **options: Any) -> tuple[list[int], list[int]]:
+def peaks(
+    name: str, sizes: Sizes, ranks: int, bf16: bool, adapters: int = 0, **options: Any
+) -> tuple[list[int], list[int]]:
     """Returns the most bytes of live tensors on every pipeline rank, and the planner's."""
     per_rank = sizes.layers // ranks
     configuration = Configuration(
@@ -51,7 +53,8 @@ def peaks(name: str, sizes: Sizes, ranks: int, bf16: bool, **options: Any) -> tu
     )
     with pytest.MonkeyPatch.context() as patch:
         with_sizes(sizes, patch)
-        model = model_of(name)
+        case = Case(name, configuration, bf16, adapters)
+        model = case.model
         config = ds_config(model, configuration)
     config["ds_lgamp"]["loss_chunk"] = sizes.loss_chunk
     config |= {
@@ -59,7 +62,6 @@ def peaks(name: str, sizes: Sizes, ranks: int, bf16: bool, **options: Any) -> tu
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "gradient_clipping": 0.0,
     }
-    case = Case(name, configuration, bf16)
     measured = run_on_ranks(ranks, measure_with_sizes, sizes, [(case, config)], seconds=1200)
     size = 2 if bf16 else 4
     software = Software(ElementBytes(size, size, 8), all_to_all=True, loss_chunk=sizes.loss_chunk)
@@ -88,6 +90,7 @@ def test_the_last_rank_needs_hardly_more_with_128k_words_and_32k_tokens():
         ("GPT-2", False, {"zero_stage": 1}),
         ("Llama", True, {"recompute": "none"}),
         ("Llama", False, {"schedule": "gpipe", "chunks_per_rank": 1}),
+        ("Llama", True, {"adapters": 8, "zero_stage": 0}),
     ],
 )
 def test_the_planner_knows_what_pieces_take(name, bf16, options):
