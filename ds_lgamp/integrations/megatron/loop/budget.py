@@ -195,6 +195,8 @@ class Budget:
         self._given, self._device, self._groups = budget_of(settings, device.type), device, groups
         self._chunks, self._batches, self.meter = chunks, 0, LayerMeter()
         self._state = _state_of(partition) if partition is not None and partition.units else _State()
+        self._state_stays = partition is None or not partition.units or not partition.units[0].policy.partitioned
+        """Whether nothing of the state goes after a batch: the first one makes gradients, and later ones find them."""
         self._program: Sequence[Action] = ()
         """What was decided last is for this one."""
         self._held = self._unseen = 0
@@ -213,6 +215,8 @@ class Budget:
             torch.get_device_module(self._device).reset_peak_memory_stats(self._device)
         grows = program != self._program or self.meter.has_grown or held > self._held
         self._held, self._batches = max(held, self._held), self._batches + 1
+        if is_second and self._state_stays:
+            self._state = _State()
         # Ranks that share layers compute together, so they decide together.
         shared = [group for group in (self._groups.tp, self._groups.cp) if group.size() > 1]
         for group in shared:

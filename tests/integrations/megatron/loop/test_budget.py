@@ -36,6 +36,7 @@ PLACES = {
     "some layers": Place(1, 2, "layered", options=(("recompute_method", "block"), ("recompute_num_layers", 2))),
     "stage 1": Place(1, 4, "layered", data_ranks=2, distributed_optimizer=True, micro_batches=(8,) * STEPS),
     "stage 3": Place(1, 4, "layered", data_ranks=2, zero_stage=3, micro_batches=(8,) * STEPS),
+    "stage 3 without data parallelism": Place(1, 4, "layered", zero_stage=3),
     "tensor parallel": Place(1, 4, "layered", tensor_ranks=2),
     "T5": Place(1, 1, "layered", model="T5Model"),
 }
