@@ -35,14 +35,14 @@ OFFLOADS = {
 }
 
 
-def engine_of(name="AdamW", pipeline_ranks=1, stage=3, home="device", micro_batches=MICRO_BATCHES, bf16=BF16):
+def engine_of(name="AdamW", pipeline_ranks=1, stage=3, home="device", micro_batches=MICRO_BATCHES, bf16=BF16, **more):
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": micro_batches,
         "optimizer": {"type": name, "params": OPTIONS},
         "bf16": bf16,
         "gradient_clipping": 0.0,
-        "data_types": {"grad_accum_dtype": "fp32"},
+        **more,
         "zero_optimization": {"stage": stage, **OFFLOADS[home]},
         "ds_lgamp": {"chunks_per_rank": 2},
     }
@@ -86,8 +86,8 @@ def train_as_plain(cases, ranks):
         own = gathered(engine.optimizer.partition, lambda unit: unit.storage.shard)
         assert own and all(value.dtype == torch.bfloat16 for value in own.values())
         for key, value in own.items():
-            # Two gradients that round to neighbours may give weights that do.
-            torch.testing.assert_close(value, weights[key], rtol=0.02, atol=0.004, msg=f"{case} {key}")
+            # Sums in bf16 round in another order, so that weights are neighbours of those of one process.
+            torch.testing.assert_close(value, weights[key], rtol=0.02, atol=0.008, msg=f"{case} {key}")
         state = engine.optimizer.optimizer.state.values()
         moments = [value for each in state for value in each.values() if torch.is_tensor(value) and value.dim()]
         assert moments and all(moment.dtype == torch.bfloat16 for moment in moments), case
@@ -164,10 +164,9 @@ def count_bytes():
     return {copies: count / elements for copies, count in held.items()}
 
 
-def test_a_weight_takes_ten_bytes_with_its_gradient_and_moments():
-    """Two for the weight and for each of the moments, four for the gradient, which adds up in fp32. With copies in fp32
-    it takes eight more."""
-    assert run_on_ranks(1, count_bytes) == [{False: 10, True: 18}]
+def test_a_weight_takes_eight_bytes_with_its_gradient_and_moments():
+    """Two for the weight, for the gradient and for each of the moments. With copies in fp32 it takes eight more."""
+    assert run_on_ranks(1, count_bytes) == [{False: 8, True: 16}]
 
 
 def refuse_alone():
@@ -179,7 +178,9 @@ def refuse_alone():
     for key, said in alone.items():
         with pytest.raises((ConfigError, AssertionError), match=said):
             engine_of(bf16={"enabled": True, key: True})
+    with pytest.raises(ConfigError, match="grad_accum_dtype is 'fp32', but gradients add up in bf16 where"):
+        engine_of(data_types={"grad_accum_dtype": "fp32"})
 
 
-def test_one_of_the_keys_alone_is_refused():
+def test_one_of_the_keys_alone_and_other_sums_are_refused():
     run_on_ranks(1, refuse_alone)

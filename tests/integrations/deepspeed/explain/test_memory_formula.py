@@ -38,7 +38,6 @@ DTYPES = [
     (torch.float16, None, torch.float32, True),
     (torch.float16, torch.float32, torch.float16, True),
     (torch.bfloat16, None, None, False),
-    (torch.bfloat16, torch.float32, None, False),
 ]
 """Of weights, of gradients that add up and of those that travel; and whether the optimizer updates copies in fp32."""
 _BETWEEN_NODES = {
