@@ -77,9 +77,18 @@ def test_ranks_have_the_norm_of_one_and_a_nan_of_one_is_told_to_all():
         assert all(map(math.isnan, faulty))
 
 
-@pytest.mark.parametrize("count", [1, 4095, 4096, 4097, 1 << 23])
-def test_the_usual_norm_is_as_good_as_one_of_sums_in_fp64(count):
-    values = numbers(4, count)
+@pytest.mark.parametrize(
+    ("count", "dtype"),
+    [
+        (1, torch.float32),
+        (4095, torch.float32),
+        (4097, torch.float32),
+        (1 << 23, torch.float32),
+        (70_000, torch.bfloat16),
+    ],
+)
+def test_the_usual_norm_is_as_good_as_one_of_sums_in_fp64(count, dtype):
+    values = numbers(4, count).to(dtype)
     parts = cut(values, 3, 1) if count > 3 else [values]
     assert global_norm(parts, None, CPU).item() == pytest.approx(values.double().norm().item(), rel=1e-6)
 

@@ -180,7 +180,9 @@ def refuse_alone():
             engine_of(bf16={"enabled": True, key: True})
     with pytest.raises(ConfigError, match="grad_accum_dtype is 'fp32', but gradients add up in bf16 where"):
         engine_of(data_types={"grad_accum_dtype": "fp32"})
+    with pytest.raises(ConfigError, match="the optimizer is torch.optim.sgd.SGD, which is not known to update"):
+        engine_of(optimizer={"type": "SGD", "params": {"lr": 0.01}})
 
 
-def test_one_of_the_keys_alone_and_other_sums_are_refused():
+def test_one_of_the_keys_alone_other_sums_and_other_optimizers_are_refused():
     run_on_ranks(1, refuse_alone)
