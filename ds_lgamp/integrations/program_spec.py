@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, with_unit
-from ds_lgamp.runtime.batch import ActionError
 from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.orders import default_placement
 from ds_lgamp.schedule.placement import (
@@ -253,11 +252,12 @@ def space_left(memory: int) -> int:
     return int((1 - _SPACE) * memory)
 
 
-def advise_on_memory(error: ActionError, kept: int, budget: int, fitted: int, needed: int) -> NoReturn:
-    """Raises an ActionError in place of one that says that a device had too little memory although the peak is within
-    the budget. It also says what to do. Nothing can be tried again: parts of the batch are read, sent and added up.
+def advise_on_memory(error: RuntimeError, kept: int, budget: int, fitted: int, needed: int) -> NoReturn:
+    """Raises an error in place of one that says that a device had too little memory although the peak is within the
+    budget. It also says what to do. Nothing can be tried again: parts of the batch are read, sent and added up.
 
     Args:
+        error: of an action, which failed. The other error has the same type.
         kept: of how many forwards autograd kept what it saved.
         budget: bytes that tensors might take.
         fitted: the peak by the formula before the failure.
@@ -268,4 +268,4 @@ def advise_on_memory(error: ActionError, kept: int, budget: int, fitted: int, ne
         # Rounded to three digits, what is needed must not be too small, and what has fitted not too large.
         less = with_unit(max(1.005 * needed, min(0.9 * budget, 0.995 * fitted)), "B")
         advice = f"autograd kept what it saved of {kept} forwards; set recompute_memory to '{less}'"
-    raise ActionError(f"{error}; with {BLOCK}.recompute 'auto', {advice}") from error.__cause__
+    raise type(error)(f"{error}; with {BLOCK}.recompute 'auto', {advice}") from error.__cause__
