@@ -12,6 +12,7 @@ of one tied module; experts that ranks divide are a unit of their own. Symbols:
 - c: bytes per element of a gradient that travels between data-parallel ranks. c is g unless gradients travel in another
   type.
 - u: bytes per element of a master weight, the larger of w and 4, or w if the optimizer updates the weights themselves.
+- s: bytes per element of a sum of gradients over ranks or groups of micro-batches, the larger of u and g.
 
 **State**, summed over the units of the rank. Frozen units have only the first two kinds.
 
@@ -19,19 +20,19 @@ of one tied module; experts that ranks divide are a unit of their own. Symbols:
 - resident weights, at stage 3 with S > 1: w S m from gather to release. A tied unit stays while any of its users does.
 - master weights: u m if w < u.
 - optimizer state: for the elements that the optimizer owns, at most m.
-- gradients, S > 1: u m from the reduction to the end of the step, or to UPDATE. An update that the step left to the
-  next one keeps its u m until then, beside the forwards of lower chunks.
+- gradients, S > 1: s m from the reduction on, and u m once they are final, to the end of the step or to UPDATE. An update
+  that the step left to the next one keeps its u m until then, beside the forwards of lower chunks.
 - gradients, S = 1: g m all the time.
   - If gradients travel in another type: c m more from the reduction on.
-  - If c < u: u m during STEP, or from STEP to UPDATE, in place of those c m.
+  - If c or g is not u: u m during STEP, or from STEP to UPDATE, in place of those c m.
 - gradient buffers, S > 1:
   - g S m from the first backward until the reduction begins.
   - c S m from then until the reduction is awaited. If the types differ, both exist for a moment.
   - c m received while the reduction is under way; c S m if an all-to-all replaces the reduce-scatter.
-  - u m at the end of the reduction, if c differs from u or this rank sums the parts.
+  - s m at the end of the reduction, if c differs from s or this rank sums the parts.
 - gradient buffers, stage 0 with W > 1, if gradients add up in rank order: c m from the reduction until it is awaited,
   and c m / W at its end.
-- copies of a tied unit: u T m during STEP, one unit after another.
+- copies of a tied unit: s T m during STEP, one unit after another.
 - temporary memory of the optimizer: for one unit's part after another, or for all parts together. An UPDATE takes it
   for one unit. Muon steps on all units together and takes what ``muon.py`` says.
 
@@ -39,23 +40,23 @@ Where weights (stage 3) or gradients (stages 1 to 3) travel rounded, with q byte
 
 - resident weights: q (S + 1) m more from the gather until it is awaited.
 - gradient buffers: from the reduction until it is awaited 2 q S m, in place of what else travels and is received; then
-  2 u m for a moment.
+  2 s m for a moment.
 
 With hierarchical shards over nodes of h ranks, S is W; it is h if nodes are replicas, and for frozen units. A
 rank keeps the weights of n = S m / h elements. The rest is as above, but
 
 - weights: w n.
-- gradient buffers: the reduction inside the node receives c n, or c S m by an all-to-all. Its sum takes u n until it is
-  combined with other nodes' sums. Then c n travel until that is awaited, a copy if c differs from u. Meanwhile c m are
+- gradient buffers: the reduction inside the node receives c n, or c S m by an all-to-all. Its sum takes s n until it is
+  combined with other nodes' sums. Then c n travel until that is awaited, a copy if c differs from s. Meanwhile c m are
   received, or c n by an all-to-all; nothing where nodes are replicas, but c n and at the end c n h / W in rank order.
-  At the end u m more, or nothing where what was received or travelled is the sum itself.
+  At the end s m more, or nothing where what was received or travelled is the sum itself.
 
 With offloading, what follows replaces the rows above.
 
 - weights on the device: w S m at stages 1 and 2, w m at stage 3; none if the host holds the parameters.
 - loaded weights, if the host holds the parameters and S > 1: w m from LOAD to the end of the gather, frozen units too.
 - resident weights, if the host holds the parameters and S = 1: w m from LOAD to release.
-- gradients on the device, S > 1: u m from the reduction to WAIT_STORE.
+- gradients on the device, S > 1: s m from the reduction to STORE, then u m until WAIT_STORE.
 - gradients on the device, S = 1: g m from the first backward to STORE, then u m until WAIT_STORE.
 - gradients of what several chunks share: until STEP, which stores them one after another.
 - nothing else of the optimizer on the device.

@@ -124,9 +124,8 @@ class OffloadedStateWalk(StateWalk):
     def store(self, units: Sequence[HeldUnit]) -> None:
         """Converts the gradient to the type of the master weights, in which it travels."""
         for unit in units:
-            if unit.is_alone and not unit.size.frozen and self.converts(unit):
-                self.ledger.take("gradients", self.size.master * unit.part)
-                self.ledger.free("gradients", self.size.gradients * unit.part)
+            if unit.is_alone and not unit.size.frozen:
+                self.finish_gradient(unit)
 
     def finish_store(self, units: Sequence[HeldUnit]) -> None:
         for unit in units:
@@ -137,20 +136,24 @@ class OffloadedStateWalk(StateWalk):
         unit.accumulating = False
         self.ledger.free("gradients", self.size.master * unit.part)
 
-    def converts(self, unit: HeldUnit) -> bool:
-        """Whether a gradient has another type when it accumulates than when the optimizer reads it."""
-        return not unit.partitioned and self.size.gradients != self.size.master
+    def finish_gradient(self, unit: HeldUnit) -> None:
+        """Does what the base class does where no other type travels."""
+        size, held = self.size, self.size.sums if unit.partitioned else self.size.gradients
+        if held != size.sums:
+            self.ledger.take("gradients", size.sums * unit.part)
+            self.ledger.free("gradients", held * unit.part)
+        if unit.size.copies > 1:
+            self.ledger.pass_by("copies", size.sums * unit.part * unit.size.copies)
+        if size.sums != size.master:
+            self.ledger.take("gradients", size.master * unit.part)
+            self.ledger.free("gradients", size.sums * unit.part)
 
     def step(self) -> None:
         """Stores what several chunks share, one unit after another."""
         for unit in self.training:
             if unit.is_alone:
                 continue
-            if self.converts(unit):
-                self.ledger.take("gradients", self.size.master * unit.part)
-                self.ledger.free("gradients", self.size.gradients * unit.part)
-            if unit.size.copies > 1:
-                self.ledger.pass_by("copies", self.size.master * unit.part * unit.size.copies)
+            self.finish_gradient(unit)
             self.drop_gradient(unit)
 
 

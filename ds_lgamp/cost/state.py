@@ -208,7 +208,7 @@ class StateWalk:
             return
         unit.reducing = False
         if unit.packed_gradients:
-            self.ledger.pass_by("buffers", 2 * self.size.master * unit.part)
+            self.ledger.pass_by("buffers", 2 * self.size.sums * unit.part)
             self.ledger.free("buffers", 2 * unit.packed_gradients)
             self.add(unit)
             return
@@ -218,8 +218,8 @@ class StateWalk:
             self.ledger.free("buffers", done_with)
             return
         done_with += unit.travelling * unit.full
-        summed = self.size.master * unit.kept
-        if self.all_to_all or unit.travelling != self.size.master:
+        summed = self.size.sums * unit.kept
+        if self.all_to_all or unit.travelling != self.size.sums:
             self.ledger.take("buffers", summed)
             done_with += summed
         if self.nodes == 1:
@@ -234,7 +234,7 @@ class StateWalk:
         if not unit.node_sum:
             return
         travelling = unit.travelling * unit.kept
-        if unit.travelling != self.size.master:
+        if unit.travelling != self.size.sums:
             self.ledger.take("buffers", travelling)
             self.ledger.free("buffers", unit.node_sum)
         unit.node_sum = 0
@@ -249,8 +249,8 @@ class StateWalk:
         replicated = unit.part == unit.kept
         if replicated and self.in_rank_order:
             self.ledger.pass_by("buffers", unit.travelling * unit.kept // self.nodes)
-        if unit.travelling != self.size.master or (self.all_to_all and not replicated):
-            self.ledger.pass_by("buffers", self.size.master * unit.part)
+        if unit.travelling != self.size.sums or (self.all_to_all and not replicated):
+            self.ledger.pass_by("buffers", self.size.sums * unit.part)
         self.ledger.free("buffers", unit.combining)
         unit.combining = 0
         self.add(unit)
@@ -259,14 +259,22 @@ class StateWalk:
         """Adds what was reduced to the gradient of the shard."""
         if not unit.reduced:
             # Later groups add their gradients to this one.
-            self.ledger.take("gradients", self.size.master * unit.part)
+            self.ledger.take("gradients", self.size.sums * unit.part)
         unit.reduced = True
 
     def finish_gradient(self, unit: "HeldUnit") -> None:
-        """Converts the gradient to the type of the master weights."""
-        if not unit.partitioned and unit.travelling != self.size.master:
-            self.ledger.take("gradients", self.finished(unit))
+        """Sums the copies of a tied unit, and converts the gradient to the type of the master weights."""
+        sums, master = self.size.sums * unit.part, self.size.master * unit.part
+        lies_apart = unit.partitioned or unit.communication is not None
+        if not unit.partitioned and unit.travelling != self.size.sums:
+            self.ledger.take("gradients", sums)
             self.ledger.free("gradients", (unit.communication or 0) * unit.part)
+            lies_apart = True
+        if unit.size.copies > 1:
+            self.ledger.pass_by("copies", sums * unit.size.copies)
+        if sums != master:
+            self.ledger.take("gradients", master)
+            self.ledger.free("gradients", sums if lies_apart else 0)
 
     def finished(self, unit: "HeldUnit") -> int:
         """Returns the bytes of a gradient that the optimizer reads, if it does not lie where it accumulated."""
@@ -296,8 +304,6 @@ class StateWalk:
         # Tied units are summed last, one after another.
         for unit in sorted(units, key=lambda unit: unit.size.tied):
             self.finish_gradient(unit)
-            if unit.size.copies > 1:
-                self.ledger.pass_by("copies", self.size.master * unit.part * unit.size.copies)
         if not self.postpones:
             self.update(units)
 

@@ -158,7 +158,7 @@ def collective_bytes(
     return (
         gathers * size.gathered(unit, others, zero_stage)
         + (0 if unit.frozen else moves.reduces) * reduce
-        + (unit.copies - 1) * size.master * part
+        + (unit.copies - 1) * size.sums * part
         + bytes_between_nodes(actions, unit, sharding, size)
     )
 

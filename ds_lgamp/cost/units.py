@@ -178,6 +178,11 @@ class ElementBytes:
         """Weights that the optimizer updates."""
         return max(self.weights, _MASTER_BYTES) if self.copies_weights else self.weights
 
+    @property
+    def sums(self) -> int:
+        """Gradients of ranks, and of groups of micro-batches, while they add up."""
+        return max(self.master, self.gradients)
+
     def weights_of(self, unit: UnitSize) -> int:
         """Bytes of a weight of ``unit``."""
         return self.weights if unit.packed is None else unit.packed

@@ -53,8 +53,10 @@ class GradientReduction:
         self._in_rank_order = policy.in_rank_order
         self._dtype = policy.gradient_dtype or storage.flat.dtype
         self._communication_dtype = policy.communication_dtype or self._dtype
+        self._sum_dtype = torch.promote_types(master_dtype, self._dtype)
+        """In it gradients of ranks and of groups of micro-batches add up."""
         self._bits = policy.travel.gradients if policy.partitioned else None
-        # Sums of fp16 numbers leave its range soon. Rounded gradients are summed in the type of the master weights.
+        # Sums of fp16 numbers leave its range soon. Rounded gradients are summed in a larger one.
         in_half = self._bits is None and self._communication_dtype == torch.float16
         self._averages_first = in_half and self._mean_ranks > 1
         self.users = 1
@@ -126,12 +128,12 @@ class GradientReduction:
         if self._averages_first:
             gradient.div_(self._mean_ranks)
         if self._bits is not None:
-            self._reducing = start_rounded_sum(gradient, self._group, self._master_dtype, self._bits)
+            self._reducing = start_rounded_sum(gradient, self._group, self._sum_dtype, self._bits)
             self._gradient = None
         elif self._partitioned:
             # In another dtype a copy travels, and the accumulated gradient is freed.
             gradient = self._gradient = in_pool(gradient.device, partial(gradient.to, self._communication_dtype))
-            self._reducing = start_reduce_scatter(gradient, self._group, self._master_dtype, self._in_rank_order)
+            self._reducing = start_reduce_scatter(gradient, self._group, self._sum_dtype, self._in_rank_order)
         elif self._ranks > 1:
             gradient = gradient.to(self._communication_dtype)
             self._reducing = start_all_reduce(gradient, self._group, self._in_rank_order)
@@ -161,7 +163,7 @@ class GradientReduction:
         if self._nodes.replicated:
             self._combining = start_all_reduce(travelling, peers, in_rank_order)
         else:
-            self._combining = start_reduce_scatter(travelling, peers, self._master_dtype, in_rank_order)
+            self._combining = start_reduce_scatter(travelling, peers, self._sum_dtype, in_rank_order)
 
     def finish(self) -> None:
         """Waits for the sum over all data-parallel ranks, if one is under way, and adds it to this rank's shard."""
@@ -170,7 +172,7 @@ class GradientReduction:
         if self._combining is not None:
             combined = self._combining()
             self._combining = None
-            self._add(combined.to(self._master_dtype))
+            self._add(combined.to(self._sum_dtype))
 
     def _add(self, reduced: torch.Tensor) -> None:
         if self.shard_gradient is None:
@@ -182,11 +184,12 @@ class GradientReduction:
         """Averages the shard's gradient over the data-parallel ranks, adds the copies of a tied unit, and returns it in
         the dtype of the master weights."""
         assert self.shard_gradient is not None, "every unit is reduced before the step"
-        gradient = self.shard_gradient = self.shard_gradient.to(self._master_dtype)
+        gradient = self.shard_gradient = self.shard_gradient.to(self._sum_dtype)
         if self._mean_ranks > 1 and not self._averages_first:
             gradient.div_(self._mean_ranks)
         if self._tie_group is not None:
             sum_in_rank_order(gradient, self._tie_group)
+        gradient = self.shard_gradient = gradient.to(self._master_dtype)
         self.is_final = True
         if self._hosted:
             # In the dtype of the master weights it may be a copy.

@@ -44,11 +44,6 @@ def refuse_precision(config: Any) -> None:
             "bf16.bf16_master_weights_and_grads is True, but bf16.bf16_optimizer_states is False, and the optimizer's "
             "state has the type of the weights that it updates; set both"
         )
-    if not has_master_copies(config) and accumulation_dtype(config) != torch.bfloat16:
-        raise ConfigError(
-            f"data_types.grad_accum_dtype is '{config.grad_accum_dtype}', but gradients add up in bf16 where "
-            "bf16.bf16_master_weights_and_grads is True; remove one of them"
-        )
     if config.float16_config.enabled and not get_accelerator().is_fp16_supported():
         raise ConfigError(
             f"fp16.enabled is True, but DeepSpeed says that this device ({get_accelerator().device_name()}) has no "

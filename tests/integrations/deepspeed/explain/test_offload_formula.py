@@ -34,7 +34,7 @@ DTYPES = [
     (torch.float32, None, None, True),
     (torch.bfloat16, torch.float32, None, True),
     (torch.float16, torch.float32, torch.float16, True),
-    (torch.bfloat16, None, None, False),
+    (torch.bfloat16, torch.float32, None, False),
 ]
 """Of weights, of gradients that add up and of those that travel; and whether the optimizer updates copies in fp32."""
 KEPT = [(1, False), (2, False), (3, False), (3, True), (3, False, (0, 2)), (3, True, (0,))]
