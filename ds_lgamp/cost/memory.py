@@ -20,8 +20,8 @@ of one tied module; experts that ranks divide are a unit of their own. Symbols:
 - resident weights, at stage 3 with S > 1: w S m from gather to release. A tied unit stays while any of its users does.
 - master weights: u m if w < u.
 - optimizer state: for the elements that the optimizer owns, at most m.
-- gradients, S > 1: s m from the reduction on, and u m once they are final, to the end of the step or to UPDATE. An update
-  that the step left to the next one keeps its u m until then, beside the forwards of lower chunks.
+- gradients, S > 1: s m from the reduction on, and u m once they are final, to the end of the step or to UPDATE. An
+  update that the step left to the next one keeps its u m until then, beside the forwards of lower chunks.
 - gradients, S = 1: g m all the time.
   - If gradients travel in another type: c m more from the reduction on.
   - If c or g is not u: u m during STEP, or from STEP to UPDATE, in place of those c m.
