@@ -77,7 +77,7 @@ class Module:
                 return self.texts(body, scope, depth) + self.texts(orelse, scope, depth)
             case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="format")):
                 return [_with_values(text) for text in self._constant(name, depth)]
-            case ast.Call(func=ast.Name(id="next"), args=[first, *_]):
+            case ast.Call(func=ast.Name(id="next") | ast.Call(func=ast.Name(id="type")), args=[first, *_]):
                 return self.texts(first, scope, depth)
             case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), args=arguments):
                 # An OSError has a number ahead of its text.
