@@ -60,6 +60,8 @@ class StayingStateWalk(StateWalk):
 class OffloadedStateWalk(StateWalk):
     """Takes and frees in a ledger what a partition with offloading takes and frees on the device."""
 
+    frees_accumulated = True
+
     def __init__(
         self,
         offload: Offload,
@@ -135,18 +137,6 @@ class OffloadedStateWalk(StateWalk):
     def drop_gradient(self, unit: HeldUnit) -> None:
         unit.accumulating = False
         self.ledger.free("gradients", self.size.master * unit.part)
-
-    def finish_gradient(self, unit: HeldUnit) -> None:
-        """Does what the base class does where no other type travels."""
-        size, held = self.size, self.size.sums if unit.partitioned else self.size.gradients
-        if held != size.sums:
-            self.ledger.take("gradients", size.sums * unit.part)
-            self.ledger.free("gradients", held * unit.part)
-        if unit.size.copies > 1:
-            self.ledger.pass_by("copies", size.sums * unit.part * unit.size.copies)
-        if size.sums != size.master:
-            self.ledger.take("gradients", size.master * unit.part)
-            self.ledger.free("gradients", size.sums * unit.part)
 
     def step(self) -> None:
         """Stores what several chunks share, one unit after another."""

@@ -59,6 +59,9 @@ class Ledger:
 class StateWalk:
     """Takes and frees in a ledger what ``ZeroPartition`` takes and frees in memory."""
 
+    frees_accumulated = False
+    """Whether the memory in which a gradient has accumulated is freed when the gradient is converted."""
+
     def __init__(
         self,
         actions: Sequence[Action],
@@ -264,17 +267,17 @@ class StateWalk:
 
     def finish_gradient(self, unit: "HeldUnit") -> None:
         """Sums the copies of a tied unit, and converts the gradient to the type of the master weights."""
-        sums, master = self.size.sums * unit.part, self.size.master * unit.part
-        lies_apart = unit.partitioned or unit.communication is not None
-        if not unit.partitioned and unit.travelling != self.size.sums:
-            self.ledger.take("gradients", sums)
-            self.ledger.free("gradients", (unit.communication or 0) * unit.part)
-            lies_apart = True
+        size, held = self.size, self.size.sums if unit.partitioned else unit.travelling
+        frees = unit.partitioned or unit.communication is not None or self.frees_accumulated
+        if held != size.sums:
+            self.ledger.take("gradients", size.sums * unit.part)
+            self.ledger.free("gradients", held * unit.part * frees)
+            frees = True
         if unit.size.copies > 1:
-            self.ledger.pass_by("copies", sums * unit.size.copies)
-        if sums != master:
-            self.ledger.take("gradients", master)
-            self.ledger.free("gradients", sums if lies_apart else 0)
+            self.ledger.pass_by("copies", size.sums * unit.part * unit.size.copies)
+        if size.sums != size.master:
+            self.ledger.take("gradients", size.master * unit.part)
+            self.ledger.free("gradients", size.sums * unit.part * frees)
 
     def finished(self, unit: "HeldUnit") -> int:
         """Returns the bytes of a gradient that the optimizer reads, if it does not lie where it accumulated."""

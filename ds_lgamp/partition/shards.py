@@ -230,8 +230,8 @@ class MasterWeights:
     """The weights of this rank's shard as the optimizer updates them.
 
     Half-precision weights that train have master weights in fp32, if the policy says so. Otherwise the master weights
-    are the shard itself.
-    They lie where the shard lies: on the device or, with offloading, on the host. There a copy may lie on the disk.
+    are the shard itself. They lie where the shard lies: on the device or, with offloading, on the host. There a copy
+    may lie on the disk.
 
     Args:
         storage: where the shard lies.

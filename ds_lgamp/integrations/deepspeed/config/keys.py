@@ -185,7 +185,7 @@ _PRECISION = (
         "the optimizer updates the bf16 parameters, without copies; together with bf16_optimizer_states",
         takes=SWITCH,
     ),
-    Key("bf16.bf16_optimizer_states", HONOURED, "in bf16 too, as bf16_master_weights_and_grads", takes=SWITCH),
+    Key("bf16.bf16_optimizer_states", HONOURED, "bf16, together with bf16_master_weights_and_grads", takes=SWITCH),
     Key("bfloat16.*", HONOURED, "old name of bf16"),
     Key("fp16.enabled", HONOURED, "the optimizer updates fp32 copies of fp16 parameters", takes=SWITCH),
     Key("fp16.auto_cast", HONOURED, "casts the inputs of the first layer to fp16", takes=SWITCH),

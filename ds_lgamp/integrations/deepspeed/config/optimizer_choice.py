@@ -134,7 +134,7 @@ _SKIP_BY_THEMSELVES = frozenset({torch.optim.Adam, torch.optim.AdamW, torch.opti
 """torch's optimizers whose fused kernel changes nothing if ``found_inf`` is 1. SGD is left out: if its first step is
 skipped, its momentum stays uninitialised."""
 UPDATES_HALF: frozenset[type] = frozenset({torch.optim.Adam, torch.optim.AdamW})
-"""Optimizers that may update bf16 weights themselves. torch's fused SGD for CPUs gives wrong results in bf16 (2.13)."""
+"""Optimizers that may update bf16 weights themselves. Others may round every intermediate result."""
 WHOLE_TENSORS = {
     "adafactor": "keeps sums over rows and columns of whole matrices",
     "fusedlamb": "scales by the norms of whole tensors",

@@ -202,7 +202,9 @@ class Training:
         door = self.door
         self.check = door.optimizer.check = None if self.settings.nonfinite is None else NonfiniteCheck(self)
         self.executor = self._build_executor()
-        self._recomputes_alike = any(everyone(shared_by_ranks(self.placed, self.placed)))
+        # Chunks without recomputation repeat no exchange, and need no agreement in every batch.
+        repeats = self.settings.recompute == "full"
+        self._recomputes_alike = repeats and any(everyone(shared_by_ranks(self.placed, self.placed)))
         if self.settings.recompute == "auto":
             raise_everywhere(why_not_alone(self.placed, self.placed), ConfigError)
             self.budget = Budget(self, self._given_budget)
