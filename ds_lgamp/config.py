@@ -242,6 +242,11 @@ class LgampConfig(BaseModel):
     bf16: rounded to 16 bits. fp8: rounded to 8 bits (e4m3), with a scale in fp32 for each block of 128 elements. Only
     tensors that need a gradient and have at least 1,024 elements are rounded, and no masks; evaluation rounds nothing.
     By default everything travels as it is."""
+    stochastic_rounding: bool = False
+    """true: an update of bf16 weights and moments (bf16.bf16_master_weights_and_grads and bf16_optimizer_states) is
+    computed in fp32 and rounded up or down by chance, so that many small ones add up on average. The same weights are
+    rounded alike in every layout, and after a checkpoint is loaded. false: to the nearest number, which loses what is
+    smaller than a 512th of a weight."""
     offload_activations: Literal["none", "cpu", "nvme"] = "none"
     """cpu: the inputs from which backward passes recompute wait in the host's memory. They leave the device after a
     forward, and come back during the compute before the backward. nvme: they wait on a disk, in the folder nvme_path.

@@ -34,7 +34,8 @@ of one tied module; experts that ranks divide are a unit of their own. Symbols:
   and c m / W at its end.
 - copies of a tied unit: s T m during STEP, one unit after another.
 - temporary memory of the optimizer: for one unit's part after another, or for all parts together. An UPDATE takes it
-  for one unit. Muon steps on all units together and takes what ``muon.py`` says.
+  for one unit. Muon steps on all units together and takes what ``muon.py`` says. One that rounds by chance takes copies
+  in fp32 of weights, gradients and optimizer state of a block of elements at most, and random numbers.
 
 Where weights (stage 3) or gradients (stages 1 to 3) travel rounded, with q bytes per element as ``units.py`` counts:
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from ds_lgamp.cost.activations import ActivationBytes
 from ds_lgamp.cost.state import HeldUnit, Ledger, StateWalk
 from ds_lgamp.cost.traffic import bus_bytes
-from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize, on_host
+from ds_lgamp.cost.units import BLOCK_ON_HOST, ElementBytes, Sharding, UnitSize, on_host
 from ds_lgamp.schedule.actions import Action, Kind
 from ds_lgamp.schedule.spec import DISK_BLOCK, PIECE, PIECES, UPDATE_BUFFERS, Offload
 
@@ -182,8 +182,8 @@ def host_memory(
         return HostMemory(weights, 0, 0, 0, 0, weights)
     state = None if size.optimizer is None else size.optimizer * owned
     update = step
-    if step is None and size.update is not None:
-        update = size.update * together
+    if step is None:
+        update = size.passing_update(together, None if size.update_block is None else BLOCK_ON_HOST)
     peak = weights + master + gradients + (state or 0) + (update or 0)
     return HostMemory(weights, master, state, gradients, update, peak)
 

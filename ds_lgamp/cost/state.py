@@ -300,7 +300,8 @@ class StateWalk:
     def update(self, units: Sequence["HeldUnit"]) -> None:
         owned = [min(unit.part, unit.size.trainable) for unit in units]
         at_once = sum(owned) if self.size.updates_together else max(owned, default=0)
-        self.ledger.pass_by("update", (self.size.update or 0) * at_once if self.of_step is None else self.of_step)
+        passing = self.size.passing_update(at_once, self.size.update_block)
+        self.ledger.pass_by("update", (passing or 0) if self.of_step is None else self.of_step)
 
     def step(self) -> None:
         units = [unit for unit in self.training if not unit.updated]

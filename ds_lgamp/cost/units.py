@@ -38,7 +38,13 @@ def part_size(end: int, ranks: int) -> int:
     return aligned(-(-end // ranks))
 
 
-_MASTER_BYTES, _SCALE_BYTES = 4, 2
+_MASTER_BYTES, _RANDOM_BYTES, _SCALE_BYTES = 4, 4, 2
+BLOCK_ON_HOST, BLOCK_ON_DEVICE = 1 << 20, 1 << 22
+"""The most elements that an update in bf16 copies to fp32 at once: what stays in caches, and what keeps an
+accelerator busy."""
+RANDOM_NUMBERS = 262_139
+"""How many random numbers such updates use again and again. A prime, so that elements with the same one are no column
+of a matrix."""
 
 
 def packed_bytes(elements: int, bits: int) -> int:
@@ -156,6 +162,9 @@ class ElementBytes:
     """What travels rounded, in place of the other types."""
     copies_weights: bool = True
     """Whether the optimizer updates fp32 copies of half-precision weights, and not these themselves."""
+    update_block: int | None = None
+    """The most elements that an optimizer on the device updates at once, if it rounds by chance; one on the host takes
+    ``BLOCK_ON_HOST`` then. None: all of a unit's part."""
 
     def bits_of(self, unit: UnitSize) -> int | None:
         """In how many bits weights of ``unit`` are gathered at stage 3; None as they are, as packed ones are."""
@@ -177,6 +186,13 @@ class ElementBytes:
     def master(self) -> int:
         """Weights that the optimizer updates."""
         return max(self.weights, _MASTER_BYTES) if self.copies_weights else self.weights
+
+    def passing_update(self, elements: int, block: int | None) -> int | None:
+        """Returns the bytes that an optimizer takes for a moment while it updates ``elements``; None if unknown. With
+        rounding by chance it takes them for a ``block`` at once, beside random numbers of 32 bits."""
+        if self.update is None or block is None:
+            return None if self.update is None else self.update * elements
+        return self.update * min(elements, block) + _RANDOM_BYTES * (RANDOM_NUMBERS + block)
 
     @property
     def sums(self) -> int:

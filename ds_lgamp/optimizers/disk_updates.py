@@ -16,7 +16,7 @@ from ds_lgamp.cost.offload import room
 from ds_lgamp.optimizers.updates import HostUpdates, Options, Updates
 from ds_lgamp.partition.disk import Disk, aligned
 from ds_lgamp.partition.flat_storage import UnitParameter
-from ds_lgamp.partition.host import Host, HostThread, Job
+from ds_lgamp.partition.host import HostThread, Job
 from ds_lgamp.partition.shards import Segment, is_elementwise
 from ds_lgamp.partition.unit import Unit
 from ds_lgamp.partition.zero_partition import ZeroPartition
@@ -127,14 +127,14 @@ class DiskUpdates(HostUpdates):
     The optimizer's shards and states are tensors on the disk, so that other code, such as a step of the whole
     optimizer, reads and writes them like any tensor. :meth:`update_alone` steps on copies in buffers instead.
 
-    Args:
-        host: says what lies on the disk.
+    The host of the partition says what lies on the disk.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, partition: ZeroPartition, when: str, host: Host, disk: Disk
-    ) -> None:
-        super().__init__(optimizer, partition, when)
+    def __init__(self, optimizer: torch.optim.Optimizer, partition: ZeroPartition, when: str, rounds: bool) -> None:
+        super().__init__(optimizer, partition, when, rounds)
+        host = partition.host
+        assert host is not None and host.bus.disk is not None, "state lies on the disk of the host's bus"
+        disk = host.bus.disk
         self._disk, self._holds_states = disk, host.on_disk.optimizer
         units = [unit for unit in partition.units if unit.trains and unit.policy.host is not None]
         self._segments = [segment for unit in units for segment in unit.master.segments]
@@ -152,12 +152,12 @@ class DiskUpdates(HostUpdates):
             return
         made = [self._states_made_for(options) for options in self.options()]
         for segment in self._segments:
-            sizes = made[segment.group]
-            size = segment.end - segment.start
-            self._states[segment.shard] = {key: self._disk.empty(size, dtype) for key, dtype in sizes.items()}
+            size, dtype = segment.end - segment.start, segment.shard.dtype
+            self._states[segment.shard] = {key: self._disk.empty(size, dtype) for key in made[segment.group]}
 
-    def _states_made_for(self, options: dict[str, Any]) -> dict[str, torch.dtype]:
-        """Returns names and types of the states with a value for every element, from a step on two elements."""
+    def _states_made_for(self, options: dict[str, Any]) -> list[str]:
+        """Returns the names of the states with a value for every element, from a step on two elements. They have the
+        type of the weights."""
         trial = Parameter(torch.zeros(2))
         trial.grad = torch.zeros(2)
         group = {**options, "params": [trial]}
@@ -166,7 +166,7 @@ class DiskUpdates(HostUpdates):
             # It makes its state in its constructor.
             self._twin.state[trial] = {"step": torch.zeros(()), "sum": torch.zeros(2)}
         self._twin.step()
-        return {key: value.dtype for key, value in self._twin.state[trial].items() if is_elementwise(value, trial)}
+        return [key for key, value in self._twin.state[trial].items() if is_elementwise(value, trial)]
 
     def cannot_take(self, unit: Unit, thawed: UnitParameter) -> str | None:
         # Its rooms and buffers are for the segments that it has begun with.
@@ -271,14 +271,13 @@ class DiskUpdates(HostUpdates):
         self._move_states([segment for unit in lagging for segment in unit.master.segments])
 
 
-def updates_of(optimizer: torch.optim.Optimizer, partition: ZeroPartition, when: str) -> Updates:
-    """Returns the updates for where the shards of ``partition`` lie."""
+def updates_of(optimizer: torch.optim.Optimizer, partition: ZeroPartition, when: str, rounds: bool) -> Updates:
+    """Returns the updates for where the shards of ``partition`` lie. With ``rounds``, they round by chance."""
+    kind: type[Updates] = Updates
     host = partition.host
-    if host is None:
-        return Updates(optimizer, partition, when)
-    if host.bus.disk is None or not host.on_disk.state:
-        return HostUpdates(optimizer, partition, when)
-    return DiskUpdates(optimizer, partition, when, host, host.bus.disk)
+    if host is not None:
+        kind = DiskUpdates if host.bus.disk is not None and host.on_disk.state else HostUpdates
+    return kind(optimizer, partition, when, rounds)
 
 
 def _copy_of(segment: Segment, values: torch.Tensor, gradient: torch.Tensor) -> Parameter:

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.optim import optimizer as of_torch
 
+from ds_lgamp.cost.units import BLOCK_ON_DEVICE, BLOCK_ON_HOST
+from ds_lgamp.optimizers.rounding import RoundedSteps
 from ds_lgamp.optimizers.tensors import TensorOptimizer
 from ds_lgamp.partition.flat_storage import UnitParameter
 from ds_lgamp.partition.host import ShardUpdate, Work, arriving
@@ -54,10 +56,14 @@ class Updates:
     Args:
         optimizer: its groups hold the shards of ``partition`` from now on. It begins without state.
         when: when a step updates a chunk, one of ``schedule.spec.UPDATES``.
+        rounds: whether bf16 weights and moments are rounded by chance.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, partition: ZeroPartition, when: str) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, partition: ZeroPartition, when: str, rounds: bool = False
+    ) -> None:
         self.optimizer, self.when, self.partition = optimizer, when, partition
+        self._rounded = RoundedSteps(_twin_of(optimizer), BLOCK_ON_DEVICE) if rounds else None
         self._lagging: Sequence[Unit] = ()
         """Units whose weights do not equal their master weights, because the optimizer is updating these."""
         for group in optimizer.param_groups:
@@ -121,8 +127,16 @@ class Updates:
         Args:
             factor: what multiplies the gradients.
             is_watched: whether somebody expects one step of the optimizer with all gradients.
+
+        Raises:
+            ValueError: somebody expects one step, but each block of the weights has its own.
         """
         units, host = self.with_gradients(), self.partition.host
+        if is_watched and self._rounded is not None:
+            raise ValueError(
+                "stochastic_rounding is true, but a hook on the optimizer, or a function in place of its step, expects "
+                "one step of all weights; remove one of them"
+            )
         if is_watched or (self.when != "next_step" and host is None):
             for unit in units:
                 unit.scale_gradient(factor)
@@ -168,9 +182,15 @@ class Updates:
         for unit in units:
             unit.before_change()
         self._lagging = units
-        self.optimizer.step()
+        if self._rounded is None:
+            self.optimizer.step()
+        else:
+            # For schedulers of torch, which warn if they step before the optimizer.
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]
+            for unit in units:
+                self._rounded.step(unit, self.optimizer.param_groups, self.optimizer.state)
         if self._lagging:
-            # Somebody replaced the optimizer's step and thereby its hooks.
+            # Nothing has stepped the optimizer itself, or somebody replaced its step and thereby its hooks.
             self._follow()
 
     def leave_out_frozen(self, units: Sequence[Unit]) -> None:
@@ -240,9 +260,12 @@ class HostUpdates(Updates):
     So it steps a twin, which has groups of its own and shares the state.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, partition: ZeroPartition, when: str) -> None:
-        super().__init__(optimizer, partition, when)
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, partition: ZeroPartition, when: str, rounds: bool = False
+    ) -> None:
+        super().__init__(optimizer, partition, when, rounds)
         self._twin = _twin_of(optimizer)
+        self._rounded_on_host = RoundedSteps(self._twin, BLOCK_ON_HOST) if rounds else None
 
     def cannot_take(self, unit: Unit, thawed: UnitParameter) -> str | None:
         # A host that takes units takes others, too.
@@ -266,6 +289,9 @@ class HostUpdates(Updates):
         copies: Mapping[torch.Tensor, torch.Tensor] = MappingProxyType({}),
     ) -> None:
         """Steps the twin on the shards of ``unit``, or on their ``copies``, whose ``state`` it has then."""
+        if self._rounded_on_host is not None:
+            self._rounded_on_host.step(unit, options, state, copies)
+            return
         self._twin.state = state
         self._twin.param_groups = [
             {**group, "params": [copies.get(shard, shard) for shard in self.shards_of(unit, index)]}

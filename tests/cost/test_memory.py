@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ds_lgamp.cost.activations import ActivationBytes, ActivationMemory, ChunkBytes
 from ds_lgamp.cost.memory import rank_memory
-from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize
+from ds_lgamp.cost.units import RANDOM_NUMBERS, ElementBytes, Sharding, UnitSize
 from ds_lgamp.schedule.program import build_program, build_rank_program
 from ds_lgamp.schedule.spec import ProgramSpec
 from tests.schedule.strategies import live_micro_batches, program_specs
@@ -207,6 +207,7 @@ def test_parts_end_where_a_parameter_may_begin():
         (ElementBytes(update=8), 8 * 32),
         (ElementBytes(update=8, updates_together=True), 8 * 64),
         (ElementBytes(update=None), None),
+        (ElementBytes(update=16, update_block=24), 16 * 24 + 4 * (RANDOM_NUMBERS + 24)),
     ],
 )
 def test_an_optimizer_updates_unit_by_unit_or_all_at_once(element, update):

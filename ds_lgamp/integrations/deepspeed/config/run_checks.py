@@ -163,8 +163,13 @@ def refuse_unsupported(config: Any, module: PipelineModule, optimizer: Any) -> N
 
 def refuse_optimizer(settings: LgampConfig, config: Any, kind: type | None) -> None:
     """Raises ConfigError if an optimizer of ``kind`` may need to update all chunks at once, and ``overlap_update`` is
-    set, or if it would not update bf16 weights as they need it. None is what a function makes: it is checked when it
-    is made."""
+    set, if it would not update bf16 weights as they need it, or if it updates none and they should be rounded. None is
+    what a function makes: it is checked when it is made."""
+    if settings.stochastic_rounding and has_master_copies(config):
+        raise ConfigError(
+            f"{BLOCK}.stochastic_rounding is true, but the optimizer updates weights in fp32, which nothing rounds; "
+            "set bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states, or remove it"
+        )
     if kind is None:
         return
     if settings.overlap_update:

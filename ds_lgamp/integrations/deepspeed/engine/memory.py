@@ -21,7 +21,7 @@ from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, with_unit
 from ds_lgamp.cost.activations import ActivationBytes, ChunkBytes
 from ds_lgamp.cost.memory import Memory, Pair, kept_within, memory_over_time
 from ds_lgamp.cost.muon import Iteration, Matrix, exchange_bytes, step_memory
-from ds_lgamp.cost.units import ElementBytes, Sharding, Travel
+from ds_lgamp.cost.units import BLOCK_ON_DEVICE, ElementBytes, Sharding, Travel
 from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
     ELEMENTWISE,
     choice_of,
@@ -205,8 +205,8 @@ def sharding_of(spec: ProgramSpec, settings: LgampConfig, data_ranks: int) -> Sh
     return Sharding(spec.zero_stage, data_ranks, spec.hierarchy, all_to_all, exact)
 
 
-def element_bytes(config: Any, update: Update, travel: Travel) -> ElementBytes:
-    """Returns the bytes per element under a DeepSpeedConfig."""
+def element_bytes(config: Any, update: Update, travel: Travel, rounds: bool) -> ElementBytes:
+    """Returns the bytes per element under a DeepSpeedConfig. With ``rounds``, updates round by chance."""
     weights, gradients = parameter_dtype(config), accumulation_dtype(config)
     travelling = config.communication_data_type or gradients
     size = ElementBytes(
@@ -219,7 +219,12 @@ def element_bytes(config: Any, update: Update, travel: Travel) -> ElementBytes:
         None if tensors is None else tensors * size.master
         for tensors in (update.state_tensors, update.temporary_tensors)
     )
-    return replace(size, optimizer=state, update=temporary, travel=travel)
+    if rounds and state is not None and temporary is not None:
+        # Copies of weights, gradients and state, for which the optimizer takes as much as for others in fp32.
+        temporary = 2 * (temporary + state) + 2 * 4
+    return replace(
+        size, optimizer=state, update=temporary, travel=travel, update_block=BLOCK_ON_DEVICE if rounds else None
+    )
 
 
 def shared_by_ranks(module: PipelineModule, layers: nn.Module) -> str | None:
@@ -364,7 +369,8 @@ class Budget:
     @cached_property
     def _element(self) -> ElementBytes:
         training = self._training
-        return element_bytes(training.config, update_of(training.door.optimizer.optimizer, None), training.travel)
+        update = update_of(training.door.optimizer.optimizer, None)
+        return element_bytes(training.config, update, training.travel, training.settings.stochastic_rounding)
 
     def _beyond(self, spec: ProgramSpec) -> int:
         """Returns the bytes on the device that the formula does not cover, such as data of the script, and the state of

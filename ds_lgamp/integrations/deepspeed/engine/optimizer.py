@@ -287,7 +287,7 @@ def build_optimizer(
         optimizer.bind(partition)
     norm = GradientNorm(partition, norm_group, settings.reproducible)
     return PartitionedOptimizer(
-        updates_of(optimizer, partition, spec.updates),
+        updates_of(optimizer, partition, spec.updates, settings.stochastic_rounding),
         norm,
         data_group,
         config.gradient_clipping,

@@ -225,9 +225,13 @@ class Step(NamedTuple):
     def _sharding(self) -> Sharding:
         return sharding_of(self.spec, self.settings, self.data_ranks)
 
+    @property
+    def _element_bytes(self) -> ElementBytes:
+        return element_bytes(self.config, self.update, self.travel, self.settings.stochastic_rounding)
+
     def facts(self, rank: int, held: ImaginedRank, actions: Sequence[Action]) -> RankFacts:
         """Returns what a pipeline rank does in a step, its ``actions``, with what it holds."""
-        spec, activations, size = self.spec, self.activations, element_bytes(self.config, self.update, self.travel)
+        spec, activations, size = self.spec, self.activations, self._element_bytes
         stage, hierarchy, offload, sharding = spec.zero_stage, spec.hierarchy, spec.offload, self._sharding
         chunks, units = held.chunks, unit_sizes(held.partition, self.home_of_frozen)
         if activations is not None:
@@ -270,7 +274,7 @@ class Step(NamedTuple):
         would need more memory although it recomputed everything."""
         assert self.activations is not None, "the first batch would decide"
         size, units = (
-            element_bytes(self.config, self.update, self.travel),
+            self._element_bytes,
             unit_sizes(held.partition, self.home_of_frozen),
         )
 

@@ -47,6 +47,7 @@ REFUSED_KEYS = {
         None,
         f"but in Megatron-LM's training loop hidden states travel in the model's pipeline_dtype; {_WITH_DEEPSPEED}",
     ),
+    "stochastic_rounding": (False, f"but Megatron-LM's own optimizer keeps its weights as it does; {_WITH_DEEPSPEED}"),
     "split_backward": (
         False,
         f"but in Megatron-LM's training loop each gradient reports to the reduction of all as one; {_WITH_DEEPSPEED}",

@@ -6,10 +6,14 @@ from itertools import product
 import deepspeed
 import pytest
 import torch
+from torch.nn import Parameter
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.cost.memory import held_between_steps
 from ds_lgamp.integrations.deepspeed.engine.memory import element_bytes, sharding_of, unit_sizes, update_of
+from ds_lgamp.optimizers.rounding import Noise
+from ds_lgamp.partition.agreement import everyone
+from ds_lgamp.runtime.batch import ActionError
 from testing.deepspeed_rank import prepare_rank
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.models import (
@@ -36,7 +40,17 @@ OFFLOADS = {
 }
 
 
-def engine_of(name="AdamW", pipeline_ranks=1, stage=3, home="device", micro_batches=MICRO_BATCHES, bf16=BF16, **more):
+def engine_of(
+    name="AdamW",
+    pipeline_ranks=1,
+    stage=3,
+    home="device",
+    micro_batches=MICRO_BATCHES,
+    bf16=BF16,
+    rounds=False,
+    training=TRAINING,
+    **more,
+):
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": micro_batches,
@@ -44,21 +58,48 @@ def engine_of(name="AdamW", pipeline_ranks=1, stage=3, home="device", micro_batc
         "bf16": bf16,
         "gradient_clipping": 0.0,
         "zero_optimization": {"stage": stage, **OFFLOADS[home]},
-        "ds_lgamp": {"chunks_per_rank": 2},
+        "ds_lgamp": {"chunks_per_rank": 2, "stochastic_rounding": rounds},
         **more,
     }
-    module = pipeline_module(TRAINING, pipeline_ranks)
+    module = pipeline_module(training, pipeline_ranks)
     scaled_weights(module.named_parameters())
     return deepspeed.initialize(model=module, config=config)[0]
 
 
-def plain(name, micro_batches):
+class RoundedAdam:
+    """Keeps weights and moments in fp32 between rounding all of them by chance."""
+
+    def __init__(self, parameters):
+        self.parameters, self.copies = parameters, {key: Parameter(value.float()) for key, value in parameters.items()}
+        self.adam, self.steps = torch.optim.AdamW(self.copies.values(), **OPTIONS, fused=True), 0
+        self.noise = Noise(1 << 16, torch.device("cpu"))
+
+    @torch.no_grad()
+    def step(self):
+        self.steps += 1
+        for key, parameter in self.parameters.items():
+            self.copies[key].grad = parameter.grad.float()
+        self.adam.step()
+        for key, parameter in self.parameters.items():
+            moments = self.adam.state[self.copies[key]]
+            for what, values in {"weights": self.copies[key], **moments}.items():
+                if what != "step":
+                    self.noise.round_(values.view(-1), f"{key}/{what}/{self.steps}", 0)
+            parameter.copy_(self.copies[key])
+
+    def zero_grad(self):
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+
+def plain(name, micro_batches, rounds=False):
     """Trains in one process. Returns the losses, and the weights by name."""
     layers, parameters = build_layers(TRAINING)
     for layer in layers:
         if isinstance(layer, torch.nn.Module):
             layer.bfloat16()
-    optimizer, losses = torch.optim.AdamW(parameters.values(), **OPTIONS, fused=True), []
+    optimizer = RoundedAdam(parameters) if rounds else torch.optim.AdamW(parameters.values(), **OPTIONS, fused=True)
+    losses = []
     for step in range(TRAINING.steps):
         sums, loss = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in parameters.values()], 0.0
         for index in range(micro_batches):
@@ -98,13 +139,13 @@ def train_as_plain(cases, ranks):
 
 def train_to_the_bit():
     prepare_rank()
-    for name, stage, home in product(KINDS, (1, 3), OFFLOADS):
-        engine = engine_of(name, 1, stage, home if stage == 3 else "device", micro_batches=1)
+    for name, stage, home, rounds in product(KINDS, (1, 3), OFFLOADS, (False, True)):
+        engine = engine_of(name, 1, stage, home if stage == 3 else "device", micro_batches=1, rounds=rounds)
         losses = [engine.train_batch(batches(step, engine)).item() for step in range(TRAINING.steps)]
-        expected, weights = plain(name, micro_batches=1)
-        assert losses == expected, (name, stage, home)
+        expected, weights = plain(name, 1, rounds)
+        assert losses == expected, (name, stage, home, rounds)
         for key, value in gathered(engine.optimizer.partition, lambda unit: unit.master.values).items():
-            assert torch.equal(value, weights[key]), (name, stage, home, key)
+            assert torch.equal(value, weights[key]), (name, stage, home, rounds, key)
 
 
 def test_one_rank_equals_a_plain_loop_to_the_bit():
@@ -147,13 +188,55 @@ def test_checkpoints_are_read_at_other_layouts_and_with_copies(tmp_path):
             assert own and all(torch.equal(value, weights[key]) for key, value in own.items()), name
 
 
+def rounded_weights(engine, steps):
+    for step in steps:
+        engine.train_batch(batches(step, engine))
+    engine.optimizer.partition.catch_up()
+    return gathered(engine.optimizer.partition, lambda unit: unit.storage.shard)
+
+
+def round_in_every_layout(folder):
+    """Trains alike with different shards, homes and numbers of processes, and from a checkpoint of another layout."""
+    prepare_rank()
+    disk = {"device": "nvme", "nvme_path": folder}
+    homes = {**OFFLOADS, "disk": {"offload_optimizer": disk, "offload_param": disk}}
+    steps, sums = range(TRAINING.steps), {"grad_accum_dtype": "fp32"}
+    expected = rounded_weights(engine_of(stage=1, rounds=True), steps)
+    nearest = rounded_weights(engine_of(stage=1), steps)
+    assert any(not torch.equal(value, nearest[key]) for key, value in expected.items())
+    saved = engine_of(stage=1, rounds=True)
+    rounded_weights(saved, steps[:2])
+    saved.save_checkpoint(folder, tag="early")
+    resumed = engine_of(stage=3, home="host", rounds=True)
+    resumed.load_checkpoint(folder, tag="early")
+    found = {"from a checkpoint": rounded_weights(resumed, steps[2:])}
+    for stage, home in ((2, "device"), (3, "device"), (3, "host"), (3, "disk")):
+        with_home = {"zero_optimization": {"stage": stage, **homes[home]}}
+        found[stage, home] = rounded_weights(engine_of(stage=stage, rounds=True, **with_home), steps)
+    for name, own in found.items():
+        assert own and all(torch.equal(value, expected[key]) for key, value in own.items()), name
+    pipelined, (_, weights) = (
+        engine_of(pipeline_ranks=2, rounds=True, data_types=sums),
+        plain("AdamW", MICRO_BATCHES, True),
+    )
+    own = rounded_weights(pipelined, steps)
+    assert own and all(torch.equal(value, weights[key]) for key, value in own.items())
+    tied = rounded_weights(engine_of(pipeline_ranks=2, rounds=True, training=TRAINING._replace(tied=True)), steps)
+    first, last = everyone(tied["tied_modules.embedding.weight"])
+    assert torch.equal(first, last)
+
+
+def test_weights_are_rounded_alike_in_every_layout(tmp_path):
+    run_on_ranks(2, round_in_every_layout, str(tmp_path))
+
+
 def count_bytes():
     prepare_rank()
     held = {}
     for copies in (False, True):
         engine = engine_of(bf16={"enabled": True} if copies else BF16)
         engine.train_batch(batches(0, engine))
-        size = element_bytes(engine._config, update_of(engine.optimizer.optimizer, None), engine.lgamp.travel)
+        size = element_bytes(engine._config, update_of(engine.optimizer.optimizer, None), engine.lgamp.travel, False)
         units = unit_sizes(engine.optimizer.partition)
         told = held_between_steps(units, sharding_of(engine.lgamp.program_spec, engine.lgamp.settings, 1), size)
         state = engine.optimizer.optimizer.state.values()
@@ -189,7 +272,7 @@ def test_gradients_of_groups_and_ranks_add_up_in_the_given_type():
         assert alone == pytest.approx(whole, rel=1e-3)
 
 
-def refuse_alone():
+def refuse():
     prepare_rank()
     alone = {
         "bf16_master_weights_and_grads": "bf16.bf16_optimizer_states is False.*set both",
@@ -200,7 +283,13 @@ def refuse_alone():
             engine_of(bf16={"enabled": True, key: True})
     with pytest.raises(ConfigError, match="the optimizer is torch.optim.sgd.SGD, which is not known to update"):
         engine_of(optimizer={"type": "SGD", "params": {"lr": 0.01}})
+    with pytest.raises(ConfigError, match="stochastic_rounding is true, but the optimizer updates weights in fp32"):
+        engine_of(bf16={"enabled": True}, rounds=True)
+    engine = engine_of(rounds=True)
+    engine.optimizer.optimizer.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(ActionError, match="stochastic_rounding is true, but a hook on the optimizer"):
+        engine.train_batch(batches(0, engine))
 
 
-def test_one_of_the_keys_alone_and_other_optimizers_are_refused():
-    run_on_ranks(1, refuse_alone)
+def test_one_of_the_keys_alone_and_what_does_not_round_are_refused():
+    run_on_ranks(1, refuse)

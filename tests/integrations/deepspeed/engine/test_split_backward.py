@@ -85,7 +85,7 @@ def memory_of_steps():
         module = SimpleNamespace(_layer_specs=layers, loss_fn=mean_square)
         arguments = layers, range(len(layers) + 1), micro_batch(0), core.own_spec, core.settings, core.config
         sizes, program = measure_activations(module, *arguments), core.program(core.own_spec)
-        element = element_bytes(core.config, update_of(core.door.optimizer.optimizer, None), core.travel)
+        element = element_bytes(core.config, update_of(core.door.optimizer.optimizer, None), core.travel, False)
         told = rank_memory(program, unit_sizes(core.partition), core.sharding, element, sizes)
         found[recompute, split] = peak, told.peak - told.weights, sizes.random_states * len(layers) * MICRO_BATCHES
     return found

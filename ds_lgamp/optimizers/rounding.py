@@ -1,0 +1,179 @@
+"""Updates bf16 weights and moments in fp32, block by block, and rounds the results up or down by chance.
+
+Rounded to the nearest number, an update that is smaller than half the distance of two bf16 numbers is lost. Rounded by
+chance, a result x between the neighbours a < b becomes b with probability (x - a) / (b - a), so it is x on average: S.
+Gupta and others, "Deep Learning with Limited Numerical Precision", arXiv 1502.02551. A result that bf16 has stays as it
+is.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from types import MappingProxyType
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import torch
+from torch.nn import Parameter
+
+from ds_lgamp.cost.units import RANDOM_NUMBERS
+from ds_lgamp.partition.shards import is_elementwise
+from ds_lgamp.partition.unit import Unit, parts_of
+
+_LOST_BITS = 16
+"""The low bits of an fp32 number, which bf16 lacks."""
+
+
+class Noise:
+    """Numbers from 0 to 65,535 for every element of every parameter at every update.
+
+    They depend on the parameter's name, on the element's place in it and on the number of the update, but on no layout:
+    a run over other ranks, or one that goes on from a checkpoint, rounds alike.
+
+    Args:
+        block: the most elements that are rounded at once.
+    """
+
+    def __init__(self, block: int, device: torch.device) -> None:
+        generator = torch.Generator().manual_seed(0)
+        drawn = torch.randint(1 << _LOST_BITS, (RANDOM_NUMBERS,), generator=generator, dtype=torch.int32)
+        # Any number may be the first, and the last is followed by the first.
+        self._numbers = drawn.repeat(2 + block // RANDOM_NUMBERS)[: RANDOM_NUMBERS + block].to(device)
+
+    def round_(self, values: torch.Tensor, key: str, place: int) -> None:
+        """Rounds fp32 ``values`` to numbers that bf16 has.
+
+        Args:
+            key: names the parameter, what of it is rounded, and the update.
+            place: the place of the first value in the parameter.
+        """
+        begin = (crc32(key.encode()) + place) % RANDOM_NUMBERS
+        bits = values.view(torch.int32).add_(self._numbers[begin : begin + values.numel()])
+        # A sum has carried into the last bit of bf16, or it has not.
+        bits.bitwise_and_(-1 << _LOST_BITS)
+
+
+class _Piece(NamedTuple):
+    """A part of a parameter in a shard."""
+
+    name: str
+    start: int
+    """Where it begins in the shard."""
+    end: int
+    place: int
+    """The place of its first element in the whole parameter."""
+
+    def within(self, start: int, end: int) -> "_Piece":
+        """Returns what of it lies between ``start`` and ``end`` in the shard, as seen from ``start``; maybe nothing."""
+        first, last = max(self.start, start), min(self.end, end)
+        return _Piece(self.name, first - start, max(first, last) - start, self.place + first - self.start)
+
+
+class RoundedSteps:
+    """Steps an optimizer on copies in fp32 of blocks of a shard.
+
+    Args:
+        twin: steps on the parameters and the state that it is given, as the optimizer does.
+        block: the most elements that it updates at once.
+    """
+
+    def __init__(self, twin: Any, block: int) -> None:
+        self._twin, self._block = twin, block
+        self._noise: Noise | None = None
+        self._copies: dict[str, torch.Tensor] = {}
+        self._pieces: dict[Unit, list[_Piece]] = {}
+        self._counts: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
+        """By shard, the tensor that counts its updates, and its value, so that no step waits for a device to read it.
+        """
+
+    @torch.no_grad()
+    def step(
+        self,
+        unit: Unit,
+        options: Sequence[dict[str, Any]],
+        state: dict,
+        copies: Mapping[torch.Tensor, torch.Tensor] = MappingProxyType({}),
+    ) -> None:
+        """Updates the shards of ``unit`` that have a gradient, or their ``copies``, to which ``state`` belongs then.
+
+        Args:
+            options: the hyper-parameters of every parameter group.
+        """
+        for segment in unit.master.segments:
+            shard = copies.get(segment.shard, segment.shard)
+            if shard.grad is None:
+                continue
+            if self._noise is None:
+                # Drawn with the first update, not while the model is built.
+                self._noise = Noise(self._block, shard.device)
+            before: dict[str, Any] = state.get(shard) or {}
+            after: dict[str, Any] = {}
+            count = 1 + self._count(segment.shard, before)
+            for start in range(segment.start, segment.end, self._block):
+                end = min(start + self._block, segment.end)
+                pieces = [piece.within(start, end) for piece in self._pieces_of(unit)]
+                block = slice(start - segment.start, end - segment.start)
+                weights, moments = self._step_block(shard, block, before, options[segment.group])
+                self._round(weights, shard[block], pieces, f"weights/{count}")
+                for key, value in moments.items():
+                    if is_elementwise(value, weights):
+                        home = after.setdefault(key, before[key] if before else torch.empty_like(shard))
+                        self._round(value, home[block], pieces, f"{key}/{count}")
+                    else:
+                        after[key] = value
+            state[shard] = after
+            self._counts[segment.shard] = after["step"], count
+        self._copies.clear()
+
+    def _step_block(
+        self, shard: torch.Tensor, block: slice, state: Mapping[str, Any], options: dict[str, Any]
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Returns the weights and the state of a ``block`` of ``shard`` after a step, in fp32."""
+        assert shard.grad is not None, "the step begins with final gradients"
+        weights = Parameter(self._copy("weights", shard[block]))
+        weights.grad = self._copy("gradient", shard.grad[block])
+        own = {
+            key: self._copy(key, value[block]) if is_elementwise(value, shard) else deepcopy(value)
+            for key, value in state.items()
+        }
+        self._twin.state = defaultdict(dict, {weights: own} if own else {})
+        self._twin.param_groups = [{**options, "params": [weights]}]
+        self._twin.step()
+        return weights.detach(), self._twin.state[weights]
+
+    def _copy(self, key: str, values: torch.Tensor) -> torch.Tensor:
+        """Returns ``values`` in fp32, in memory that the next blocks of the unit take again: new pages cost more than
+        the copy."""
+        if key not in self._copies or self._copies[key].numel() < values.numel():
+            self._copies[key] = torch.empty_like(values, dtype=torch.float32)
+        return self._copies[key][: values.numel()].copy_(values)
+
+    def _round(self, values: torch.Tensor, home: torch.Tensor, pieces: Sequence[_Piece], key: str) -> None:
+        """Writes fp32 ``values`` to ``home``, and rounds them before if that has bf16."""
+        assert self._noise is not None, "the step has drawn it"
+        for piece in pieces if home.dtype == torch.bfloat16 else ():
+            self._noise.round_(values[piece.start : piece.end], f"{piece.name}/{key}", piece.place)
+        home.copy_(values)
+
+    def _count(self, shard: torch.Tensor, state: Mapping[str, Any]) -> int:
+        """Returns how often ``shard`` has been updated."""
+        if not state:
+            return 0
+        counter, count = self._counts.get(shard, (None, 0))
+        return count if counter is state["step"] else int(state["step"])
+
+    def _pieces_of(self, unit: Unit) -> list[_Piece]:
+        """Returns this rank's parts of the parameters of ``unit``."""
+        if unit not in self._pieces:
+            self._pieces[unit] = [
+                _Piece(
+                    part.name,
+                    part.in_shard.start,
+                    part.in_shard.stop,
+                    # Slices along the first dimension follow each other in the whole parameter.
+                    sum(part.slice_offsets[:1]) * part.shape[1:].numel() + part.in_parameter.start,
+                )
+                for part in parts_of(unit)
+                if part.numel
+            ]
+        return self._pieces[unit]
