@@ -22,6 +22,7 @@ NAMES = (
     "door",
     "divided_experts",
     "adapters",
+    "bf16_state",
     "rounded",
     "quantised",
     "bert",
@@ -52,7 +53,18 @@ ON_ACCELERATOR = "gpu"
 OF_BERT = ("bert", "bert_learning", "bert_plan")
 """The benchmarks whose tables stand in docs/bert.md."""
 
-ELSEWHERE = ("prediction", "one_machine", "sources", "optimizers", "offload", "bus", "restart", "tracing", *OF_BERT)
+ELSEWHERE = (
+    "prediction",
+    "one_machine",
+    "sources",
+    "optimizers",
+    "offload",
+    "bf16_state",
+    "bus",
+    "restart",
+    "tracing",
+    *OF_BERT,
+)
 """The benchmarks whose tables stand in docs/planner.md, docs/one_machine.md, docs/optimizers.md, docs/offload.md,
 docs/failures.md, docs/tracing.md and docs/bert.md."""
 

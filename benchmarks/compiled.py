@@ -26,7 +26,7 @@ def contenders(recompute: bool) -> list[Contender]:
     bare = partial(Bare, recompute=recompute)
     return [
         Contender(PLAIN, layered),
-        Contender(COMPILED, partial(layered, compiled=True)),
+        Contender(COMPILED, partial(layered, compile=True)),
         Contender(BARE, bare),
         Contender(BARE_COMPILED, partial(bare, compiled=True)),
     ]

@@ -33,22 +33,22 @@ def speeds() -> str:
     return _table("speeds", keys, _on_clock("step / all busy"), _MILLISECONDS)
 
 
-def quantised_curves() -> str:
-    """Losses and MB of a training with exact and with rounded travel."""
+def curves(name: str, *keys: Label) -> str:
+    """Losses of a training with exact and with rounded numbers, and MB that it sends if they count, by ``keys``."""
     cells = {"bytes sent": median(".2f", MB)}
     return pivot(
-        [row for row in read("quantised").rows if row.config[PART] == "curves"],
-        [CONTENDER],
+        [row for row in read(name).rows if row.config[PART] == "curves"],
+        [*keys, CONTENDER],
         metric,
         lambda rows: cells.get(rows[0].metric, median(".4f"))(rows),
-        numbers_from=1,
+        numbers_from=1 + len(keys),
     ).replace("bytes sent", "MB sent")
 
 
-def quantised_seconds() -> str:
+def quantised_seconds(part: str = "seconds") -> str:
     """Seconds of a step with exact and with rounded travel, for every number of micro-batches on every link."""
     return pivot(
-        [row for row in read("quantised").rows if row.config[PART] == "seconds" and row.metric == "step"],
+        [row for row in read("quantised").rows if row.config[PART] == part and row.metric == "step"],
         [("micro-batches", setting("micro_batches")), CONTENDER],
         lambda row: f"{row.config['link']}, s",
         with_spread(".3f"),

@@ -22,6 +22,7 @@ from docs import (
     tables,
 )
 from docs.blocks import with_block
+from docs.pivot import setting
 from docs.versions import versions_table
 from testing import ROOT
 from testing.chaos.record import page_block as chaos_block
@@ -66,8 +67,9 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "divided-experts-seconds": expert_tables.seconds,
         "adapters": tables.adapters,
         "rounded": network_tables.rounded,
-        "quantised-curves": network_tables.quantised_curves,
+        "quantised-curves": partial(network_tables.curves, "quantised"),
         "quantised-seconds": network_tables.quantised_seconds,
+        "quantised-peers": partial(network_tables.quantised_seconds, "peers"),
         "gathers": tables.gathers,
         "recomputation": tables.recomputation,
         "overhead": tables.overhead,
@@ -119,6 +121,8 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "picture-reduction": partial(offload_tables.program, "reduction"),
         "held": offload_tables.held,
         "tokens": offload_tables.tokens,
+        "machine-bf16_state": partial(tables.machine, "bf16_state"),
+        "bf16-state": partial(network_tables.curves, "bf16_state", ("learning rate", setting("learning_rate"))),
         "machine": partial(tables.machine, "offload"),
         "moved": bus_tables.moved,
         "machine-bus": partial(tables.machine, "bus"),

@@ -28,13 +28,8 @@ class Layered:
         defer_gathers: value of the configuration key. A benchmark that times single steps would miss gathers behind
             them.
         zero: further keys of DeepSpeed's ``zero_optimization``.
-        offload_activations: value of the configuration key.
-        activation_dtype: value of the configuration key.
-        quantised_gradient_bits: value of the configuration key.
-        regather: value of the configuration key.
-        compiled: value of the configuration key ``compile``.
-        recompute_memory: value of the configuration key; None leaves it out.
-        split_backward: value of the configuration key.
+        more: further keys of ds_config.json, or other values of some.
+        block: further keys of the block.
     """
 
     def __init__(
@@ -47,13 +42,8 @@ class Layered:
         schedule: str = "layered",
         defer_gathers: bool = False,
         zero: Mapping[str, Any] = MappingProxyType({}),
-        offload_activations: str = "none",
-        activation_dtype: str | None = None,
-        quantised_gradient_bits: int = 8,
-        regather: str = "network",
-        compiled: bool = False,
-        recompute_memory: str | None = None,
-        split_backward: bool = False,
+        more: Mapping[str, Any] = MappingProxyType({}),
+        **block: Any,
     ) -> None:
         self.layout = layout
         ds_lgamp.install()
@@ -74,14 +64,9 @@ class Layered:
                 "recompute": "none" if recompute == "blocks" else recompute,
                 "micro_batch_group": micro_batch_group,
                 "defer_gathers": defer_gathers,
-                "offload_activations": offload_activations,
-                "activation_dtype": activation_dtype,
-                "quantised_gradient_bits": quantised_gradient_bits,
-                "regather": regather,
-                "compile": compiled,
-                "split_backward": split_backward,
-                **({} if recompute_memory is None else {"recompute_memory": recompute_memory}),
+                **block,
             },
+            **more,
         }
         with quiet():
             module = PipelineModule(
