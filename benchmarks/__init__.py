@@ -23,6 +23,7 @@ NAMES = (
     "divided_experts",
     "adapters",
     "bf16_state",
+    "host_update",
     "rounded",
     "quantised",
     "bert",

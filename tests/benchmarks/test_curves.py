@@ -4,7 +4,7 @@ from collections import defaultdict
 
 import pytest
 
-from benchmarks import quantised, rounded
+from benchmarks import bf16_state, quantised, rounded
 from benchmarks.curves import CURVES, EXACT
 from benchmarks.model import ModelSize
 
@@ -29,3 +29,11 @@ def test_fewer_bytes_travel_and_losses_are_close(benchmark, metric):
         assert found["loss of the first step"] == pytest.approx(exact["loss of the first step"], rel=0.01)
     aimed = [contender for contender in benchmark.contenders() if contender.rounds]
     assert len(record.targets) == len(aimed)
+
+
+@pytest.mark.slow
+def test_state_in_bf16_is_trained_at_every_learning_rate():
+    record = bf16_state.run(SIZE, steps=3)
+    assert {row.config["learning_rate"] for row in record.rows} == {*bf16_state.LEARNING_RATES}
+    assert {row.contender for row in record.rows} == {EXACT, bf16_state.NEAREST, bf16_state.BY_CHANCE}
+    assert len(record.targets) == len(bf16_state.LEARNING_RATES)
