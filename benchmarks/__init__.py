@@ -77,6 +77,7 @@ IN_PARTS = {
     "divided_experts": ("counts", "seconds of two ranks", "seconds of four ranks"),
     "adapters": ("counts", "loopback", "200 Mbit/s", "50 Mbit/s"),
     "rounded": ("curves", "seconds"),
+    "zero_bubble": ("virtual", "real steps"),
     "quantised": ("curves", "seconds", "peers"),
 }
 """Benchmarks that take long, and what ``--part`` of ``python -m benchmarks run`` may name of them."""

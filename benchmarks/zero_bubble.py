@@ -2,7 +2,8 @@
 
 Compute is virtual: every chunk sleeps, half of its backward for the gradient of its weight. Messages are real and go
 over gloo. All contenders compute the same. So what a step takes beyond a rank's compute is idle time: the bubble, hops,
-and the contender's own work.
+and the contender's own work. Then whole steps of a small GPT are timed with whole backwards and with two parts.
+``--part`` does one of both.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,12 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from benchmarks.record import OURS, REPETITIONS, Record, begin
+from benchmarks.contenders import Contender as Trained
+from benchmarks.contenders import Layout
+from benchmarks.contenders.lgamp import Layered
+from benchmarks.model import ModelSize
+from benchmarks.record import OURS, PART, REPETITIONS, Record, begin
+from benchmarks.training import SMALL, SMALL_REPETITIONS, compete
 from benchmarks.virtual.bubbles import enter_hop, simulated
 from benchmarks.virtual.chunk import Setting
 from benchmarks.virtual.pipelines import LAYERED, Contender, Torch, split
@@ -38,20 +44,57 @@ PEERS = [
     Contender("torch ZBVZeroBubble", "layered", partial(Torch, schedule=ScheduleZBVZeroBubble)),
     Contender("torch DualPipeV", "layered", partial(Torch, schedule=ScheduleDualPipeV)),
 ]
-CONTENDERS = [PARTS, split("interleaved_1f1b, two parts", "interleaved_1f1b"), LAYERED, *PEERS]
+OTHERS = [split("interleaved_1f1b, two parts", "interleaved_1f1b"), split("zbv, two parts", "zbv")]
+CONTENDERS = [PARTS, *OTHERS, LAYERED, *PEERS]
 IDLE, RATIO = "idle per rank", "step / simulated"
 LIMIT = 1.06
+VIRTUAL, REAL = "virtual", "real steps"
+ORDERS, MICRO_BATCHES = ("layered", "1f1b"), (2, 4, 8)
+"""Of the real steps, on two pipeline ranks."""
+NOT_SLOWER = 1.02
+"""The part of a step with whole backwards that one with two parts may take."""
 
 
 def run(
+    part: str | None = None,
     settings: Sequence[Setting] = SETTINGS,
     slow_settings: Sequence[Setting] = SLOW_SETTINGS,
     contenders: Sequence[Contender] = CONTENDERS,
-    repetitions: int = REPETITIONS,
+    size: ModelSize = SMALL,
+    repetitions: int | None = None,
 ) -> Record:
-    """Measures ``settings`` on loopback and ``slow_settings`` over the slow link. Records the reason if this machine
-    cannot make one."""
+    """Measures ``settings`` on loopback and ``slow_settings`` over the slow link, and real steps; or does the ``part``
+    that is named. Records the reason if this machine cannot make a slow link."""
     record = begin(NAME)
+    if part in (None, VIRTUAL):
+        _measure(record, settings, slow_settings, contenders, repetitions or REPETITIONS)
+    if part in (None, REAL):
+        for micro_batches in MICRO_BATCHES:
+            _time(record, Layout(2, 1, size), micro_batches, repetitions or SMALL_REPETITIONS)
+    return record
+
+
+def _time(record: Record, layout: Layout, micro_batches: int, repetitions: int) -> None:
+    """Enters the seconds of real steps in every order, without recomputation."""
+    for order in ORDERS:
+        build = partial(Layered, zero_stage=1, resident_chunks=2, recompute="none", schedule=order)
+        whole, two = f"{OURS} {order}", f"{OURS} {order}, two parts"
+        contenders = [Trained(whole, build), Trained(two, partial(build, split_backward=True))]
+        found = compete({order: contenders}, layout, micro_batches, repetitions)[order]
+        for name, durations in found.items():
+            config = {PART: REAL, "micro_batches": micro_batches, "order": order}
+            record.add(name, config, "step", [each.wall for each in durations], "s")
+        ratio = median(each.wall for each in found[two]) / median(each.wall for each in found[whole])
+        record.aim(f"{REAL}: {order}, {micro_batches} micro-batches: two parts / whole", ratio, NOT_SLOWER)
+
+
+def _measure(
+    record: Record,
+    settings: Sequence[Setting],
+    slow_settings: Sequence[Setting],
+    contenders: Sequence[Contender],
+    repetitions: int,
+) -> None:
     _enter(record, LOOPBACK, contenders, settings, measure(settings, contenders, repetitions))
     try:
         with throttled_network(slow_settings[0].pipeline_ranks, SLOW_RATE) as network:
@@ -59,7 +102,6 @@ def run(
         _enter(record, SLOW, contenders, slow_settings, measured)
     except NetworkUnavailable as reason:
         record.lack_network(f"nothing measured at {SLOW}", reason)
-    return record
 
 
 def _enter(
@@ -68,7 +110,7 @@ def _enter(
     """Enters the rows and targets of a link."""
     record.machine["scheduling"] = scheduling(measured.precise)
     for setting, hop, seconds in zip(settings, measured.hops, measured.seconds):
-        config = {"micro_batches": setting.micro_batches, "link": link}
+        config = {PART: VIRTUAL, "micro_batches": setting.micro_batches, "link": link}
         enter_hop(record, config, hop)
         compute = setting.chunks_per_rank * setting.micro_batches * (setting.forward + setting.backward)
         idle = {name: [1000 * (step - compute) for step in steps] for name, steps in seconds.items()}
@@ -82,8 +124,10 @@ def _enter(
                 record.add(contender.name, config, "simulated bubble", [timeline.bubble], "ratio")
         words = f"{setting.micro_batches} micro-batches, {link}"
         ours = next(row for row in record.rows if row.config == config and row.metric == RATIO)
-        record.aim(f"{RATIO} of {PARTS.name}, {words}", ours.median, LIMIT)
+        record.aim(f"{VIRTUAL}: {RATIO} of {PARTS.name}, {words}", ours.median, LIMIT)
         fewest = min(median(idle[peer.name]) for peer in PEERS)
         record.aim(
-            f"{IDLE} of {PARTS.name} over the fewest of torch's, {words}", median(idle[PARTS.name]) / fewest, 1.0
+            f"{VIRTUAL}: {IDLE} of {PARTS.name} over the fewest of torch's, {words}",
+            median(idle[PARTS.name]) / fewest,
+            1.0,
         )

@@ -50,6 +50,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "schedule-loopback": partial(tables.schedule, "loopback"),
         "schedule-slow": partial(tables.schedule, "1 Gbit/s"),
         "zero-bubble": tables.zero_bubble,
+        "real-steps": tables.real_steps,
         "latency": tables.latency,
         "overlap": tables.overlap,
         "network": tables.network,

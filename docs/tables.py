@@ -124,6 +124,13 @@ def schedule(link: str) -> str:
     return pivot(rows, labels, contender, with_spread(".3f"), numbers_from=0)
 
 
+def real_steps() -> str:
+    """Seconds of a step with whole backwards and with two parts, by order and micro-batches."""
+    rows = [row for row in read("zero_bubble").rows if row.metric == "step"]
+    heading = "{micro_batches} micro-batches, s".format
+    return pivot(rows, [CONTENDER], lambda row: heading(**row.config), with_spread(".3f"), numbers_from=1)
+
+
 def zero_bubble() -> str:
     """The idle time of every contender by micro-batches and link; of ours also beside the simulated step."""
     rows = [row for row in read("zero_bubble").rows if row.metric in ("idle per rank", "step / simulated")]

@@ -19,7 +19,7 @@ WAKE_UP = 50e-6
 
 
 class Setting(NamedTuple):
-    """A pipeline of virtual chunks with modular placement. Times are in seconds."""
+    """A pipeline of virtual chunks. Times are in seconds."""
 
     pipeline_ranks: int
     chunks_per_rank: int
@@ -37,6 +37,8 @@ class Setting(NamedTuple):
     """How many times as long as ``forward`` and ``backward`` the chunks take, repeated over all of them."""
     update: float = 0.0
     """Seconds of the optimizer's update of a chunk."""
+    placed: str = "modular"
+    """How chunks are placed: a kind of ``place_chunks``."""
     split_backward: int = 0
     """How many backwards of a rank may wait for their second part, which takes half of ``backward``; 0 if backwards are
     whole."""
@@ -50,15 +52,14 @@ class Setting(NamedTuple):
 
     @property
     def placement(self) -> Placement:
-        return place_chunks("modular", self.chunks, self.pipeline_ranks)
+        return place_chunks(self.placed, self.chunks, self.pipeline_ranks)
 
     def durations(self, hop: float = 0.0, gather: float = 0.0, reduce: float = 0.0, message: float = 0.0) -> Durations:
         return Durations(self.forward, self.backward, hop, gather, reduce, message, update=self.update)
 
     def chunks_of(self, rank: int) -> dict[int, "VirtualChunk"]:
         """Makes the chunks of a pipeline rank, in ascending order."""
-        own = range(rank, self.chunks, self.pipeline_ranks)
-        lengths = {chunk: self.length(chunk) for chunk in own}
+        lengths = {chunk: self.length(chunk) for chunk, owner in enumerate(self.placement) if owner == rank}
         return {
             chunk: (SplitChunk if chunk and self.split_backward else VirtualChunk)(
                 chunk, self.forward * n, self.backward * n

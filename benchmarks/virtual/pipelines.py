@@ -71,7 +71,8 @@ class Contender(NamedTuple):
 
     def own(self, setting: Setting) -> Setting:
         """Returns the setting as it builds it."""
-        return setting._replace(split_backward=setting.pipeline_ranks if self.splits else 0)
+        placed = "vee" if self.schedule == "zbv" else "modular"
+        return setting._replace(placed=placed, split_backward=setting.pipeline_ranks if self.splits else 0)
 
     def spec(self, setting: Setting) -> ProgramSpec:
         return spec_of(self.schedule, self.own(setting))
@@ -79,6 +80,8 @@ class Contender(NamedTuple):
     def suits(self, setting: Setting) -> bool:
         """Whether the order suits the number of chunks per rank. Interleaved 1F1B with one chunk equals 1F1B, so it
         does not run."""
+        if self.schedule == "zbv":
+            return setting.chunks_per_rank == 2
         if self.schedule == "interleaved_1f1b":
             return setting.chunks_per_rank > 1 and setting.micro_batches % setting.pipeline_ranks == 0
         return self.schedule not in SINGLE_CHUNK_SCHEDULES or setting.chunks_per_rank == 1
