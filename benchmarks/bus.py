@@ -99,7 +99,7 @@ def spec_in_order(name: str, setting: Setting) -> ProgramSpec:
 
 
 def _order(name: str, setting: Setting) -> dict[str, Any]:
-    offload = None if name == IN_MEMORY else Offload(True)
+    offload = None if name == IN_MEMORY else Offload(True, alone=True)
     return {
         "micro_batch_group": 1 if name == OUTER else setting.micro_batches,
         "updates": "step" if offload is None else "reduction",

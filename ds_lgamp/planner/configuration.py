@@ -265,7 +265,7 @@ class Configuration:
             defers_gathers=postpones and self.zero_stage > 0,
             updates="next_step" if postpones else "step",
             hierarchy=self.hierarchy,
-            offload=None if self.offload is None else Offload(self.offload == "parameters"),
+            offload=None if self.offload is None else Offload(self.offload == "parameters", alone=self.data_ranks == 1),
             stores_inputs=self.stores_inputs,
             stores_weights=self.stores_weights,
             recomputes=self.recompute == "full",

@@ -126,8 +126,10 @@ def add_step(spec: ProgramSpec, rank: int, segments: Segments) -> Segments:
 
 
 def add_waits(spec: ProgramSpec, rank: int, segments: Segments) -> Segments:
-    """Adds the waits for collectives, as late as possible, and COMBINE after the wait for a reduction inside nodes."""
+    """Adds the waits for collectives, as late as possible, and COMBINE after the wait for a reduction inside nodes. A
+    single data-parallel rank that offloads waits at once, because its reductions move nothing."""
     waits = Waits(spec, after_step(spec, segments))
+    alone = spec.offload is not None and spec.offload.alone
     lowered: Segments = []
     for segment in segments:
         lowered.append([])
@@ -135,6 +137,8 @@ def add_waits(spec: ProgramSpec, rank: int, segments: Segments) -> Segments:
             if action.kind in WAITING:
                 lowered[-1].extend(waits.before(action))
             lowered[-1].append(action)
+            if action.kind is Kind.REDUCE and alone:
+                lowered[-1].extend(waits.go_on())
     return lowered
 
 
@@ -239,7 +243,8 @@ class Waits:
     are under way; the oldest one is awaited before another begins, when the next reduction of its chunk approaches, or
     at STEP.
 
-    With offloading, too, the wait for a reduction follows one compute, because the gradient leaves for the host then.
+    With offloading, too, the wait for a reduction follows one compute, because the gradient leaves for the host then;
+    with a single data-parallel rank it follows the reduction.
 
     Every chunk counts as one full gradient, whatever parameters it has. A tied module is reduced with the last chunk
     that uses it; the partition itself waits if another chunk's backward accumulates into the module before that.
@@ -272,10 +277,10 @@ class Waits:
             if self._under_way:
                 waits.extend(self._wait_for(Kind.WAIT_GATHER, Action(Kind.GATHER, chunk)))
             if self._goes_on_early:
-                waits.extend(self._go_on(self._covered))
+                waits.extend(self.go_on(self._covered))
         if kind is Kind.BACKWARD and chunk not in self._accumulating:
             while chunk in self._reducing or self._is_full():
-                waits.extend(self._go_on())
+                waits.extend(self.go_on())
             while chunk in self._combining:
                 waits.extend(self._combined())
             self._accumulating.add(chunk)
@@ -288,7 +293,7 @@ class Waits:
             self._accumulating.discard(chunk)
             self._reducing.append(chunk)
         elif kind is Kind.STEP:
-            waits.extend(self._go_on(len(self._reducing)))
+            waits.extend(self.go_on(len(self._reducing)))
             while self._combining:
                 waits.extend(self._combined())
         if kind in COMPUTE:
@@ -307,7 +312,7 @@ class Waits:
             return False
         return len(self._accumulating) + len(self._reducing) >= self._most_held
 
-    def _go_on(self, reductions: int = 1) -> list[Action]:
+    def go_on(self, reductions: int = 1) -> list[Action]:
         """Returns the waits for the oldest ``reductions``, and what goes on between nodes."""
         waits: list[Action] = []
         for chunk in self._reducing[:reductions]:

@@ -86,6 +86,9 @@ class Offload(NamedTuple):
     on_device: tuple[int, ...] = ()
     """Chunks of which the host holds nothing (stage 3). STEP updates them on the device, and also what several chunks
     share, because copies on other ranks must be updated alike."""
+    alone: bool = False
+    """Whether there is one data-parallel rank. Its reductions move nothing, so their waits follow them directly, and
+    gradients leave as soon as they are final."""
 
 
 def lowest_chunks(placement: Placement, share: float) -> tuple[int, ...]:

@@ -114,7 +114,7 @@ class Recording:
         spec, hierarchy, offload = dict(self.spec), self.spec["hierarchy"], self.spec["offload"]
         spec["placement"] = tuple(spec["placement"])
         spec["hierarchy"] = hierarchy and Hierarchy(**hierarchy)
-        spec["offload"] = offload and Offload(offload["parameters"], tuple(offload["on_device"]))
+        spec["offload"] = offload and Offload(**{**offload, "on_device": tuple(offload["on_device"])})
         spec["kept"] = frozenset(map(tuple, spec.get("kept", ())))
         spec["whole_chunks"] = frozenset(spec.get("whole_chunks", ()))
         return ProgramSpec(**spec)

@@ -77,6 +77,8 @@ def test_the_engine_reads_the_same_program_and_chunks(planned):
     stage = config["zero_optimization"]["stage"]
     parts = (key.removeprefix("offload_") for key in config["zero_optimization"] if key.startswith("offload"))
     offload = ON_HOST[tuple(parts)]
+    if offload is not None:
+        offload = offload._replace(alone=planned.data_ranks == 1)
     updates = "next_step" if settings.overlap_update or offload is not None else "step"
     placement = place(settings, len(blocks), ranks)
     spec = program_spec(settings, placement, micro_batches, stage, updates=updates, offload=offload)

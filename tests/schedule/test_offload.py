@@ -45,7 +45,7 @@ def offloaded_specs(draw, **limits):
     spec = draw(program_specs(**limits))
     stage, updates = max(1, spec.zero_stage), "reduction" if spec.updates == "step" else spec.updates
     on_device = lowest_chunks(spec.placement, draw(st.sampled_from([0.3, 0.5, 0.8, 1]))) if stage == 3 else ()
-    offload = Offload(stage == 3 and draw(st.booleans()), on_device)
+    offload = Offload(stage == 3 and draw(st.booleans()), on_device, alone=draw(st.booleans()))
     defers = spec.defers_gathers or stage < 3
     return replace(spec, zero_stage=stage, updates=updates, offload=offload, defers_gathers=defers, hierarchy=None)
 
@@ -158,6 +158,26 @@ def test_with_groups_a_chunk_is_stored_behind_its_last_reduction():
     spec = layered(2, 2, stage=2, offload=Offload(), updates="reduction", micro_batch_group=1)
     ends = [text for text in texts(spec).split() if text.startswith(("WAIT_REDUCE", "STORE"))]
     assert ends == ["WAIT_REDUCE1", "WAIT_REDUCE0", "WAIT_REDUCE1", "STORE1", "WAIT_REDUCE0", "STORE0"]
+
+
+def test_a_single_data_parallel_rank_stores_a_gradient_as_soon_as_it_is_final():
+    """Its reductions move nothing. The update of a chunk waits for its store, beside the next backward."""
+    spec = layered(2, 2, offload=Offload(parameters=True, alone=True), updates="reduction")
+    ends = "REDUCE1 WAIT_REDUCE1 STORE1 RELEASE1 B0.0 B0.1 REDUCE0 WAIT_REDUCE0 WAIT_STORE1 UPDATE1 STORE0 RELEASE0"
+    assert texts(spec).endswith(f"B1.1 {ends} WAIT_STORE0 UPDATE0 STEP")
+    several = replace(spec, offload=Offload(parameters=True))
+    assert "REDUCE1 RELEASE1 B0.0 WAIT_REDUCE1 STORE1 B0.1" in texts(several)
+
+
+def test_an_early_store_shortens_the_step_of_a_slow_bus():
+    spec = layered(8, 1, offload=Offload(parameters=True), updates="reduction")
+    durations = Durations(forward=1, backward=2, load=8, store=8, update=2)
+    late, early = (
+        simulate(each, build_program(each), durations).step_time
+        for each in (spec, replace(spec, offload=Offload(parameters=True, alone=True)))
+    )
+    # The last store begins one load earlier, after its backward, and not after the one of the chunk before.
+    assert (late, early) == (147, 134)
 
 
 def test_an_evaluation_loads_and_stores_nothing():

@@ -20,7 +20,8 @@ def check_gradients(spec: ProgramSpec, stops: Sequence[Stop]) -> None:
       most so many wait as the spec allows, and none of another group at stages 2 and 3.
     - A chunk is reduced directly after its last backward, and the SEND or the second part of that; at stages 2 and 3
       also after the last one of each group.
-    - Reductions end in the order they began. A rank waits for the oldest only if it must: before a backward that adds
+    - Reductions end in the order they began, those of a single data-parallel rank that offloads as soon as they began.
+      Another rank waits for the oldest only if it must: before a backward that adds
       to the same chunk's gradient, or that would hold more full gradients than ``resident_chunks`` (stages 1 to 3);
       before STEP; and, if something follows a reduction on its way, when one compute has run beside it.
     - Between nodes a sum follows the wait for each reduction inside them, at most ``resident_chunks`` at once.
@@ -83,6 +84,8 @@ class _Gradients:
         elif kind is Kind.REDUCE:
             self.accumulating.discard(chunk)
             self.reducing.append(chunk)
+            if self.spec.offload is not None and self.spec.offload.alone:
+                self.next = [Action(Kind.WAIT_REDUCE, chunk)]
         elif kind is Kind.WAIT_REDUCE:
             self._take_oldest(self.reducing, row, action)
             self.covered -= 1

@@ -122,9 +122,11 @@ def _identity(action: Action | None) -> tuple[Kind, int, int] | None:
 
 def check_layout(spec: ProgramSpec, stops: Sequence[Stop]) -> None:
     """Between two computes, actions come in one order of kinds: what belongs to the first, then what the second
-    needs. Inputs on the host have a rule of their own."""
+    needs. Inputs on the host have a rule of their own. A single data-parallel rank that offloads ends its reductions,
+    and stores their gradients, where they begin."""
     sections = _sections(spec)
     places = {kind: place for place, kinds in enumerate(sections) for kind in kinds}
+    ends = {Kind.WAIT_REDUCE, Kind.STORE} if spec.offload is not None and spec.offload.alone else set()
     fresh = True
     for stop in stops:
         place, between = 0, stop.before
@@ -132,15 +134,18 @@ def check_layout(spec: ProgramSpec, stops: Sequence[Stop]) -> None:
             # The loads for the first visit of a piece come before all else.
             between = between[next((n for n, each in enumerate(between) if each.kind is not Kind.LOAD), len(between)) :]
         fresh = stop.action is not None and stop.action.kind is Kind.RETURN
-        for row, action in enumerate(between, stop.row - len(between)):
+        last_end = max((row for row, action in enumerate(between) if action.kind in ends), default=-1)
+        for row, action in enumerate(between):
             if spec.stores_inputs and action.kind in OF_INPUTS:
                 continue
             if action.kind not in places:
-                raise Fault(row, f"{action} does not belong here")
-            if places[action.kind] < place:
+                raise Fault(stop.row - len(between) + row, f"{action} does not belong here")
+            kind = Kind.REDUCE if row <= last_end and action.kind in sections[-1] else action.kind
+            if places[kind] < place:
                 order = ", ".join(" and ".join(sorted(kinds)) for kinds in sections)
-                raise Fault(row, f"{action} is out of order: {order} stand in this order")
-            place = places[action.kind]
+                fault = f"{action} is out of order: {order} stand in this order"
+                raise Fault(stop.row - len(between) + row, fault)
+            place = places[kind]
 
 
 def _sections(spec: ProgramSpec) -> list[set[Kind]]:

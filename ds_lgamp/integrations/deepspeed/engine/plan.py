@@ -85,12 +85,12 @@ def plan_training(
     refuse_irreproducible(settings, config, module)
     refuse_optimizer(settings, config, known_kind(config, optimizer, device_of_updates(config)))
     layout = layout_of(settings, module, partition_method)
+    data_ranks = module.topology().get_dim("data")
     if offload is not None:
-        offload = share_of_host(config, offload, layout.placement)
+        offload = share_of_host(config, offload, layout.placement)._replace(alone=data_ranks == 1)
     zero_stage = int(config.zero_optimization_stage)
     updates = _updates(settings, config, scales_in_step, offload)
     hierarchy = hierarchy_of(given, zero_stage, module)
-    data_ranks = module.topology().get_dim("data")
     trained = first_trained(layout, module)
     others: dict[str, Any] = {"updates": updates, "hierarchy": hierarchy, "offload": offload, "first_trained": trained}
     others["whole_chunks"] = _sharing_chunks(layout, module)

@@ -250,7 +250,7 @@ def test_on_a_cluster_shards_of_nodes_send_between_islands_what_peers_exchange(e
 def test_what_the_host_holds_and_what_the_bus_carries_is_told(explained):
     """Three chunks on each rank and two resident: 4 loads, of parts as large as those that gathers send."""
     facts, in_memory = facts_of(explained["host"]), facts_of(explained["json"])
-    assert facts["offload"] == {"parameters": True, "on_device": []} and in_memory["offload"] is None
+    assert facts["offload"] == {"parameters": True, "on_device": [], "alone": False} and in_memory["offload"] is None
     for rank, plain in zip(facts["ranks"], in_memory["ranks"]):
         assert (rank["memory"]["weights"], rank["memory"]["optimizer_state"]) == (0, 0)
         host = rank["memory"]["host"]

@@ -135,7 +135,9 @@ def test_what_is_unknown_of_the_state_on_the_host_is_said():
 def test_a_program_reads_the_same(offload):
     output = json.loads(json.dumps(explained(offload).as_data()))
     (rank,) = output["ranks"]
-    assert output["offload"] == (None if offload is None else {"parameters": offload.parameters, "on_device": []})
+    assert output["offload"] == (
+        None if offload is None else {"parameters": offload.parameters, "on_device": [], "alone": False}
+    )
     if offload is None:
         assert rank["memory"]["host"] is None and rank["bus_bytes_loaded"] is None
     else:
