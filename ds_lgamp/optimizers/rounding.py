@@ -117,7 +117,7 @@ class RoundedSteps:
                 self._round(weights, shard[block], pieces, f"weights/{count}")
                 for key, value in moments.items():
                     if is_elementwise(value, weights):
-                        home = after.setdefault(key, before[key] if before else torch.empty_like(shard))
+                        home = after.setdefault(key, before[key] if key in before else torch.empty_like(shard))
                         self._round(value, home[block], pieces, f"{key}/{count}")
                     else:
                         after[key] = value

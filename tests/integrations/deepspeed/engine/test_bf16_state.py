@@ -142,6 +142,8 @@ def train_to_the_bit():
     for name, stage, home, rounds in product(KINDS, (1, 3), OFFLOADS, (False, True)):
         engine = engine_of(name, 1, stage, home if stage == 3 else "device", micro_batches=1, rounds=rounds)
         losses = [engine.train_batch(batches(step, engine)).item() for step in range(TRAINING.steps)]
+        offload = engine.lgamp.program_spec.offload
+        assert offload is None or offload.alone, "a single rank stores its gradients at once"
         expected, weights = plain(name, 1, rounds)
         assert losses == expected, (name, stage, home, rounds)
         for key, value in gathered(engine.optimizer.partition, lambda unit: unit.master.values).items():
@@ -177,6 +179,9 @@ def go_on_from(folder):
         engine = engine_of(pipeline_ranks=pipeline_ranks, stage=stage, bf16=bf16)
         engine.load_checkpoint(folder, tag=saved)
         found[name] = gathered(engine.optimizer.partition, lambda unit: unit.storage.shard)
+        state = engine.optimizer.optimizer.state.values()
+        types = {value.dtype for each in state for value in each.values() if torch.is_tensor(value) and value.dim()}
+        assert types == {torch.float32 if name == "with copies" else torch.bfloat16}, name
         saved = name
         engine.save_checkpoint(folder, tag=saved)
     return gathered(first.optimizer.partition, lambda unit: unit.storage.shard), found
