@@ -54,18 +54,8 @@ ON_ACCELERATOR = "gpu"
 OF_BERT = ("bert", "bert_learning", "bert_plan")
 """The benchmarks whose tables stand in docs/bert.md."""
 
-ELSEWHERE = (
-    "prediction",
-    "one_machine",
-    "sources",
-    "optimizers",
-    "offload",
-    "bf16_state",
-    "bus",
-    "restart",
-    "tracing",
-    *OF_BERT,
-)
+_ON_THE_HOST = ("one_machine", "offload", "bf16_state", "host_update", "bus")
+ELSEWHERE = ("prediction", "sources", "optimizers", "restart", "tracing", *_ON_THE_HOST, *OF_BERT)
 """The benchmarks whose tables stand in docs/planner.md, docs/one_machine.md, docs/optimizers.md, docs/offload.md,
 docs/failures.md, docs/tracing.md and docs/bert.md."""
 

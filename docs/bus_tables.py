@@ -18,6 +18,15 @@ def moved() -> str:
     return pivot(rows, [CONTENDER], micro_batches, cell)
 
 
+def updates() -> str:
+    """Nanoseconds of an update on the host for each parameter, and how many times its bound that is, by threads."""
+    cells = {"update": with_spread(".2f"), "update / bound": median(".2f"), "read and written": with_spread(".1f")}
+    headings = {"update": "update, ns", "read and written": "GB/s"}
+    return pivot(
+        read("host_update").rows, [("threads", setting("threads")), CONTENDER], metric, by_metric(cells), headings, 1
+    )
+
+
 def throttled() -> str:
     """Milliseconds of a step behind a throttled bus, measured and on the clock."""
     cells = {"step": with_spread(".0f"), "simulated": median(".0f"), RATIO: median(".2f")}

@@ -134,17 +134,17 @@ def check_layout(spec: ProgramSpec, stops: Sequence[Stop]) -> None:
             # The loads for the first visit of a piece come before all else.
             between = between[next((n for n, each in enumerate(between) if each.kind is not Kind.LOAD), len(between)) :]
         fresh = stop.action is not None and stop.action.kind is Kind.RETURN
-        last_end = max((row for row, action in enumerate(between) if action.kind in ends), default=-1)
-        for row, action in enumerate(between):
+        rows = range(stop.row - len(between), stop.row)
+        last_end = max((row for row, action in zip(rows, between) if action.kind in ends), default=-1)
+        for row, action in zip(rows, between):
             if spec.stores_inputs and action.kind in OF_INPUTS:
                 continue
             if action.kind not in places:
-                raise Fault(stop.row - len(between) + row, f"{action} does not belong here")
+                raise Fault(row, f"{action} does not belong here")
             kind = Kind.REDUCE if row <= last_end and action.kind in sections[-1] else action.kind
             if places[kind] < place:
                 order = ", ".join(" and ".join(sorted(kinds)) for kinds in sections)
-                fault = f"{action} is out of order: {order} stand in this order"
-                raise Fault(stop.row - len(between) + row, fault)
+                raise Fault(row, f"{action} is out of order: {order} stand in this order")
             place = places[kind]
 
 
