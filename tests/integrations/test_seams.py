@@ -7,10 +7,29 @@ from types import CodeType
 import deepspeed
 from deepspeed.runtime.pipe.module import PipelineModule
 
-from ds_lgamp.integrations.deepspeed.hook.deepspeed_seams import ATTRIBUTES, LOOKUPS
+from ds_lgamp.integrations.deepspeed.hook.deepspeed_seams import LOOKUPS
 from ds_lgamp.integrations.hosts import resolve
 from testing.pretraining import megatron_tree
 
+ATTRIBUTES = {
+    "deepspeed.runtime.dataloader.RepeatingLoader": ("data_iter", "loader"),
+    "deepspeed.runtime.pipe.engine.PipelineEngine": (
+        *("_compute_loss", "agg_additional_losses", "data_iterator", "data_parallel_group", "device", "dp_group_loss"),
+        *("dp_world_size", "eval_return_logits", "fwd_outputs", "global_samples", "global_steps", "grid"),
+        *("lr_scheduler", "micro_batches", "micro_steps", "monitor", "outputs", "skipped_steps", "stage_id", "timers"),
+        *("total_additional_losses", "total_loss", "training_data"),
+    ),
+    "deepspeed.runtime.pipe.module.PipelineModule": (
+        *("_grid", "_layer_specs", "_local_start", "_local_stop", "_num_layers", "base_seed", "dynamic_shape"),
+        *("forward_funcs", "fwd_map", "local_rank", "loss_fn", "micro_offset", "num_stages", "parts", "seed_fn"),
+        *("seed_layers", "stage_id", "tied_comms", "tied_modules", "tied_weight_attrs", "world_group"),
+    ),
+    "deepspeed.runtime.pipe.topology.PipelineParallelGrid": ("dp_groups", "pipe_groups"),
+    "deepspeed.runtime.zero.partition_parameters.GatheredParameters": (
+        *("all_gather", "ds_id", "ds_process_group", "partition"),
+    ),
+}
+"""The attributes that the methods of each class of DeepSpeed must set or use on their instances."""
 TRAINING_LOOKUPS = {
     "megatron.training.checkpointing.load_checkpoint": ("_load_base_checkpoint",),
     "megatron.training.training.dummy_train_step": ("get_num_microbatches", "get_rerun_state_machine"),
