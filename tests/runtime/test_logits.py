@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ds_lgamp.cost.activations import rows_of_piece
-from ds_lgamp.integrations.split.stand_ins import works_by_rows
+from ds_lgamp.integrations.split.outputs import works_by_rows
 from ds_lgamp.runtime.logits import Logits, deferred
 from ds_lgamp.runtime.measure import PeakMemory
 from ds_lgamp.runtime.pieces import Head

@@ -1,15 +1,14 @@
-"""Attributes that forwards set: the model's own forward sets attributes of blocks and of its own modules, and a block
-sets its own."""
+"""Attributes that the model's own forward sets, of blocks and of its own modules."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ds_lgamp.integrations.split.call import Call, copied_containers
-from ds_lgamp.integrations.split.parts import Attribute, restored_modes
-from ds_lgamp.integrations.split.state import MISSING, Buffers, Place, Snapshot, set_or_delete
+from ds_lgamp.integrations.split.parts import Attribute
+from ds_lgamp.integrations.split.state import MISSING, Place, Snapshot, set_or_delete
 
 
 class SetAttributes:
@@ -101,22 +100,3 @@ class OwnState:
     def _current(self) -> Snapshot:
         """Returns a snapshot, which is the last one of :meth:`counted_once` if nothing has changed since."""
         return Snapshot(self.modules) if self._last is None or any(self._last.changed()) else self._last
-
-
-def in_training(block: nn.Module, call: Callable[[], Any]) -> tuple[Any, list[Attribute]]:
-    """Returns what the ``call`` of a ``block`` returns in training, None if it fails, and the attributes that it sets
-    there to tensors that depend on parameters, such as the balancing loss of experts. Afterwards they have their old
-    values again."""
-    before, found, result = Snapshot(block.modules()), [], None
-    paths = {id(vars(module)): (path, vars(module)) for path, module in block.named_modules()}
-    with restored_modes(block), Buffers(block.named_modules()).restored(), suppress(Exception):
-        block.train()
-        # Training may need more than the dummy inputs have, such as several rows for BatchNorm.
-        result = call()
-    for holder, name, _ in before.changed():
-        path, attributes = paths[holder]
-        value = attributes.get(name)
-        if isinstance(value, Tensor) and value.requires_grad:
-            found.append(Attribute(path, name))
-    before.restore()
-    return result, found

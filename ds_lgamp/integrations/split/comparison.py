@@ -18,7 +18,7 @@ from ds_lgamp.integrations.split.parts import place_of
 from ds_lgamp.integrations.split.stand_ins import replacing, watch_calls
 from ds_lgamp.integrations.split.state import Snapshot, leave_out_hosts, untouched
 from ds_lgamp.integrations.split.travelling import numbers_like
-from ds_lgamp.integrations.split.trial_arguments import others
+from ds_lgamp.integrations.split.trials import others
 from ds_lgamp.runtime.chunk import Chunk, cloned
 from ds_lgamp.runtime.recompute import SavedTensors, read_states
 

@@ -19,7 +19,16 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.call import Autocast, BlockArguments, Call, Calls, DryRun, Needs, Returned, Survey
-from ds_lgamp.integrations.split.outputs import LossGraph, NotComputed, NotReturned, Reduced, lacking_outputs, without
+from ds_lgamp.integrations.split.outputs import (
+    LossGraph,
+    NotComputed,
+    NotReturned,
+    Reduced,
+    deferring,
+    heads_in,
+    lacking_outputs,
+    without,
+)
 from ds_lgamp.integrations.split.parts import Attribute, Original, Part, Result, Sides, place_of
 from ds_lgamp.integrations.split.stand_ins import (
     NONE,
@@ -30,9 +39,7 @@ from ds_lgamp.integrations.split.stand_ins import (
     PartsBefore,
     Placeholder,
     Results,
-    deferring,
     replacing,
-    works_by_rows,
     zeros_like,
 )
 from ds_lgamp.integrations.split.state import holds_the_same, unchanged_tensors, version_of
@@ -76,7 +83,7 @@ class SplitForward:
             for module in _modules_at(attribute.path, self.blocks)
         ]
         self._loss_graph = LossGraph(model, sides.of_last_layer.values())
-        self._heads = [*_heads(sides.after)]
+        self._heads = [*heads_in(sides.after)]
         self._lacking: dict[Any, frozenset[int]] = {}
         """Which outputs the last layer cannot compute, by kind of call."""
 
@@ -130,7 +137,7 @@ class SplitForward:
         assert arguments.autocast is not None, "found with the arguments"
         given = [(each, copy(each)) for each in arguments.values if isinstance(each, MutableSequence | MutableMapping)]
         self.attributes.set(index, arguments.attributes)
-        with arguments.autocast.entered(), self._byproducts.recording(arguments.records) as recorded:
+        with arguments.autocast.entered(), self.original.recorder.recording(arguments.records) as recorded:
             result = self.blocks[index](*arguments.after(hidden), **arguments.named)
         if not all(starmap(holds_the_same, given)):
             raise ConfigError(
@@ -233,7 +240,7 @@ class SplitForward:
         return arguments._replace(
             autocast=Autocast.on(hidden.device.type),
             attributes=self.attributes.of(index),
-            records=self._byproducts.records(),
+            records=self.original.recorder.records(),
         )
 
     def finish(self, call: Call, hidden: Tensor, others: Sequence[Tensor] = ()) -> Any:
@@ -333,16 +340,6 @@ class SplitForward:
         """Raises ConfigError if a module that runs before the blocks is called after one."""
         if self._forward.visits:
             raise ConfigError(_again(f"'{path}'"))
-
-
-def _heads(parts: Mapping[str, Part]) -> Iterator[nn.Module]:
-    """Yields the modules in ``parts`` that may be a head, without those inside one of them."""
-    inside: set[nn.Module] = set()
-    for part in parts.values():
-        for module in part.modules() if isinstance(part, nn.Module) else ():
-            if module not in inside and works_by_rows(module):
-                inside.update(module.modules())
-                yield module
 
 
 def _modules_at(path: str, blocks: Iterable[nn.Module]) -> Iterator[nn.Module]:

@@ -19,7 +19,7 @@ from ds_lgamp.integrations.split.outputs import NotReturned
 from ds_lgamp.integrations.split.parts import Original, Part, Tree, find_blocks, model_of
 from ds_lgamp.integrations.split.state import Snapshot, untouched
 from ds_lgamp.integrations.split.survey import survey
-from ds_lgamp.integrations.split.trial_arguments import given_inputs, inputs_of
+from ds_lgamp.integrations.split.trials import given_inputs, inputs_of
 from ds_lgamp.runtime.chunk import Tensors, as_tuple
 from ds_lgamp.runtime.compiled import Compiler
 from ds_lgamp.runtime.recompute import RandomSource

@@ -1,6 +1,7 @@
-"""Which outputs of the model there are on the rank of the last layer, and which the script gets."""
+"""Which outputs of the model there are on the rank of the last layer, which the script gets, and which are computed in
+pieces."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, NoReturn
 
@@ -10,8 +11,10 @@ from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves,
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.parts import Part, Result, parameters_of
-from ds_lgamp.integrations.split.stand_ins import Leaves, Results
+from ds_lgamp.integrations.split.stand_ins import Leaves, Results, StandIns
 from ds_lgamp.integrations.split.travelling import is_alike, other_numbers_like, walk
+from ds_lgamp.runtime.logits import deferred
+from ds_lgamp.runtime.pieces import Head
 
 
 class MissingOutput(ConfigError, AttributeError):
@@ -143,6 +146,57 @@ _FIX = (
     f"set {BLOCK}.dummy_inputs to arguments such as the script's, else leave that term out of the forward, or write "
     "the model as a PipelineModule"
 )
+
+
+def heads_in(parts: Mapping[str, Part]) -> Iterator[nn.Module]:
+    """Yields the modules in ``parts`` that may be a head, without those inside one of them."""
+    inside: set[nn.Module] = set()
+    for part in parts.values():
+        for module in part.modules() if isinstance(part, nn.Module) else ():
+            if module not in inside and works_by_rows(module):
+                inside.update(module.modules())
+                yield module
+
+
+def deferring(module: nn.Module, loss_chunk: int | str | None) -> StandIns:
+    """Returns the stand-in for the forward of a layer after the blocks, with its place, if it may be the head. Its
+    result is then computed in pieces of rows, where the loss is. Hooks of the layer run as always."""
+    if not works_by_rows(module):
+        return []
+    stock: Callable[..., Any] = module.forward
+    matrix = module.weight if type(module) is nn.Linear else None
+
+    def forward(*positional: Any, **named: Any) -> Any:
+        logits = None
+        if not named and len(positional) == 1:
+            head = Head.of(stock, module.parameters(), positional[0].device, matrix)
+            logits = deferred(head, positional[0], loss_chunk)
+        return stock(*positional, **named) if logits is None else logits
+
+    return [(vars(module), "forward", forward)]
+
+
+def works_by_rows(module: nn.Module) -> bool:
+    """Whether the forward of a module computes every row of its input by itself, and does nothing else: a plain linear
+    layer, or one with adapters of peft that drop nothing."""
+    if "forward" in vars(module) or module._backward_hooks or module._backward_pre_hooks:
+        return False
+    if any(_is_watched(part) for part in module.modules() if part is not module):
+        return False
+    kind = type(module)
+    if kind is nn.Linear:
+        # Pruning and weight norm compute the weight.
+        return "weight" in module._parameters
+    adapted: Any = module
+    if (kind.__module__, kind.__name__) != ("peft.tuners.lora.layer", "Linear") or any(adapted.use_dora.values()):
+        return False
+    drops = any(isinstance(each, nn.Dropout) and each.p > 0 for each in module.modules())
+    return not (drops and module.training) and works_by_rows(adapted.base_layer)
+
+
+def _is_watched(module: nn.Module) -> bool:
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(hooks)
 
 
 def register_dataclasses(output: Any) -> None:

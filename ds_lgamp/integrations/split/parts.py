@@ -4,7 +4,7 @@ no block."""
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain, groupby
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -136,33 +136,36 @@ def _elements(*modules: nn.Module) -> int:
     return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
 
 
-class Recorder(Protocol):
-    """Where a host collects by-products of blocks while a model runs, as transformers does by hooks."""
+class Recorder:
+    """Where a host collects by-products of blocks while a model runs, as transformers does by hooks. This one collects
+    nothing."""
 
     def learning(self) -> AbstractContextManager[None]:
         """Finds out, from the forwards that run inside, what the loss needs of by-products."""
-        ...
+        return nullcontext()
 
     def records(self) -> bool:
         """Whether the forward that runs collects any."""
-        ...
+        return False
 
     def recording(self, records: bool) -> AbstractContextManager[list[Tensor]]:
         """Yields the list of those of a block that runs inside, which stays empty unless the forward ``records``."""
-        ...
-
-    def give(self, made: list[Tensor]) -> None:
-        """Gives the forward that runs those of a block."""
-        ...
+        return nullcontext([])
 
     @property
     def sums(self) -> tuple[int, int]:
         """The bytes that travel of them per micro-batch in training, forward and back, if that is always the same."""
-        ...
+        return 0, 0
 
     def reduces(self, arguments: Any) -> bool:
         """Whether the loss of a call with these arguments needs less than all by-products."""
-        ...
+        return False
+
+    # Of those that collect:
+
+    def give(self, made: list[Tensor]) -> None:
+        """Gives the forward that runs those of a block."""
+        raise NotImplementedError
 
     def reduced(self, arguments: Any, carried: Sequence[Tensor], made: list[Tensor]) -> list[Tensor]:
         """Returns what it needs of those of all blocks up to one.
@@ -171,34 +174,11 @@ class Recorder(Protocol):
             carried: what it needs of those before.
             made: those of the block.
         """
-        ...
+        raise NotImplementedError
 
     def needing_only(self, arguments: Any, carried: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Lets the code after the blocks compute with what was ``carried`` inside."""
-        ...
-
-
-class NoRecorder:
-    """The recorder of a model of which nothing is collected."""
-
-    sums = 0, 0
-
-    def learning(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def records(self) -> bool:
-        return False
-
-    def recording(self, records: bool) -> AbstractContextManager[list[Tensor]]:
-        return nullcontext([])
-
-    def reduces(self, arguments: Any) -> bool:
-        return False
-
-    def _never(self, *_: Any) -> NoReturn:
-        raise AssertionError("nothing is collected")
-
-    give = reduced = needing_only = _never
+        raise NotImplementedError
 
 
 class Original(NamedTuple):
@@ -210,7 +190,7 @@ class Original(NamedTuple):
     """Generators that the model may draw from."""
     settings: LgampConfig
     """The block."""
-    recorder: Recorder = NoRecorder()
+    recorder: Recorder = Recorder()
 
     @property
     def only_loss(self) -> bool:

@@ -5,7 +5,7 @@ of the model finds the model's own.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import count
@@ -19,10 +19,8 @@ from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.attributes import SetAttributes
 from ds_lgamp.integrations.split.call import Arguments, BlockArguments, apart
 from ds_lgamp.integrations.split.imagined import Imagined, Shape, UnknownShape, full_shape, shapes_in
-from ds_lgamp.integrations.split.parts import Part, Result, ShapesOfCalls, place_of
+from ds_lgamp.integrations.split.parts import Blocks, Part, Result, ShapesOfCalls, place_of
 from ds_lgamp.integrations.split.state import version_of
-from ds_lgamp.runtime.logits import deferred
-from ds_lgamp.runtime.pieces import Head
 
 
 class StandIn(nn.Module):
@@ -99,6 +97,18 @@ class BlockStandIn(StandIn):
     __iter__ = __getitem__ = _refuse_parts
 
 
+StandIns = list[tuple[dict[str, Any], str, Any]]
+"""Stand-ins, each with the dictionary of a module and its name there, which may be new."""
+
+
+def stand_ins_of(blocks: Blocks, attributes: SetAttributes, visit: Visit) -> StandIns:
+    """Returns a :class:`BlockStandIn` for each block."""
+    return [
+        (*place_of(blocks.container, name), BlockStandIn(block, index, attributes, visit))
+        for index, (name, block) in enumerate(blocks.named.items())
+    ]
+
+
 class AbsentModule(StandIn):
     """The stand-in for a module that may be on another rank. It refuses calls."""
 
@@ -108,47 +118,6 @@ class AbsentModule(StandIn):
 
     def forward(self, *positional: Any, **named: Any) -> Any:
         self._refuse()
-
-
-def deferring(module: nn.Module, loss_chunk: int | str | None) -> list[tuple[dict[str, Any], str, Any]]:
-    """Returns the stand-in for the forward of a layer after the blocks, with its place, if it may be the head. Its
-    result is then computed in pieces of rows, where the loss is. Hooks of the layer run as always."""
-    if not works_by_rows(module):
-        return []
-    stock: Callable[..., Any] = module.forward
-    matrix = module.weight if type(module) is nn.Linear else None
-
-    def forward(*positional: Any, **named: Any) -> Any:
-        logits = None
-        if not named and len(positional) == 1:
-            head = Head.of(stock, module.parameters(), positional[0].device, matrix)
-            logits = deferred(head, positional[0], loss_chunk)
-        return stock(*positional, **named) if logits is None else logits
-
-    return [(vars(module), "forward", forward)]
-
-
-def works_by_rows(module: nn.Module) -> bool:
-    """Whether the forward of a module computes every row of its input by itself, and does nothing else: a plain linear
-    layer, or one with adapters of peft that drop nothing."""
-    if "forward" in vars(module) or module._backward_hooks or module._backward_pre_hooks:
-        return False
-    if any(_is_watched(part) for part in module.modules() if part is not module):
-        return False
-    kind = type(module)
-    if kind is nn.Linear:
-        # Pruning and weight norm compute the weight.
-        return "weight" in module._parameters
-    adapted: Any = module
-    if (kind.__module__, kind.__name__) != ("peft.tuners.lora.layer", "Linear") or any(adapted.use_dora.values()):
-        return False
-    drops = any(isinstance(each, nn.Dropout) and each.p > 0 for each in module.modules())
-    return not (drops and module.training) and works_by_rows(adapted.base_layer)
-
-
-def _is_watched(module: nn.Module) -> bool:
-    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return any(hooks)
 
 
 class AbsentTensor(Tensor):
@@ -227,9 +196,8 @@ class Unknown(Placeholder):
 
 
 @contextmanager
-def replacing(stand_ins: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
-    """Runs stand-ins inside the block, each given with the dictionary of a module and its name there, which may be
-    new."""
+def replacing(stand_ins: StandIns) -> Iterator[None]:
+    """Runs ``stand_ins`` inside the block."""
     missing = object()
     own = [registry.get(name, missing) for registry, name, _ in stand_ins]
     for registry, name, stand_in in stand_ins:

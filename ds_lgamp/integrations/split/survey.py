@@ -1,8 +1,8 @@
 """Finds out, by one small forward of the model, which of its modules run before the blocks and which after them."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import count
 from typing import Any
@@ -12,23 +12,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
-from ds_lgamp.integrations.split.attributes import SetAttributes, in_training
-from ds_lgamp.integrations.split.call import Arguments, BlockArguments, Returned, Survey, Use, run_uncompiled
+from ds_lgamp.integrations.split.attributes import SetAttributes
+from ds_lgamp.integrations.split.call import Arguments, BlockArguments, Survey, Use, run_uncompiled
 from ds_lgamp.integrations.split.imagined import shapes_in
 from ds_lgamp.integrations.split.outputs import NotReturned, register_dataclasses
-from ds_lgamp.integrations.split.parts import (
-    Attribute,
-    Original,
-    Result,
-    kind_of,
-    parameters_of,
-    parts_of,
-    place_of,
-)
-from ds_lgamp.integrations.split.stand_ins import BlockStandIn, Placeholder, PlaceholderUsed, replacing, watch_calls
+from ds_lgamp.integrations.split.parts import Original, Result, kind_of, parameters_of, parts_of
+from ds_lgamp.integrations.split.stand_ins import Placeholder, PlaceholderUsed, replacing, stand_ins_of, watch_calls
 from ds_lgamp.integrations.split.state import Buffers
 from ds_lgamp.integrations.split.travelling import Uses, numbers_like, reached
-from ds_lgamp.integrations.split.trial_arguments import in_words
+from ds_lgamp.integrations.split.trials import BlockTrials, in_words
 
 
 def survey(original: Original, dummy: Arguments) -> Survey:
@@ -117,8 +109,6 @@ class _Walk:
         """Whether the forward has called each block after the one before it in the list."""
         self._returned: list[Tensor] = []
         """On these leaves depends what depends on the hidden states after a block."""
-        self._inside: list[Tensor] = []
-        """On these leaves depends what the blocks compute that ran: the first of every kind."""
         self._hidden: Any = None
         """The hidden states that the last block has returned."""
         self._has_returned = False
@@ -128,9 +118,7 @@ class _Walk:
         self._version = 0
         """How often they had been changed in place by then."""
         self._attributes = SetAttributes(self._blocks)
-        self._tensor_attributes: list[Attribute] = []
-        self._shown: dict[Any, tuple[Mapping[bool, Returned], list[Tensor]]] = {}
-        """What blocks return besides hidden states, in training or not, and what is recorded of them, by kind."""
+        self._trials = BlockTrials(original.recorder)
         self._made: list[Sequence[Tensor]] = []
         """What the forward got for the tensors that each returned besides hidden states."""
 
@@ -148,12 +136,7 @@ class _Walk:
                     part.requires_grad_()
                     continue
                 watch_calls(part, partial(self._starts, path), partial(self._ends, path), stack)
-            blocks = self.original.blocks
-            stand_ins = [
-                (*place_of(blocks.container, name), BlockStandIn(block, index, self._attributes, self._visit))
-                for index, (name, block) in enumerate(blocks.named.items())
-            ]
-            stack.enter_context(replacing(stand_ins))
+            stack.enter_context(replacing(stand_ins_of(self.original.blocks, self._attributes, self._visit)))
             stack.enter_context(self._attributes.all_watched())
             stack.enter_context(Uses(self._uses, also_sizes=True))
             yield
@@ -176,10 +159,10 @@ class _Walk:
         return Survey(
             before=[path for path in before if path not in free],
             after=[path for path in self._parts if path not in before and path not in free],
-            returned=[self._shown[kind_of(block)][0] for block in self._blocks],
-            recorded=[self._shown[kind_of(block)][1] for block in self._blocks],
+            returned=[self._trials.shown[kind_of(block)][0] for block in self._blocks],
+            recorded=[self._trials.shown[kind_of(block)][1] for block in self._blocks],
             use=self._use,
-            tensor_attributes=self._tensor_attributes,
+            tensor_attributes=self._trials.attributes,
             travels_to_blocks=frozenset(each for each in self._travels_to_blocks if each.path not in free),
             travels_to_loss=frozenset(each for each in self._travels_to_loss if each.path not in free),
             travels_to_output=frozenset(each for each in self._travels_to_output if each.path not in free),
@@ -218,7 +201,7 @@ class _Walk:
         # Frozen blocks may run without gradients.
         if self.original.only_loss and self._hidden.requires_grad:
             results, leaves = reached([leaf for leaf in outputs if _depends(leaf, self._hidden)], self._results)
-        if any(leaf is inside for leaf in leaves for inside in self._inside):
+        if any(leaf is inside for leaf in leaves for inside in self._trials.inside):
             raise self.refusal(_BESIDE)
         if any(leaf is earlier for leaf in leaves for earlier in self._returned[:-1]):
             raise self.refusal("after the blocks its forward computes with what an earlier one than the last returned")
@@ -317,58 +300,31 @@ class _Walk:
         if self._visits:
             self._check_between(hidden)
         self._check_others(others)
-        if kind_of(block) not in self._shown:
+        if kind_of(block) not in self._trials.shown:
             self._run(block, hidden, others)
         self._visits += 1
         self._returned.append(hidden.detach().requires_grad_())
         # Forwards may change it in place, which is forbidden with a leaf.
         self._hidden = hidden = self._returned[-1].clone()
         self._version = hidden._version
-        returned, recorded = self._shown[kind_of(block)]
-        if self._records():
+        modes, recorded = self._trials.shown[kind_of(block)]
+        if self.original.recorder.records():
             self.original.recorder.give([*map(_tracked_like, recorded)])
-        shown = returned[False].tensors
+        shown = modes[False].tensors
         if self._use is Use.COMPUTE:
             self._made.append([*map(_tracked_like, shown)])
-            return returned[False].with_tensors(hidden, self._made[-1])
-        return returned[False].with_tensors(hidden, [Placeholder.of(index, place) for place in range(len(shown))])
-
-    def _records(self) -> bool:
-        """Whether the forward records by-products of blocks."""
-        return self.original.recorder.records()
-
-    def _recording(self) -> AbstractContextManager[list[Tensor]]:
-        return self.original.recorder.recording(self._records())
+            return modes[False].with_tensors(hidden, self._made[-1])
+        return modes[False].with_tensors(hidden, [Placeholder.of(index, place) for place in range(len(shown))])
 
     def _run(self, block: nn.Module, hidden: Any, others: BlockArguments) -> None:
         """Runs a block, which shows what it returns, and which attributes it sets."""
-        self._inside += block.parameters()
-        named = {name: self._entering(value) for name, value in others.named.items()}
-        run = partial(block, *map(self._entering, others.after(hidden)), **named)
-        with self._recording():
-            result, attributes = in_training(block, run)
-        self._tensor_attributes += attributes
-        training = None if result is None else Returned.of(result)[1].detached()
-        with self._recording() as recorded:
-            result, returned = Returned.of(run())
+        result = self._trials.run(block, hidden, others)
         if not isinstance(result, Tensor) or not isinstance(hidden, Tensor) or result.shape != hidden.shape:
             raise self.refusal("its blocks return something else than tensors of the shape that they get")
-        returned = returned.detached()
-        self._shown[kind_of(block)] = {False: returned, True: training or returned}, [*map(Tensor.detach, recorded)]
-        if training is not None and training.kinds != returned.kinds and self._use is not Use.COMPUTE:
+        returned, _ = self._trials.shown[kind_of(block)]
+        if returned[True].kinds != returned[False].kinds and self._use is not Use.COMPUTE:
             # This forward does not show what becomes of that in training.
             raise PlaceholderUsed
-
-    def _entering(self, given: Any) -> Any:
-        """Returns an argument of a block, with tensors of the same numbers on which all depends that the block
-        computes. Lists and dictionaries stay, to which it may write."""
-        if type(given) is tuple:
-            return tuple(map(self._entering, given))
-        if not isinstance(given, Tensor) or isinstance(given, Placeholder) or not given.is_floating_point():
-            return given
-        self._inside.append(given.detach().requires_grad_())
-        # Blocks may change it in place, which is forbidden with a leaf.
-        return self._inside[-1].clone()
 
     def _check_others(self, others: BlockArguments) -> None:
         """Finds from which parts the tensors come that a block gets besides hidden states. Every rank may compute what

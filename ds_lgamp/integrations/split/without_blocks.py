@@ -6,7 +6,7 @@ they take the place of what blocks return.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import islice, repeat, starmap
 from typing import Any, NoReturn
@@ -17,14 +17,14 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.attributes import OwnState, SetAttributes
 from ds_lgamp.integrations.split.call import BlockArguments, Call, Returned, Survey, Use, run_uncompiled
-from ds_lgamp.integrations.split.parts import Original, Sides, place_of
+from ds_lgamp.integrations.split.parts import Original, Sides
 from ds_lgamp.integrations.split.stand_ins import (
-    BlockStandIn,
     Placeholder,
     PlaceholderUsed,
     Unknown,
     Visit,
     replacing,
+    stand_ins_of,
 )
 from ds_lgamp.integrations.split.state import Buffers, unchanged_tensors
 from ds_lgamp.integrations.split.travelling import numbers_like
@@ -62,12 +62,9 @@ class ForwardWithoutBlocks:
         self.attributes = SetAttributes([*blocks.named.values()])
         self.own_state = OwnState(sides.own_modules(original))
         self._of_layers = {id(module) for module in model.modules()} - {id(each) for each in self.own_state.modules}
-        self._stand_ins: list[tuple[dict[str, Any], str, Any]] = [
-            (*place_of(blocks.container, name), BlockStandIn(block, index, self.attributes, self._visit_block))
-            for index, (name, block) in enumerate(blocks.named.items())
-        ]
         # The forward of its engine calls the engine.
-        self._stand_ins.append((vars(model), "forward", model.forward))
+        own_forward = vars(model), "forward", model.forward
+        self._stand_ins = [*stand_ins_of(blocks, self.attributes, self._visit_block), own_forward]
         kind = Unknown if shown.use is Use.COMPUTE else Placeholder
         self._placeholders = [
             {
@@ -178,14 +175,6 @@ class Byproducts:
         """What the code after the blocks has not found yet of recorded ones, and of the others; None where it needs
         none of them."""
 
-    def records(self) -> bool:
-        """Whether the forward that runs records by-products."""
-        return self._recorder.records()
-
-    def recording(self, records: bool) -> AbstractContextManager[list[Tensor]]:
-        """Yields the list of what is recorded of a block inside, if the forward ``records`` anything."""
-        return self._recorder.recording(records)
-
     def after_block(
         self, index: int, call: Call, carried: Sequence[Tensor], returned: Returned, recorded: list[Tensor]
     ) -> list[Tensor]:
@@ -257,7 +246,7 @@ class Byproducts:
         """Returns the tensors that the code after the blocks finds of block ``index`` besides hidden states; None if
         they have not travelled. The recorder gets the rest."""
         recorded, returned = self._left
-        if self.records():
+        if self._recorder.records():
             number = len(self._recorded[index])
             made = repeat(Placeholder.of(index, REDUCED)) if recorded is None else recorded
             self._recorder.give([*islice(made, number)])

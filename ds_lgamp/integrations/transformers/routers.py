@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from ds_lgamp.config import BLOCK, ConfigError
-from ds_lgamp.integrations.split.parts import model_of
+from ds_lgamp.integrations.split.parts import Recorder, model_of
 from ds_lgamp.integrations.split.stand_ins import Placeholder, replacing
 
 _KEY, _LOSS, _MASK = "router_logits", "load_balancing_loss_func", "attention_mask"
 
 
-class RouterLogits:
+class RouterLogits(Recorder):
     """Records the logits of routers.
 
     Args:
@@ -75,7 +75,7 @@ class RouterLogits:
 
     @contextmanager
     def learning(self) -> Iterator[None]:
-        """Finds out, from the forwards that run inside, what the loss needs of the logits. Until then it gets all."""
+        # Until then it gets all.
         function = self._globals.get(_LOSS)
         # Encoder and decoder have a loss each, with a mask of its own.
         both = getattr(self._model.config, "is_encoder_decoder", False)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.split.trial_arguments import given_inputs, inputs_of
+from ds_lgamp.integrations.split.trials import given_inputs, inputs_of
 from tests.integrations.split.own_models import LENGTH, VOCABULARY, WIDTH, Attention, Gpt, micro_batch
 from tests.integrations.split.splitting import assert_gradients, in_layers, in_layers_apart, layers_of
 

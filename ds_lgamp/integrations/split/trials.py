@@ -1,6 +1,6 @@
-"""Arguments for the small forwards that survey a model and compare it with its layers."""
+"""The small forwards that survey a model and compare it with its layers: their arguments, and what blocks show."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from inspect import Parameter, signature
@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
-from ds_lgamp.integrations.split.call import Arguments
-from ds_lgamp.integrations.split.parts import model_of
+from ds_lgamp.integrations.split.call import Arguments, BlockArguments, Returned
+from ds_lgamp.integrations.split.parts import Attribute, Recorder, kind_of, model_of, restored_modes
+from ds_lgamp.integrations.split.stand_ins import Placeholder
+from ds_lgamp.integrations.split.state import Buffers, Snapshot
 from ds_lgamp.integrations.split.travelling import numbers_like
 
 _TENSOR = {"shape", "dtype"}
@@ -145,3 +147,65 @@ def in_words(arguments: Arguments) -> str:
     values = {**{str(place): value for place, value in enumerate(positional)}, **named}
     shapes = tree_map_only(Tensor, lambda tensor: list(tensor.shape), values)
     return ", ".join(f"{name} {value!r}" for name, value in shapes.items())
+
+
+class BlockTrials:
+    """Runs the first block of every kind as the forward calls it, and tells what it shows.
+
+    Args:
+        recorder: collects by-products.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self.shown: dict[Any, tuple[Mapping[bool, Returned], list[Tensor]]] = {}
+        """What blocks return besides hidden states, in training or not, and what is recorded of them, by kind."""
+        self.attributes: list[Attribute] = []
+        """What blocks set to tensors that depend on parameters."""
+        self.inside: list[Tensor] = []
+        """On these leaves depends what the blocks compute that ran."""
+
+    def run(self, block: nn.Module, hidden: Any, others: BlockArguments) -> Any:
+        """Runs ``block``, the first of its kind. Returns the hidden states after it."""
+        self.inside += block.parameters()
+        named = {name: self._entering(value) for name, value in others.named.items()}
+        run = partial(block, *map(self._entering, others.after(hidden)), **named)
+        with self._recorder.recording(self._recorder.records()):
+            result, attributes = in_training(block, run)
+        self.attributes += attributes
+        training = None if result is None else Returned.of(result)[1].detached()
+        with self._recorder.recording(self._recorder.records()) as recorded:
+            result, returned = Returned.of(run())
+        returned = returned.detached()
+        self.shown[kind_of(block)] = {False: returned, True: training or returned}, [*map(Tensor.detach, recorded)]
+        return result
+
+    def _entering(self, given: Any) -> Any:
+        """Returns an argument of a block, with tensors of the same numbers on which all depends that the block
+        computes. Lists and dictionaries stay, to which it may write."""
+        if type(given) is tuple:
+            return tuple(map(self._entering, given))
+        if not isinstance(given, Tensor) or isinstance(given, Placeholder) or not given.is_floating_point():
+            return given
+        self.inside.append(given.detach().requires_grad_())
+        # Blocks may change it in place, which is forbidden with a leaf.
+        return self.inside[-1].clone()
+
+
+def in_training(block: nn.Module, call: Callable[[], Any]) -> tuple[Any, list[Attribute]]:
+    """Returns what the ``call`` of a ``block`` returns in training, None if it fails, and the attributes that it sets
+    there to tensors that depend on parameters, such as the balancing loss of experts. Afterwards they have their old
+    values again."""
+    before, found, result = Snapshot(block.modules()), [], None
+    paths = {id(vars(module)): (path, vars(module)) for path, module in block.named_modules()}
+    with restored_modes(block), Buffers(block.named_modules()).restored(), suppress(Exception):
+        block.train()
+        # Training may need more than the dummy inputs have, such as several rows for BatchNorm.
+        result = call()
+    for holder, name, _ in before.changed():
+        path, attributes = paths[holder]
+        value = attributes.get(name)
+        if isinstance(value, Tensor) and value.requires_grad:
+            found.append(Attribute(path, name))
+    before.restore()
+    return result, found
