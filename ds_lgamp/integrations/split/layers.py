@@ -58,13 +58,11 @@ class End(Tree):
         super().__init__(parts)
         self._split, self._calls = split, calls
 
-    def forward(self, inputs: Tensors) -> Any:
+    def forward(self, inputs: Call | Tensors) -> Any:
+        if isinstance(inputs, Call):
+            return together(*self._split.begin(inputs))
         hidden, *travels = as_tuple(inputs)
         return self._split.finish(self._calls.current, hidden, travels)
-
-    def begin(self, call: Call) -> Tensors:
-        """Returns the hidden states that enter the first block, with what travels with them."""
-        return together(*self._split.begin(call))
 
 
 class SplitLayers:
@@ -112,15 +110,10 @@ class SplitLayers:
         try:
             with original.evaluating():
                 check_foreign(split, shown)
-                self._compare(shown)
+                Comparison(split, self.modules, self.calls).check(shown.arguments)
         finally:
             self.calls.forget()
         self._warn_of_attributes(before)
-
-    def _compare(self, shown: Survey) -> None:
-        first = self.modules[0]
-        layers = [first.begin if isinstance(first, End) else first, *self.modules[1:]]
-        Comparison(self._split, layers, self.calls).check(shown.arguments)
 
     def _warn_of_attributes(self, before: Snapshot) -> None:
         """Warns of attributes that the model's own forward sets, if a script that reads them finds values of other

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ds_lgamp.config import LgampConfig
 from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources
 from ds_lgamp.integrations.split.call import Call
-from ds_lgamp.integrations.split.layers import End, OwnModelLayers
+from ds_lgamp.integrations.split.layers import OwnModelLayers
 from tests.integrations.split.own_models import BLOCKS
 
 
@@ -25,7 +25,7 @@ def in_layers(layers: OwnModelLayers, *arguments: Tensor) -> object:
     call = Call(*layers.arguments(arguments, {}))
     layers.calls.all = [call]
     first, *blocks, last = layers.modules
-    hidden = first.begin(call) if isinstance(first, End) else first(call)
+    hidden = first(call)
     for block in blocks:
         hidden = block(hidden)
     return last(hidden)
@@ -37,9 +37,7 @@ def in_layers_apart(layers: OwnModelLayers, *arguments: Tensor) -> object:
     def alone(layer: nn.Module, hidden: object = None) -> object:
         call = Call(*layers.arguments(arguments, {}))
         layers.calls.all, layers.calls._in_chunk = [call], None
-        if hidden is not None:
-            return layer(hidden)
-        return layer.begin(call) if isinstance(layer, End) else layer(call)
+        return layer(call if hidden is None else hidden)
 
     first, *others = layers.modules
     hidden = alone(first)

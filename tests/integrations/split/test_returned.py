@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.split import comparison
 from ds_lgamp.integrations.split.call import Call
-from ds_lgamp.integrations.split.layers import End
 from tests.integrations.split.own_models import VOCABULARY, WIDTH, Attention, cross_entropy
 from tests.integrations.split.splitting import assert_gradients, in_layers, layers_of
 from tests.slow import examples
@@ -122,7 +121,7 @@ def in_turn(layers, batches, is_whole):
         inputs, values = values, []
         for micro_batch, value in enumerate(inputs):
             layers.calls.before_layer(number, micro_batch)
-            values.append(layer.begin(value) if number == 0 and isinstance(layer, End) else layer(value))
+            values.append(layer(value))
     layers.calls.before_layer(0, 0)
     return values
 

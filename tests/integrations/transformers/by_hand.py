@@ -10,7 +10,6 @@ from torch.utils._pytree import tree_leaves
 from ds_lgamp.config import LgampConfig
 from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources
 from ds_lgamp.integrations.split.call import Call
-from ds_lgamp.integrations.split.layers import End
 from ds_lgamp.integrations.transformers.models import ModelLayers, without_cache
 
 
@@ -52,7 +51,7 @@ def evaluated(layers: ModelLayers, arguments: Mapping[str, Any]) -> Any:
 def _run(layers: ModelLayers, call: Call) -> Any:
     layers.calls.all = [call]
     first, *others = layers.modules
-    hidden = first.begin(call) if isinstance(first, End) else first(call)
+    hidden = first(call)
     for layer in others:
         hidden = layer(hidden)
     return hidden

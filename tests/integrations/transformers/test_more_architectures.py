@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.split.call import Call
-from ds_lgamp.integrations.split.layers import End
 from ds_lgamp.integrations.transformers.models import ModelLayers
 from tests.integrations.transformers.by_hand import Computed, assert_same, computed, layers_of, whole
 from tests.integrations.transformers.models import micro_batch
@@ -141,7 +140,7 @@ def in_layers(model: Any, layers: ModelLayers, arguments: dict[str, Tensor], apa
         return call
 
     call = begin()
-    hidden = first.begin(call) if isinstance(first, End) else first(call)
+    hidden = first(call)
     for layer in others:
         if apart:
             begin()

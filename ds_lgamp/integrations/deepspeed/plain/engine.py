@@ -17,9 +17,9 @@ from ds_lgamp.integrations.deepspeed.engine.door import LgampDoor
 from ds_lgamp.integrations.deepspeed.engine.training import Training
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import share_values
 from ds_lgamp.integrations.deepspeed.plain import model_state
+from ds_lgamp.integrations.deepspeed.plain.between_ranks import Exchange, Next, agree, agree_at_the_end
 from ds_lgamp.integrations.deepspeed.plain.layers import Layers, tell_of_model
 from ds_lgamp.integrations.deepspeed.plain.model_methods import Elsewhere, evaluate_direct_calls, release
-from ds_lgamp.integrations.deepspeed.plain.talk import Exchange, Next, agree, agree_at_the_end
 from ds_lgamp.integrations.deepspeed.plain.unfinished_batch import OpenBatch, UnfinishedBatch
 from ds_lgamp.integrations.split.call import Arguments, Call
 from ds_lgamp.partition.agreement import Term, own_host_group

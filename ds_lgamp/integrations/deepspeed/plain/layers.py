@@ -200,7 +200,7 @@ def pipeline_module(layers: Layers, topology: ProcessTopology) -> PipelineModule
     """Returns the layers as a PipelineModule. Collective over all ranks."""
     specs: list[Any] = list(layers.modules)
     if isinstance(ends := specs[0], End):
-        specs[0] = TiedLayerSpec(_ENDS, SharedBeginning, ends, forward_fn=End.begin, tied_weight_attr=[])
+        specs[0] = TiedLayerSpec(_ENDS, SharedBeginning, ends, tied_weight_attr=[])
         specs[-1] = TiedLayerSpec(_ENDS, SharedEnd, ends, tied_weight_attr=[])
     module = PipelineModule(specs, topology=topology, partition_method=layers.partition_method)
     setattr(module, NAMES_OF_MODEL, any(isinstance(layer, Tree) for layer in layers.modules))

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_lgamp.config import BLOCK, ConfigError
+from ds_lgamp.integrations.deepspeed.plain.between_ranks import Next, agree
 from ds_lgamp.integrations.deepspeed.plain.engine import ModelEngine
-from ds_lgamp.integrations.deepspeed.plain.talk import Next, agree
 from ds_lgamp.integrations.split.call import Arguments
 from ds_lgamp.schedule.actions import Kind
 

@@ -22,8 +22,8 @@ from ds_lgamp.integrations.deepspeed.model.auto_ep import is_replaced, under_ori
 from ds_lgamp.integrations.deepspeed.model.experts import divided, place_among_experts, with_all_experts
 from ds_lgamp.integrations.deepspeed.model.layer_moves import transfer
 from ds_lgamp.integrations.deepspeed.model.module import built_layers, over_pipeline, prefix_of, tensors_of
+from ds_lgamp.integrations.deepspeed.plain.between_ranks import Next, agree, others_read, without_values
 from ds_lgamp.integrations.deepspeed.plain.model_methods import Elsewhere, replace_method
-from ds_lgamp.integrations.deepspeed.plain.talk import Next, agree, others_read, without_values
 from ds_lgamp.integrations.split.stand_ins import replacing
 from ds_lgamp.partition.agreement import raise_everywhere
 

@@ -12,9 +12,9 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ds_lgamp.config import BLOCK, ConfigError
+from ds_lgamp.integrations.deepspeed.plain.between_ranks import Next, agree
 from ds_lgamp.integrations.deepspeed.plain.engine import NO_CALL, ModelEngine
 from ds_lgamp.integrations.deepspeed.plain.loss_engine import refuse_evaluated
-from ds_lgamp.integrations.deepspeed.plain.talk import Next, agree
 from ds_lgamp.integrations.deepspeed.plain.unfinished_batch import OpenBatch
 from ds_lgamp.integrations.split.call import Arguments, Call
 from ds_lgamp.runtime.batch import BatchState

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param
 
 import ds_lgamp
-from ds_lgamp.integrations.deepspeed.plain import talk
+from ds_lgamp.integrations.deepspeed.plain import between_ranks
 from testing.deepspeed_rank import prepare_rank
 from tests.integrations.deepspeed.plain.training import MICRO_BATCHES, configuration, initialize
 from tests.integrations.transformers.models import make, micro_batch
@@ -107,7 +107,7 @@ def read_alone(pipeline_ranks: int, stage: int, folder: str) -> dict[str, Any]:
     model = engine.module
     first = {name: value.clone() for name, value in model.state_dict().items()}
     # Nobody else comes.
-    with patch.object(talk, "PATIENCE", 0.5):
+    with patch.object(between_ranks, "PATIENCE", 0.5):
         seen = _seen_alone(model, first, folder) if dist.get_rank() == 0 else {}
     dist.barrier()
     with torch.no_grad():

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from ds_lgamp.integrations.deepspeed.plain.talk import Exchange
+from ds_lgamp.integrations.deepspeed.plain.between_ranks import Exchange
 from ds_lgamp.partition.agreement import everyone, own_host_group
 from testing import simnccl
 from testing.ranks import run_on_ranks

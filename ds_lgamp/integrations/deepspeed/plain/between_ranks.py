@@ -1,4 +1,4 @@
-"""How the ranks of a plain script talk.
+"""What the ranks of a plain script tell each other.
 
 They agree on what they do next, so that a rank that calls something else is named and no rank waits for it. They
 exchange values with tensors: micro-batches before a batch, outputs after it. Rank 0 alone may read a model's state, of
@@ -12,7 +12,7 @@ types, which never change. Values could have changed, and refuse to be read.
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
@@ -101,20 +101,8 @@ def _difference(ranks: Sequence[tuple[Next, Sequence[float]]]) -> str:
 
 
 def _described(following: Next, numbers: Sequence[float]) -> str:
-    if following is Next.END:
-        return "ended its script"
-    if following is Next.EVALUATE:
-        return "calls the engine for evaluation"
-    if following is Next.READ_STATE:
-        return "reads the state of the whole model (state_dict, save_pretrained, save_16bit_model)"
-    if following is Next.LOAD_STATE:
-        return "loads the state of the model"
-    if following is Next.FORWARD:
-        return f"calls the engine for outputs of micro-batch {numbers[0]} of a step"
-    if following is Next.STEP_OF_OUTPUTS:
-        return f"calls engine.step() with {numbers[0]} calls whose outputs have no gradient"
-    if following is Next.TRAIN:
-        return f"trains on {numbers[0]} micro-batches for one step"
+    if following is not Next.STEP:
+        return _WORDS[following].format(*numbers)
     smallest, largest = numbers
     if smallest == math.inf:
         return "calls engine.step() with a loss multiplied by NaN or infinity"
@@ -122,6 +110,18 @@ def _described(following: Next, numbers: Sequence[float]) -> str:
         return "calls engine.step() before every loss of the batch went through engine.backward(loss) once"
     factors = f"{smallest:g}" if smallest == largest else f"factors from {smallest:g} to {largest:g}"
     return f"calls engine.step() with losses multiplied by {factors}"
+
+
+_WORDS = {
+    Next.END: "ended its script",
+    Next.EVALUATE: "calls the engine for evaluation",
+    Next.READ_STATE: "reads the state of the whole model (state_dict, save_pretrained, save_16bit_model)",
+    Next.LOAD_STATE: "loads the state of the model",
+    Next.FORWARD: "calls the engine for outputs of micro-batch {} of a step",
+    Next.STEP_OF_OUTPUTS: "calls engine.step() with {} calls whose outputs have no gradient",
+    Next.TRAIN: "trains on {} micro-batches for one step",
+}
+"""What a rank does next, with its number."""
 
 
 def others_read(number: int) -> bool:
@@ -194,7 +194,7 @@ class _Packed:
     """The bytes of the message that holds the tensors."""
 
     def unpack(self, message: Tensor) -> Any:
-        return tree_map_only(_Slot, _reader(message), self.slots)
+        return tree_map_only(_Slot, lambda slot: slot.read(message), self.slots)
 
 
 class Exchange:
@@ -224,48 +224,44 @@ class Exchange:
 
     def scatter(self, values: list[Any] | None, source: int) -> Any:
         """Returns this rank's member of ``values``, which the rank ``source`` of the pipeline has. Collective."""
-        if self._group.size() == 1:
-            assert values is not None, "the only rank is the source"
-            return values[0]
-        packed = None if values is None else [_pack(value) for value in values]
-        described = everyone(None if packed is None else [each for each, _ in packed], self._hosts)[source]
-        if values is None or packed is None:
-            own = described[self._group.rank()]
-            message = self._message(own.size, [])
-            self._transfer(dist.irecv, {source: message})
-            return own.unpack(message)
-        messages = {peer: self._message(each.size, tensors) for peer, (each, tensors) in enumerate(packed)}
-        del messages[source]
-        self._transfer(dist.isend, messages)
-        return values[source]
+        if values is not None:
+            self._send({peer: value for peer, value in enumerate(values) if peer != source})
+            return values[source]
+        return self._send({})[source]
 
     def collect(self, own: Any, target: int) -> list[Any]:
         """Returns ``own`` of every rank of the pipeline on the rank ``target``, and only its own on others.
         Collective."""
-        if self._group.size() == 1:
-            return [own]
-        packed, tensors = _pack(own)
-        ranks = everyone(packed, self._hosts)
         if self._group.rank() != target:
-            self._transfer(dist.isend, {target: self._message(packed.size, tensors)})
+            self._send({target: own})
             return [own]
-        messages = {peer: self._message(each.size, []) for peer, each in enumerate(ranks) if peer != target}
-        self._transfer(dist.irecv, messages)
-        return [own if peer == target else each.unpack(messages[peer]) for peer, each in enumerate(ranks)]
+        arrived = self._send({})
+        return [arrived.get(peer, own) for peer in range(self._group.size())]
 
-    def of_rank(self, own: Any, source: int) -> Any:
-        """Returns ``own`` of the rank ``source`` of the pipeline, a value without tensors. Collective."""
-        return own if self._group.size() == 1 else everyone(own, self._hosts)[source]
-
-    def _transfer(self, operation: Callable[..., Any], messages: dict[int, Tensor]) -> None:
-        """Sends or receives messages, which are given by the peer's rank in the pipeline."""
+    def _send(self, values: Mapping[int, Any]) -> dict[int, Any]:
+        """Sends ``values`` to the ranks of the pipeline that are their keys. Returns what ranks have sent to this one.
+        Collective."""
+        if self._group.size() == 1:
+            return {}
+        packed = {peer: _pack(value) for peer, value in values.items()}
+        described = everyone({peer: each for peer, (each, _) in packed.items()}, self._hosts)
+        arriving = {peer: each[own] for peer, each in enumerate(described) if (own := self._group.rank()) in each}
+        messages = {peer: self._message(each.size, []) for peer, each in arriving.items()}
+        sent = {peer: self._message(each.size, tensors) for peer, (each, tensors) in packed.items()}
+        ways = ((dist.isend, sent), (dist.irecv, messages))
         operations = [
             dist.P2POp(operation, message, dist.get_global_rank(self._group, peer), self._group)
-            for peer, message in messages.items()
+            for operation, of_peers in ways
+            for peer, message in of_peers.items()
             if message.numel()
         ]
         for work in dist.batch_isend_irecv(operations) if operations else []:
             work.wait()
+        return {peer: each.unpack(messages[peer]) for peer, each in arriving.items()}
+
+    def of_rank(self, own: Any, source: int) -> Any:
+        """Returns ``own`` of the rank ``source`` of the pipeline, a value without tensors. Collective."""
+        return own if self._group.size() == 1 else everyone(own, self._hosts)[source]
 
     def _message(self, size: int, tensors: list[tuple[_Slot, Tensor]]) -> Tensor:
         message = torch.empty(size, dtype=torch.uint8, device=self._device)
@@ -286,7 +282,3 @@ def _pack(value: Any) -> tuple[_Packed, list[tuple[_Slot, Tensor]]]:
         return slot
 
     return _Packed(tree_map_only(Tensor, slot_of, value), size), tensors
-
-
-def _reader(message: Tensor) -> Callable[[_Slot], Tensor]:
-    return lambda slot: slot.read(message)
