@@ -29,7 +29,7 @@ from ds_lgamp.integrations.deepspeed.config.precision import (
 from ds_lgamp.integrations.deepspeed.config.zero import device_of_updates
 from ds_lgamp.integrations.deepspeed.model.construction import DeferredParameter
 from ds_lgamp.integrations.deepspeed.model.experts import is_of_unknown_group
-from ds_lgamp.integrations.deepspeed.model.materialise import changed_layer
+from ds_lgamp.integrations.deepspeed.model.layer_moves import changed_layer
 from ds_lgamp.integrations.deepspeed.model.module import (
     TIED_MODULES,
     PlacedModule,

@@ -14,7 +14,7 @@ from ds_lgamp.integrations.deepspeed.config.run_checks import refuse_differing_f
 from ds_lgamp.integrations.deepspeed.config.zero import Home, disk_path, on_disk_of
 from ds_lgamp.integrations.deepspeed.engine.optimizer import PartitionedOptimizer
 from ds_lgamp.integrations.deepspeed.model.experts import expert_group, place_among_experts, whole_names
-from ds_lgamp.integrations.deepspeed.model.materialise import DeferredLayers
+from ds_lgamp.integrations.deepspeed.model.layer_moves import DeferredLayers
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, global_names, shown_name
 from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import Sharing, sharing_of, tensor_group

@@ -30,7 +30,7 @@ from ds_lgamp.integrations.deepspeed.engine.plan import plan_training
 from ds_lgamp.integrations.deepspeed.engine.tensor_access import TensorAccess
 from ds_lgamp.integrations.deepspeed.model.construction import is_deferred
 from ds_lgamp.integrations.deepspeed.model.experts import make_groups, refuse_around_experts, sizes_of
-from ds_lgamp.integrations.deepspeed.model.materialise import DeferredLayers
+from ds_lgamp.integrations.deepspeed.model.layer_moves import DeferredLayers
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, built_layers, over_pipeline
 from ds_lgamp.integrations.deepspeed.model.recomputation import (
     before_layers,

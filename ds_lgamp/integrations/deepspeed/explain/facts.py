@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 from ds_lgamp.config import LgampConfig
-from ds_lgamp.cost.assignment import Assignment, Demand
 from ds_lgamp.cost.memory import Memory
 from ds_lgamp.cost.offload import DiskUse, LiveUse
 from ds_lgamp.cost.traffic import Traffic
@@ -214,51 +213,3 @@ def _rank_data(rank: RankFacts) -> dict[str, Any]:
     # asdict leaves named tuples as they are, which JSON would write as lists.
     parts = {key: None if (part := getattr(rank, key)) is None else part._asdict() for key in ("disk", "live")}
     return asdict(rank) | parts
-
-
-class LaidOut(NamedTuple):
-    """The chosen order, and why."""
-
-    cluster: str
-    islands: Sequence[str]
-    demand: Demand
-    knows_messages: bool
-    """Whether the bytes between pipeline ranks are known. Unknown ones count as none."""
-    assignment: Assignment
-    others: Sequence[Assignment]
-    """In orders that were not chosen."""
-    network_seconds: float
-    """Of a step on the clock, if compute took no time."""
-    step_seconds: float | None
-    """Of a step on the clock; None if the time of compute is unknown."""
-    exposed_seconds: float | None
-    """Of the network that no compute hides."""
-
-
-def assigned_json(laid_out: LaidOut) -> dict[str, Any]:
-    """Returns the same for a program to read."""
-    assignment = laid_out.assignment
-    return {
-        "cluster": laid_out.cluster,
-        "order": assignment.order,
-        "slots": [
-            {"rank": rank, "island": laid_out.islands[slot.island], "node": slot.node, "gpu": slot.gpu}
-            for rank, slot in enumerate(assignment.slots)
-        ],
-        "pipeline_speeds": assignment.pipeline_speeds,
-        "data_speeds": assignment.data_speeds,
-        "data_group_links": assignment.data_group_kinds,
-        "hop_links": assignment.hop_kinds,
-        "bytes_sent": dict(assignment.bytes_sent),
-        "seconds": dict(assignment.seconds),
-        "knows_messages": laid_out.knows_messages,
-        "network_seconds": laid_out.network_seconds,
-        "step_seconds": laid_out.step_seconds,
-        "exposed_seconds": laid_out.exposed_seconds,
-        "other_orders": [{"order": other.order, "seconds": seconds_of(other)} for other in laid_out.others],
-    }
-
-
-def seconds_of(assignment: Assignment) -> float:
-    """Returns the seconds of the messages of a step."""
-    return sum(assignment.seconds.values())

@@ -1,4 +1,4 @@
-"""Writes the explanation as text, with which node has which ranks and what every kind of link carries."""
+"""Writes the explanation as text."""
 
 import itertools
 from collections.abc import Container, Iterator, Sequence
@@ -7,11 +7,10 @@ from typing import Any
 
 from ds_lgamp.config import BLOCK
 from ds_lgamp.cost.activations import ActivationMemory
-from ds_lgamp.cost.assignment import LinkKind
 from ds_lgamp.cost.offload import HostMemory
 from ds_lgamp.cost.units import aligned, packed_bytes
 from ds_lgamp.integrations.deepspeed.engine.memory import LATER
-from ds_lgamp.integrations.deepspeed.explain.facts import Explanation, LaidOut, TokenFacts, seconds_of
+from ds_lgamp.integrations.deepspeed.explain.facts import Explanation, TokenFacts
 from ds_lgamp.schedule.spec import ProgramSpec
 
 _BUS = 31.5e9
@@ -395,83 +394,3 @@ def with_bytes(number: float) -> str:
             return f"{number:.0f} {unit}" if unit == "B" or number >= 99.95 else f"{number:.3g} {unit}"
         number /= 1000
     return f"{number:.3g} TB"
-
-
-_KINDS_OF_LINKS: dict[LinkKind, str] = {
-    "node": "inside nodes",
-    "island": "inside islands",
-    "between": "between islands",
-}
-
-
-def assigned_text(laid_out: LaidOut) -> str:
-    """Returns tables and sentences."""
-    parts = (_nodes, _groups, _links, _orders)
-    return "\n\n".join(part(laid_out) for part in parts)
-
-
-def _nodes(laid_out: LaidOut) -> str:
-    assignment, width = laid_out.assignment, laid_out.demand.data_ranks * laid_out.demand.tensor_ranks
-    on_node: dict[tuple[int, str], list[int]] = {}
-    for slot, rank in sorted(assignment.rank_of.items(), key=lambda item: (item[0].island, item[1])):
-        on_node.setdefault((slot.island, slot.node), []).append(rank)
-    rows = [
-        [
-            laid_out.islands[island],
-            node,
-            assignment.inside[island].network,
-            f"{assignment.gpu_speeds[ranks[0]]:g}",
-            _ranges(ranks),
-            _ranges(sorted({rank // width for rank in ranks})),
-            _ranges(sorted({rank % width // laid_out.demand.tensor_ranks for rank in ranks})),
-        ]
-        for (island, node), ranks in on_node.items()
-    ]
-    titles = ["island", "node", "network", "speed", "ranks", "pipeline ranks", "data-parallel ranks"]
-    return f"Ranks on {laid_out.cluster}: {assignment.order}\n" + table(titles, rows, left={0, 1, 2, 4, 5, 6})
-
-
-def _groups(laid_out: LaidOut) -> str:
-    assignment = laid_out.assignment
-    rows = [
-        [rank, f"{speed:g}", _KINDS_OF_LINKS[group], _KINDS_OF_LINKS[hop] if assignment.pipeline_ranks > 1 else "none"]
-        for rank, (speed, group, hop) in enumerate(
-            zip(assignment.pipeline_speeds, assignment.data_group_kinds, assignment.hop_kinds)
-        )
-    ]
-    return table(["pipeline rank", "speed", "data-parallel groups", "messages to the next"], rows, left={2, 3})
-
-
-def _links(laid_out: LaidOut) -> str:
-    rows = [
-        [_KINDS_OF_LINKS[kind], with_bytes(sent), f"{laid_out.assignment.seconds[kind]:.3g}"]
-        for kind, sent in laid_out.assignment.bytes_sent.items()
-    ]
-    text = "Each step, all ranks\n" + table(["links", "carry", "busiest, s"], rows, left={0})
-    sentences = [f"On the clock, a step takes {laid_out.network_seconds:.3g} s if compute takes no time."]
-    if laid_out.exposed_seconds is None:
-        sentences.append("How much of it compute hides is unknown: that takes activations and the cluster's peak.")
-    else:
-        step, bare = laid_out.step_seconds, laid_out.exposed_seconds
-        sentences.append(f"With compute it takes {step:.3g} s, of which {bare:.3g} s of the network are exposed.")
-    if not laid_out.knows_messages:
-        sentences.append("Bytes between pipeline ranks are unknown, because activations are; they count as none.")
-    return "\n".join([text, *sentences])
-
-
-def _orders(laid_out: LaidOut) -> str:
-    rows = [[f"{seconds_of(each):.3g}", each.order] for each in (laid_out.assignment, *laid_out.others)]
-    return "Orders, and the seconds of their messages in a step; the first one is taken\n" + table(
-        ["seconds", "order"], rows, left={1}
-    )
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Returns ascending ``numbers`` as a person writes them: 0-3, 8."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

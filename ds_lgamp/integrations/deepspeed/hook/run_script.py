@@ -15,7 +15,8 @@ from ds_lgamp.integrations.user_script import failures_end_the_process, leave, r
 
 # These need a DeepSpeed that check_seams accepts, so functions import them.
 if TYPE_CHECKING:
-    from ds_lgamp.integrations.deepspeed.explain.facts import Explanation, LaidOut
+    from ds_lgamp.integrations.deepspeed.explain.facts import Explanation
+    from ds_lgamp.integrations.deepspeed.explain.laid_out import LaidOut
 
 LayOut = Callable[[dict[str, Any]], "LaidOut"]
 STOCK_REFUSAL = "must divide distributed world size"
@@ -186,8 +187,8 @@ class _Explainer:
         raise SystemExit(0)
 
     def _text(self, facts: "Explanation", laid_out: "LaidOut | None") -> str:
-        from ds_lgamp.integrations.deepspeed.explain.facts import assigned_json
-        from ds_lgamp.integrations.deepspeed.explain.text import as_text, assigned_text
+        from ds_lgamp.integrations.deepspeed.explain.laid_out import assigned_json, assigned_text
+        from ds_lgamp.integrations.deepspeed.explain.text import as_text
 
         if self._as_json:
             assignment = {} if laid_out is None else {"assignment": assigned_json(laid_out)}

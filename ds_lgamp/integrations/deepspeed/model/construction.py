@@ -1,7 +1,7 @@
 """Constructs a PipelineModule without memory, by ``ds_lgamp.deferred_init()``, or whole inside ``deepspeed.zero.Init``.
 
 Inside ``ds_lgamp.deferred_init()``, the constructor builds every layer of a LayerSpec on torch's meta device. Such a
-layer has names, shapes and types, but no values. ``materialise.py`` builds each layer for real on the rank that keeps
+layer has names, shapes and types, but no values. ``layer_moves.py`` builds each layer for real on the rank that keeps
 it.
 
 ``zero.Init`` partitions every parameter at once, over all ranks unless it is given a group. No pipeline can train such
