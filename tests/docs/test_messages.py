@@ -11,7 +11,6 @@ PASSED_ON = {
     ("integrations/deepspeed/engine/parameters.py", "complaint"),
     ("integrations/deepspeed/explain/explain.py", "ConfigError(complaint)"),
     ("integrations/deepspeed/model/shared_tensors.py", "complaint"),
-    ("integrations/deepspeed/model/layer_moves.py", "ConfigError(complaint)"),
     ("integrations/deepspeed/plain/model_state.py", "complaint"),
     ("integrations/megatron/loop/budget.py", "ConfigError(complaint)"),
     ("integrations/split/without_blocks.py", "ConfigError(str(used))"),

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, Protocol
 
 import deepspeed
 import torch
-from deepspeed.pipe import TiedLayerSpec
 
 from ds_lgamp.checkpoint.files import CheckpointError
 from ds_lgamp.checkpoint.names import Share, name_of_first
@@ -24,6 +23,7 @@ from ds_lgamp.integrations.deepspeed.model.module import (
     layer_types,
     persistent_buffers,
     shown_name,
+    tied_users,
 )
 from ds_lgamp.integrations.split.parts import Tree
 from ds_lgamp.partition.unit import parts_of
@@ -79,7 +79,9 @@ def describe(run: Run) -> dict[str, Any]:
         "late_overflow": False,
         "data": epoch_of(run),
         "loss_scaler": scaler_state(optimizer.loss_scaler),
-        "lr_scheduler": None if scheduler is None else _scheduler(scheduler),
+        "lr_scheduler": None
+        if scheduler is None
+        else {"class": type(scheduler).__name__, "state": encode_named("lr_scheduler", scheduler_state(scheduler))},
         "optimizer": {"class": optimizer.class_name, "groups": groups},
     }
 
@@ -126,10 +128,6 @@ def encode_named(name: str, value: Any) -> Any:
         raise CheckpointError(f"{name} holds {error}") from None
 
 
-def _scheduler(scheduler: Any) -> dict[str, Any]:
-    return {"class": type(scheduler).__name__, "state": encode_named("lr_scheduler", scheduler_state(scheduler))}
-
-
 def scheduler_state(scheduler: Any) -> Any:
     """Returns the state of ``scheduler`` without functions. They are code, which the scheduler that loads it has
     itself. torch's own schedulers leave theirs out, but torch takes every attribute of other classes for their
@@ -143,13 +141,9 @@ def scheduler_state(scheduler: Any) -> Any:
 def _layers(run: Run) -> dict[str, Any]:
     """Returns what the parameters do not show: the types of layers, which of them use a tied module, how DeepSpeed cuts
     them, and whose names their parameters have."""
-    tied: dict[str, list[int]] = {}
-    for layer, spec in enumerate(run.lgamp.placed._layer_specs):
-        if isinstance(spec, TiedLayerSpec):
-            tied.setdefault(spec.key, []).append(layer)
     return {
         "types": layer_types(run.lgamp.placed),
-        "tied": tied,
+        "tied": tied_users(run.lgamp.placed),
         "partition_method": run.lgamp.partition_method,
         # The first rank has the first layer.
         "names_of_model": any(isinstance(layer, Tree) for layer in built_layers(run.lgamp.placed).values()),

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from deepspeed.runtime import lr_schedules
-from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule
 from pydantic import ValidationError
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -39,9 +39,9 @@ from ds_lgamp.integrations.deepspeed.model.module import (
     layer_types,
     over_data,
     over_pipeline,
-    prefix_of,
     shown_name,
     tensors_of,
+    tied_users,
 )
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import complaint_about_memory, complaint_about_tensor_ranks
 from ds_lgamp.partition.agreement import (
@@ -187,12 +187,8 @@ def refuse_irreproducible(settings: LgampConfig, config: Any, module: PipelineMo
     if not settings.reproducible:
         return
     trains = {name for name, info in announced_tensors(module).items() if info.is_parameter and info.requires_grad}
-    users: dict[str, list[int]] = {}
-    for layer, spec in enumerate(module._layer_specs):
-        if isinstance(spec, TiedLayerSpec) and any(name.startswith(f"{prefix_of(layer, spec)}.") for name in trains):
-            users.setdefault(spec.key, []).append(layer)
-    for key, layers in users.items():
-        if len(layers) > 1:
+    for key, layers in tied_users(module).items():
+        if len(layers) > 1 and any(name.startswith(f"{TIED_MODULES}{key}.") for name in trains):
             raise ConfigError(
                 f"{BLOCK}.reproducible is true, but layers {', '.join(map(str, layers))} share the tied module "
                 f"'{key}', whose gradients add up in an order that depends on the layout; untie them or set it to false"

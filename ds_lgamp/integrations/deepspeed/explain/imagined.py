@@ -34,6 +34,7 @@ from ds_lgamp.integrations.deepspeed.model.module import (
     global_names,
     layer_types,
     prefix_of,
+    tied_users,
 )
 from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources
 from ds_lgamp.integrations.hosts import replace_attribute
@@ -196,8 +197,7 @@ class ImaginedModel:
 
     def _tied(self, rank: int) -> list[TiedFacts]:
         types, facts = layer_types(self._module), []
-        for key in sorted({spec.key for spec in self._specs if isinstance(spec, TiedLayerSpec)}):
-            users = [layer for layer, spec in enumerate(self._specs) if getattr(spec, "key", None) == key]
+        for key, users in sorted(tied_users(self._module).items()):
             owners = sorted({self.layout.owner(layer) for layer in users})
             if rank in owners:
                 chunks = sorted({self.layout.chunk_of(layer) for layer in users if self.layout.owner(layer) == rank})

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.cost.traffic import ExpertLayer
 from ds_lgamp.cost.units import Travel
-from ds_lgamp.integrations.deepspeed.model.module import built_layers, global_names, tensors_of
+from ds_lgamp.integrations.deepspeed.model.module import built_layers, global_names, parts_in, tensors_of
 from ds_lgamp.partition.agreement import everyone, raise_everywhere
 from ds_lgamp.schedule.spec import ProgramSpec
 
@@ -212,11 +212,10 @@ def whole_names(module: PipelineModule) -> Iterator[tuple[str, Tensor]]:
     """Yields the parameters and buffers of the built layers as :func:`global_names` does, but experts by their number
     among all ranks'. Such a name is the same however ranks divide them."""
     numbers: dict[int, tuple[str, int]] = {}
-    for prefix, layer in built_layers(module).items():
-        for path, part in layer.named_modules(prefix=prefix):
-            for own, experts, first in _numbered(path, part):
-                for number, expert in enumerate(experts, first):
-                    numbers |= {id(tensor): (own, number) for _, tensor in tensors_of(expert)}
+    for path, part in parts_in(built_layers(module)):
+        for own, experts, first in _numbered(path, part):
+            for number, expert in enumerate(experts, first):
+                numbers |= {id(tensor): (own, number) for _, tensor in tensors_of(expert)}
     for name, tensor in global_names(module):
         if id(tensor) in numbers:
             own, number = numbers[id(tensor)]

@@ -36,6 +36,7 @@ from ds_lgamp.integrations.deepspeed.model.module import (
     function_of,
     layer_prefix,
     over_pipeline,
+    parts_in,
     prefix_of,
     tensors_of,
 )
@@ -238,9 +239,7 @@ def _build(spec: Any) -> nn.Module | None:
 
 def traits_of(layers: Mapping[str, nn.Module]) -> dict[str, Traits]:
     """Returns the traits of ``layers`` and of their parts, by global name."""
-    return {
-        name: _traits(part) for prefix, layer in layers.items() for name, part in layer.named_modules(prefix=prefix)
-    }
+    return {name: _traits(part) for name, part in parts_in(layers)}
 
 
 def adopt_traits(layers: Mapping[str, nn.Module], traits: Mapping[str, Traits]) -> str | None:
@@ -248,16 +247,15 @@ def adopt_traits(layers: Mapping[str, nn.Module], traits: Mapping[str, Traits]) 
 
     Returns a complaint if one of the layers before had other hooks, which cannot move; else None.
     """
-    for prefix, layer in layers.items():
-        for name, part in layer.named_modules(prefix=prefix):
-            values, hooks = traits.get(name) or _traits(part)
-            if hooks != _traits(part).hooks:
-                return (
-                    f"layer {name} has hooks or a forward that its specification does not build, and it moves to "
-                    "another pipeline rank; add them after deepspeed.initialize, or in the layer's class"
-                )
-            for attribute, value in values.items():
-                setattr(part, attribute, value)
+    for name, part in parts_in(layers):
+        values, hooks = traits.get(name) or _traits(part)
+        if hooks != _traits(part).hooks:
+            return (
+                f"layer {name} has hooks or a forward that its specification does not build, and it moves to another "
+                "pipeline rank; add them after deepspeed.initialize, or in the layer's class"
+            )
+        for attribute, value in values.items():
+            setattr(part, attribute, value)
     return None
 
 

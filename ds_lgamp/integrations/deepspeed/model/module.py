@@ -229,6 +229,20 @@ def built_layers(module: PipelineModule) -> dict[str, nn.Module]:
     return layers
 
 
+def parts_in(layers: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Yields ``layers``, which are given by the prefix of their global names, and the modules in them."""
+    return chain.from_iterable(layer.named_modules(prefix=prefix) for prefix, layer in layers.items())
+
+
+def tied_users(module: PipelineModule) -> dict[str, list[int]]:
+    """Returns the layers that use each tied module, by its key."""
+    users: dict[str, list[int]] = {}
+    for layer, spec in enumerate(module._layer_specs):
+        if isinstance(spec, TiedLayerSpec):
+            users.setdefault(spec.key, []).append(layer)
+    return users
+
+
 def shown_name(module: PipelineModule, name: str) -> str:
     """Returns what sentences call the tensor of the global ``name``: its name in the model of the script, which may
     have no layers."""
@@ -247,9 +261,7 @@ def layer_prefix(name: str) -> str:
 def persistent_buffers(module: PlacedModule) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the buffers of this rank that belong to the state of the model, by global name. Constants of quantised
     weights count as buffers."""
-    layers = built_layers(module).items()
-    inside = chain.from_iterable(layer.named_modules(prefix=prefix) for prefix, layer in layers)
-    for path, part in chain(inside, module.beside_layers):
+    for path, part in chain(parts_in(built_layers(module)), module.beside_layers):
         for name, tensor in part.named_buffers(recurse=False):
             if name not in part._non_persistent_buffers_set:
                 yield f"{path}.{name}", tensor
@@ -259,10 +271,9 @@ def persistent_buffers(module: PlacedModule) -> Iterator[tuple[str, torch.Tensor
 
 def with_extra_state(module: PipelineModule) -> Iterator[tuple[str, nn.Module]]:
     """Yields the parts of this rank's layers that have an extra state, by its global name."""
-    for prefix, layer in built_layers(module).items():
-        for path, part in layer.named_modules(prefix=prefix):
-            if type(part).get_extra_state is not nn.Module.get_extra_state:
-                yield f"{path}.{_EXTRA_STATE_KEY_SUFFIX}", part
+    for path, part in parts_in(built_layers(module)):
+        if type(part).get_extra_state is not nn.Module.get_extra_state:
+            yield f"{path}.{_EXTRA_STATE_KEY_SUFFIX}", part
 
 
 def empty_extra_states(module: PipelineModule) -> list[str]:
