@@ -1,16 +1,12 @@
-"""A micro-batch that a script gave to the engine: the arguments of one call of the model, what its blocks return, and
-what a call shows."""
+"""A micro-batch that a script gave to the engine: the arguments of one call of the model, what its blocks return, what a
+call shows, and which attributes of blocks it sets."""
 
-import operator
-from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from copy import copy
-from dataclasses import fields, is_dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from functools import cached_property
 from itertools import chain, count
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -19,7 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.parts import Attribute, Result, ShapesOfCalls
-from ds_lgamp.integrations.split.state import Snapshot
+from ds_lgamp.integrations.split.state import MISSING, Snapshot, copied_containers, set_or_delete
 
 
 class Autocast(NamedTuple):
@@ -312,55 +308,57 @@ class Calls:
         return known[1]
 
 
+class SetAttributes:
+    """Finds the attributes of blocks that the model's own forward sets, and their values for a micro-batch.
+
+    Args:
+        blocks: the blocks. None runs while a forward sets attributes.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        self._modules = [dict(block.named_modules()) for block in blocks]
+        self._unset: list[dict[Attribute, Any]] = [{} for _ in blocks]
+        """By block: its attributes that forwards set, with the values from before the first time."""
+        self._snapshots: list[Snapshot] = []
+
+    @contextmanager
+    def all_watched(self) -> Iterator[None]:
+        """Watches the attributes of all modules of all blocks, in the forward that runs inside the block."""
+        self._snapshots = [Snapshot(modules.values()) for modules in self._modules]
+        try:
+            yield
+        finally:
+            self._snapshots = []
+
+    def before_write(self, index: int, name: str) -> None:
+        """Called before a forward sets or deletes an attribute of block ``index`` itself."""
+        self._unset[index].setdefault(Attribute("", name), vars(self._modules[index][""]).get(name, MISSING))
+
+    def of(self, index: int) -> Mapping[Attribute, Any]:
+        """Returns what the forward has set for block ``index``, which it calls now."""
+        unset, modules = self._unset[index], self._modules[index]
+        if self._snapshots:
+            paths = {id(vars(module)): path for path, module in modules.items()}
+            for holder, name, before in self._snapshots[index].changed():
+                unset.setdefault(Attribute(paths[holder], name), before)
+        now = {each: _holder(modules[each.path], each.name).get(each.name, MISSING) for each in unset}
+        return {each: copied_containers(value) for each, value in now.items()}
+
+    def set(self, index: int, values: Mapping[Attribute, Any]) -> None:
+        """Gives the modules of block ``index`` the ``values`` that :meth:`of` returned."""
+        for each, before in self._unset[index].items():
+            holder = _holder(self._modules[index][each.path], each.name)
+            # The next forward may write to the container that it finds there.
+            set_or_delete(holder, each.name, copied_containers(values.get(each, before)))
+
+
+def _holder(module: nn.Module, name: str) -> dict[str, Any]:
+    """Returns the dictionary in which a module has an attribute, which may be a buffer."""
+    return module._buffers if name in module._buffers else vars(module)
+
+
 def run_uncompiled(model: nn.Module, *positional: Any, **named: Any) -> Any:
     """Calls the model with its hooks, but not what torch.compile may have made of the call as a whole. It gets copies
     of containers, because it runs several times with the same arguments, to which it may write."""
     positional, named = copied_containers((positional, named))
     return model._call_impl(*positional, **named)
-
-
-def copied_containers(value: Any) -> Any:
-    """Returns ``value`` with copies of the containers in it, at any depth: lists, dictionaries, tuples, sets, deques,
-    dataclasses, and objects of classes that derive from these, such as a BatchEncoding of transformers. A container
-    that is there twice is copied once. Everything else is shared, above all tensors."""
-    return _copied(value, {})
-
-
-def _copied(value: Any, copies: dict[int, Any]) -> Any:
-    """Does the work of :func:`copied_containers`, with the copies made so far, by the ids of the originals."""
-    if id(value) in copies:
-        return copies[id(value)]
-    if isinstance(value, tuple):
-        members = [_copied(member, copies) for member in value]
-        if all(map(operator.is_, members, value)):
-            return value
-        return type(value)._make(members) if hasattr(value, "_make") else tuple(members)
-    held = _held(value)
-    if held is None:
-        return value
-    copies[id(value)] = own = copy(value)
-    for key, member in held:
-        if (copied := _copied(member, copies)) is member:
-            continue
-        if isinstance(own, _WITH_ITEMS):
-            own[key] = copied
-        else:
-            # Frozen dataclasses forbid the statement.
-            object.__setattr__(own, key, copied)
-    return own
-
-
-_WITH_ITEMS = (dict, UserDict, list, UserList, deque)
-
-
-def _held(value: Any) -> list[tuple[Any, Any]] | None:
-    """Returns what a container holds that can be changed, with the keys, places or names; None for everything else."""
-    if isinstance(value, dict | UserDict):
-        return [*value.items()]
-    if isinstance(value, _WITH_ITEMS):
-        return [*enumerate(value)]
-    if isinstance(value, SimpleNamespace):
-        return [*vars(value).items()]
-    if is_dataclass(value) and not isinstance(value, type | Tensor | nn.Module):
-        return [(field.name, getattr(value, field.name)) for field in fields(value)]
-    return [] if isinstance(value, set) else None

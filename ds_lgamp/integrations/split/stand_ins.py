@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
-from ds_lgamp.integrations.split.attributes import SetAttributes
-from ds_lgamp.integrations.split.call import Arguments, BlockArguments, apart
+from ds_lgamp.integrations.split.call import Arguments, BlockArguments, SetAttributes, apart
 from ds_lgamp.integrations.split.imagined import Imagined, Shape, UnknownShape, full_shape, shapes_in
 from ds_lgamp.integrations.split.parts import Blocks, Part, Result, ShapesOfCalls, place_of
 from ds_lgamp.integrations.split.state import version_of

@@ -1,12 +1,14 @@
-"""Remembers what modules hold besides parameters, in attributes, buffers, classes, globals and hooks."""
+"""Remembers and copies what modules hold besides parameters, in attributes, buffers, classes, globals and hooks."""
 
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
+from dataclasses import fields, is_dataclass
 from functools import partial
 from inspect import unwrap
 from operator import is_
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -226,6 +228,53 @@ def holds_the_same(container: Any, before: Any) -> bool:
     if isinstance(container, dict):
         return not differing(container, before)
     return all(map(is_, container, before))
+
+
+def copied_containers(value: Any) -> Any:
+    """Returns ``value`` with copies of the containers in it, at any depth: lists, dictionaries, tuples, sets, deques,
+    dataclasses, and objects of classes that derive from these, such as a BatchEncoding of transformers. A container
+    that is there twice is copied once. Everything else is shared, above all tensors."""
+    return _copied(value, {})
+
+
+def _copied(value: Any, copies: dict[int, Any]) -> Any:
+    """Does the work of :func:`copied_containers`, with the copies made so far, by the ids of the originals."""
+    if id(value) in copies:
+        return copies[id(value)]
+    if isinstance(value, tuple):
+        members = [_copied(member, copies) for member in value]
+        if all(map(is_, members, value)):
+            return value
+        return type(value)._make(members) if hasattr(value, "_make") else tuple(members)
+    held = _held(value)
+    if held is None:
+        return value
+    copies[id(value)] = own = copy(value)
+    for key, member in held:
+        if (copied := _copied(member, copies)) is member:
+            continue
+        if isinstance(own, _WITH_ITEMS):
+            own[key] = copied
+        else:
+            # Frozen dataclasses forbid the statement.
+            object.__setattr__(own, key, copied)
+    return own
+
+
+_WITH_ITEMS = (dict, UserDict, list, UserList, deque)
+
+
+def _held(value: Any) -> list[tuple[Any, Any]] | None:
+    """Returns what a container holds that can be changed, with the keys, places or names; None for everything else."""
+    if isinstance(value, dict | UserDict):
+        return [*value.items()]
+    if isinstance(value, _WITH_ITEMS):
+        return [*enumerate(value)]
+    if isinstance(value, SimpleNamespace):
+        return [*vars(value).items()]
+    if is_dataclass(value) and not isinstance(value, type | Tensor | nn.Module):
+        return [(field.name, getattr(value, field.name)) for field in fields(value)]
+    return [] if isinstance(value, set) else None
 
 
 def has_attributes(value: Any) -> bool:

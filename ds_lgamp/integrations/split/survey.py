@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
-from ds_lgamp.integrations.split.attributes import SetAttributes
-from ds_lgamp.integrations.split.call import Arguments, BlockArguments, Survey, Use, run_uncompiled
+from ds_lgamp.integrations.split.call import Arguments, BlockArguments, SetAttributes, Survey, Use, run_uncompiled
 from ds_lgamp.integrations.split.imagined import shapes_in
 from ds_lgamp.integrations.split.outputs import NotReturned, register_dataclasses
 from ds_lgamp.integrations.split.parts import Original, Result, kind_of, parameters_of, parts_of

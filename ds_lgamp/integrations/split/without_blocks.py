@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from ds_lgamp.config import BLOCK, ConfigError
-from ds_lgamp.integrations.split.attributes import OwnState, SetAttributes
-from ds_lgamp.integrations.split.call import BlockArguments, Call, Returned, Survey, Use, run_uncompiled
+from ds_lgamp.integrations.split.call import BlockArguments, Call, Returned, SetAttributes, Survey, Use, run_uncompiled
 from ds_lgamp.integrations.split.parts import Original, Sides
 from ds_lgamp.integrations.split.stand_ins import (
     Placeholder,
@@ -26,7 +25,7 @@ from ds_lgamp.integrations.split.stand_ins import (
     replacing,
     stand_ins_of,
 )
-from ds_lgamp.integrations.split.state import Buffers, unchanged_tensors
+from ds_lgamp.integrations.split.state import Buffers, Place, Snapshot, unchanged_tensors
 from ds_lgamp.integrations.split.travelling import numbers_like
 
 SKIPPED = (
@@ -149,6 +148,48 @@ class ForwardWithoutBlocks:
                 f"{type(module).__name__}, for good; with a {BLOCK} block, call it with arguments with which it does "
                 "not, such as longer sequences for BigBird"
             )
+
+
+class OwnState:
+    """The attributes of the modules whose code runs in every part of the forward, such as counters. Each part runs the
+    code before the blocks again, so what that sets counts once."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.modules = modules
+        self._after: set[Place] = set()
+        """What is set after the blocks. That code runs once for every micro-batch."""
+        self._last: Snapshot | None = None
+        """As the last part of the forward began."""
+        self._end_of_blocks: Snapshot | None = None
+
+    @contextmanager
+    def counted_once(self, call: Call) -> Iterator[None]:
+        """Lets the attributes have the values inside the block that they had when the forward first ran for ``call`` on
+        this rank. Only what that first run has set stays."""
+        now = self._last = self._current()
+        if call.own_state is None:
+            call.own_state = now
+            yield
+            return
+        if call.own_state is not now:
+            call.own_state.restore(self._after)
+        self._end_of_blocks = None
+        try:
+            yield
+        finally:
+            end = self._end_of_blocks
+            after: set[Place] = set() if end is None else {(holder, name) for holder, name, _ in end.changed()}
+            self._after |= after
+            if after or end is not now:
+                now.restore(self._after)
+
+    def reached_end_of_blocks(self) -> None:
+        """Called before the code after the blocks runs."""
+        self._end_of_blocks = self._current()
+
+    def _current(self) -> Snapshot:
+        """Returns a snapshot, which is the last one of :meth:`counted_once` if nothing has changed since."""
+        return Snapshot(self.modules) if self._last is None or any(self._last.changed()) else self._last
 
 
 def _not_running(*_: Any) -> NoReturn:

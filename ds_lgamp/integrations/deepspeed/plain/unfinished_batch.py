@@ -13,12 +13,13 @@ from torch.utils._pytree import tree_leaves
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.deepspeed.engine.data import Versions
 from ds_lgamp.integrations.deepspeed.engine.training import Training
-from ds_lgamp.integrations.split.call import Arguments, Calls, copied_containers
+from ds_lgamp.integrations.split.call import Arguments, Calls
 from ds_lgamp.integrations.split.state import (
     CONTAINERS,
     OF_TORCH,
     Named,
     class_attributes,
+    copied_containers,
     differing,
     has_attributes,
     named_globals,
