@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
-from ds_lgamp.watch.whereabouts import Standing, Wait, listed
+from ds_lgamp.watch.standing import Standing, Wait, listed, placed
 
 _SHOWN = 5
 """How many ranks of a chain a sentence names."""
@@ -240,8 +240,4 @@ def _described(standing: Standing, victim: Standing | None) -> str:
 
 
 def _place(standing: Standing) -> str:
-    return (
-        f"{standing.place} {'of' if standing.inside else 'after'} {standing.label}"
-        if standing.label
-        else standing.place
-    )
+    return placed(standing.place, standing.inside, standing.label)

@@ -45,8 +45,7 @@ _BACKLOG = 0.1
 """Seconds to hear of what happened before SIGTERM came."""
 _LONGEST_GREETING = 4096
 """Bytes that a stranger may send without ending a line."""
-_HERE, _GOODBYE, _VERDICT, _REFUSAL, _TERMINATED = "here", "goodbye", "verdict", "refusal", "terminated"
-_FAILS = "fails"
+_HERE, _GOODBYE, _FAILS, _TERMINATED, _VERDICT, _REFUSAL = "here goodbye fails terminated verdict refusal".split()
 
 
 class Process(NamedTuple):

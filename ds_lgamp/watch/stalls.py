@@ -12,7 +12,8 @@ from ds_lgamp.watch.connections import Connection, Member
 from ds_lgamp.watch.culprit import Silent, Stall, stalled_longest, without_hub
 from ds_lgamp.watch.guard import Guard
 from ds_lgamp.watch.last_words import say
-from ds_lgamp.watch.whereabouts import Observer, Standing, Whereabouts, asks_after
+from ds_lgamp.watch.standing import Standing
+from ds_lgamp.watch.whereabouts import Observer, Whereabouts, asks_after
 
 TICK = 1.0
 """Seconds between two looks at this rank."""

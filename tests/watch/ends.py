@@ -7,8 +7,8 @@ import time
 
 import torch.distributed as dist
 
+from ds_lgamp.watch.standing import Neighbours
 from ds_lgamp.watch.this_rank import this_rank
-from ds_lgamp.watch.whereabouts import Neighbours
 
 HOST = socket.gethostname()
 SECONDS = 30

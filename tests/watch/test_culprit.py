@@ -20,7 +20,7 @@ from ds_lgamp.schedule.actions import (
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.spec import SENDS_IN_FLIGHT, ProgramSpec
 from ds_lgamp.watch.culprit import Cause, Silent, find, stalled_longest, without_hub
-from ds_lgamp.watch.whereabouts import Neighbours, Standing, Wait, done_before, listed, waits_in
+from ds_lgamp.watch.standing import Neighbours, Standing, Wait, done_before, listed, waits_in
 from tests.schedule.strategies import program_specs
 
 SECONDS, LIMIT = 40.0, 120.0

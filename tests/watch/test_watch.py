@@ -22,8 +22,9 @@ from ds_lgamp.watch.guard import Guard
 from ds_lgamp.watch.last_words import dump_flight_recorder
 from ds_lgamp.watch.lifeline import Lifeline, Process
 from ds_lgamp.watch.stalls import ANSWER, Asking, AwakeClock, Rounds, StallTalk, stalls
+from ds_lgamp.watch.standing import Neighbours, Standing, Wait
 from ds_lgamp.watch.this_rank import this_rank
-from ds_lgamp.watch.whereabouts import FIRST_BATCH, Neighbours, Observer, Place, Standing, Wait, Whereabouts
+from ds_lgamp.watch.whereabouts import FIRST_BATCH, Observer, Place, Whereabouts
 from testing.processes import is_alive, wait
 from testing.ranks import run_on_ranks, started_ranks
 

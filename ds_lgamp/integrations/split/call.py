@@ -1,5 +1,5 @@
-"""A micro-batch that a script gave to the engine: the arguments of one call of the model, what its blocks return, what a
-call shows, and which attributes of blocks it sets."""
+"""A micro-batch that a script gave to the engine: the arguments of one call of the model, what its blocks return, what
+a call shows, and which attributes of blocks it sets."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
