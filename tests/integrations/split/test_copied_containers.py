@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._pytree import tree_leaves
 
-from ds_lgamp.integrations.split.state import copied_containers, run_uncompiled
+from ds_lgamp.integrations.split.call import run_uncompiled
+from ds_lgamp.integrations.split.state import copied_containers
 
 Pair = namedtuple("Pair", "first second")
 

@@ -14,7 +14,7 @@ import torch
 from ds_lgamp.checkpoint.files import everywhere
 from ds_lgamp.checkpoint.names import Copy, first_copies, name_of_first, name_of_own, names_to_write, rank_name
 from ds_lgamp.checkpoint.ranges import FlatShard
-from ds_lgamp.checkpoint.schema import decode_text, text_of
+from ds_lgamp.checkpoint.schema import decode_text
 from ds_lgamp.checkpoint.values import encode
 from ds_lgamp.integrations.deepspeed.checkpoint.description import Run, encode_named, ranks_of
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, persistent_buffers, with_extra_state
@@ -23,15 +23,9 @@ from ds_lgamp.partition.memory import bytes_of, row_of, write
 from ds_lgamp.runtime.recompute import RandomSource, read_states
 
 
-def rank_state_to_write(run: Run, client_state: Mapping[Any, Any]) -> dict[str, FlatShard]:
-    """Returns the text of this rank, by its name in the checkpoint. Raises CheckpointError if ``client_state`` holds
-    what no checkpoint can."""
-    return {rank_name(*ranks_of(run)): text_of(rank_state(run, client_state))}
-
-
 def rank_state(run: Run, client_state: Mapping[Any, Any]) -> dict[str, Any]:
-    """Returns ``random``, ``extra_states`` and ``client_state`` of this rank, encoded. Raises CheckpointError as
-    :func:`rank_state_to_write` does."""
+    """Returns ``random``, ``extra_states`` and ``client_state`` of this rank, encoded. Raises CheckpointError if
+    ``client_state`` holds what no checkpoint can."""
     sources = run.lgamp.random_sources
     random = {source.name: encode(state) for source, state in zip(sources, read_states(sources))}
     states = {name: part.get_extra_state() for name, part in with_extra_state(run.lgamp.placed)}

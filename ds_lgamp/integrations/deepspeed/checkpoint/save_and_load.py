@@ -12,10 +12,10 @@ from deepspeed.utils.logging import logger
 
 from ds_lgamp.checkpoint import folder as folders
 from ds_lgamp.checkpoint.files import CheckpointError, DamageError, everywhere, on_first_rank
-from ds_lgamp.checkpoint.names import Share, add_share, merge, name_of_first, parameter_name
+from ds_lgamp.checkpoint.names import Share, add_share, merge, name_of_first, parameter_name, rank_name
 from ds_lgamp.checkpoint.ranges import FlatShard, Loading, optimizer_tensors, scalars_of, weights
 from ds_lgamp.checkpoint.saver import wait_for_all
-from ds_lgamp.checkpoint.schema import COUNTERS, PULLED
+from ds_lgamp.checkpoint.schema import COUNTERS, PULLED, text_of
 from ds_lgamp.checkpoint.values import decode
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.deepspeed.checkpoint.description import (
@@ -25,6 +25,7 @@ from ds_lgamp.integrations.deepspeed.checkpoint.description import (
     describe,
     describe_layout,
     describe_parameters,
+    ranks_of,
     scheduler_state,
     seek_data,
     share_of,
@@ -35,8 +36,8 @@ from ds_lgamp.integrations.deepspeed.checkpoint.rank_state import (
     buffers_to_write,
     commit_buffers,
     decode_rank_state,
+    rank_state,
     rank_state_to_read,
-    rank_state_to_write,
     write_extra_states,
     write_random_states,
 )
@@ -147,7 +148,7 @@ def save(
         partition.attach_parameters()
         partition.catch_up()
         tensors = {**weights(partition, exclude_frozen), **optimizer_tensors(partition, optimizer)}
-        tensors |= rank_state_to_write(run, client_state)
+        tensors[rank_name(*ranks_of(run))] = text_of(rank_state(run, client_state))
         state = {**describe(run), "late_overflow": run.optimizer.late_overflow}
         scalars = scalars_of((segment, optimizer.state.get(segment.shard, {})) for segment in partition.segments())
         return tensors, state, share_of(run, exclude_frozen)._replace(**scalars._asdict())

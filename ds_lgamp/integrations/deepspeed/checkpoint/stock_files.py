@@ -43,27 +43,11 @@ CLASSES = [
 """The classes that stock DeepSpeed's files contain beside tensors, numbers, strings and containers, and those that
 scripts often put into their client state. Building such an object runs no code that the file chooses."""
 KEYS = frozenset(
-    {
-        "module",
-        "buffer_names",
-        "optimizer",
-        "param_shapes",
-        "frozen_param_shapes",
-        "shared_params",
-        "frozen_param_fragments",
-        "lr_scheduler",
-        "data_sampler",
-        "random_ltd",
-        "skipped_steps",
-        "global_steps",
-        "global_samples",
-        "dp_world_size",
-        "mp_world_size",
-        "checkpoint_parallel_dimensions",
-        "ds_config",
-        "ds_version",
-        "universal_checkpoint_info",
-    }
+    (
+        "module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments "
+        "lr_scheduler data_sampler random_ltd skipped_steps global_steps global_samples dp_world_size mp_world_size "
+        "checkpoint_parallel_dimensions ds_config ds_version universal_checkpoint_info"
+    ).split()
 )
 """The keys that DeepSpeed itself uses in a pipeline rank's file. All other keys are the user's client state."""
 TIED = "tied_modules"
