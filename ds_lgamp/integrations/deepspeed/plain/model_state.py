@@ -89,13 +89,12 @@ def give_state(engine: Engine) -> None:
     replace_method(engine.module, "load_state_dict", partial(_loads_whole, engine))
     if not is_spread(engine):
         return
-    states = States(engine)
     for path, module in engine.module.named_modules():
         saves = hasattr(module, "save_pretrained")
         if saves or not path:
-            replace_method(module, "state_dict", partial(states.gathering, path))
+            replace_method(module, "state_dict", partial(_gathering, engine, path))
         if saves:
-            replace_method(module, "save_pretrained", partial(states.saving, path))
+            replace_method(module, "save_pretrained", partial(_saving, engine, path))
 
 
 def _loads_whole(engine: Engine, stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,99 +106,94 @@ def _loads_whole(engine: Engine, stock: Callable[..., Any]) -> Callable[..., Any
     return load_state_dict
 
 
-class States:
-    """Gathers the state of a model and of models inside it, for methods of theirs.
+def _gathering(engine: Engine, path: str, stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the ``state_dict`` of the model with this name in the engine's."""
 
-    Args:
-        engine: trains the model.
+    def state_dict(*positional: Any, **options: Any) -> Any:
+        given = signature(stock).bind(*positional, **options).arguments
+        if given.get("keep_vars") or engine.has_whole_model:
+            return stock(*positional, **options)
+        state = _within(path, _read(engine))
+        if given.get("destination") is None and not given.get("prefix"):
+            return state
+        destination = given.get("destination", {})
+        destination.update({f"{given.get('prefix', '')}{name}": value for name, value in state.items()})
+        return destination
+
+    return state_dict
+
+
+def _saving(engine: Engine, path: str, stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the ``save_pretrained`` of the model with this name in the engine's. It gathers the state unless it
+    is given one, and writes it on the first rank.
+
+    One rank alone may call it while the script holds the state that all ranks have read since the last step, as
+    Trainers do whose models take no state.
     """
+    model = engine.module.get_submodule(path)
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def save_pretrained(*positional: Any, **options: Any) -> Any:
+        if engine.has_whole_model:
+            return stock(*positional, **options)
+        given = signature(stock).bind(*positional, **options)
+        state = given.arguments.get("state_dict", given.arguments.get("kwargs", {}).get("state_dict"))
+        if state is None:
+            # Empty on all ranks but one.
+            last = _last(engine)
+            state = _within(path, _read(engine) if last is None else last)
+        if dist.get_rank() != 0:
+            return None
+        if is_replaced(model):
+            # Its own names are not those of the layers that AutoEP has replaced.
+            options["state_dict"] = state
+        with _shown(engine, model, state):
+            return stock(*positional, **options)
 
-    def gathering(self, path: str, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the ``state_dict`` of the model with this name in the engine's."""
+    return save_pretrained
 
-        def state_dict(*positional: Any, **options: Any) -> Any:
-            given = signature(stock).bind(*positional, **options).arguments
-            if given.get("keep_vars") or self._engine.has_whole_model:
-                return stock(*positional, **options)
-            state = _within(path, self._read())
-            if given.get("destination") is None and not given.get("prefix"):
-                return state
-            destination = given.get("destination", {})
-            destination.update({f"{given.get('prefix', '')}{name}": value for name, value in state.items()})
-            return destination
 
-        return state_dict
+def _read(engine: Engine) -> dict[str, Any]:
+    """Returns the :func:`whole_state`; without values if ranks have read since the last step, and rank 0 does so
+    again without the others."""
+    read = _since_the_last_step(engine)
+    if read is None or others_read(read.number):
+        return whole_state(engine)
+    return OrderedDict(read.shown)
 
-    def saving(self, path: str, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the ``save_pretrained`` of the model with this name in the engine's. It gathers the state unless it
-        is given one, and writes it on the first rank.
 
-        One rank alone may call it while the script holds the state that all ranks have read since the last step, as
-        Trainers do whose models take no state.
-        """
-        model = self._engine.module.get_submodule(path)
+def _last(engine: Engine) -> dict[str, Any] | None:
+    """Returns the whole state that was read last, if there was no step since, and the script still has all of
+    it."""
+    read = _since_the_last_step(engine)
+    state = None if read is None else read.state()
+    return state if read is not None and state is not None and len(state) == len(read.shown) else None
 
-        def save_pretrained(*positional: Any, **options: Any) -> Any:
-            if self._engine.has_whole_model:
-                return stock(*positional, **options)
-            given = signature(stock).bind(*positional, **options)
-            state = given.arguments.get("state_dict", given.arguments.get("kwargs", {}).get("state_dict"))
-            if state is None:
-                # Empty on all ranks but one.
-                last = self._last()
-                state = _within(path, self._read() if last is None else last)
-            if dist.get_rank() != 0:
-                return None
-            if is_replaced(model):
-                # Its own names are not those of the layers that AutoEP has replaced.
-                options["state_dict"] = state
-            with self._shown(model, state):
-                return stock(*positional, **options)
 
-        return save_pretrained
+def _since_the_last_step(engine: Engine) -> LastRead | None:
+    read = engine.last_read
+    return read if read is not None and read.steps == engine.global_steps else None
 
-    def _read(self) -> dict[str, Any]:
-        """Returns the :func:`whole_state`; without values if ranks have read since the last step, and rank 0 does so
-        again without the others."""
-        read = self._since_the_last_step()
-        if read is None or others_read(read.number):
-            return whole_state(self._engine)
-        return OrderedDict(read.shown)
 
-    def _last(self) -> dict[str, Any] | None:
-        """Returns the whole state that was read last, if there was no step since, and the script still has all of
-        it."""
-        read = self._since_the_last_step()
-        state = None if read is None else read.state()
-        return state if read is not None and state is not None and len(state) == len(read.shown) else None
-
-    def _since_the_last_step(self) -> LastRead | None:
-        read = self._engine.last_read
-        return read if read is not None and read.steps == self._engine.global_steps else None
-
-    @contextmanager
-    def _shown(self, model: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
-        """Inside the block, ``model`` has the tensors that are in its ``state``: its own may have no elements on this
-        rank. It can be called there, as by code that writes examples beside weights."""
-        tensors = {id(value): value for value in state.values() if isinstance(value, Tensor)}
-        shown = {place: nn.Parameter(value, requires_grad=False) for place, value in tensors.items()}
-        places: list[tuple[dict[str, Any], str, Any]] = []
-        for path, module in model.named_modules():
-            for key, buffer in module._buffers.items():
-                if buffer is not None:
-                    places.append((module._buffers, key, buffer.cpu()))
-            for key, parameter in module._parameters.items():
-                if parameter is not None and (name := f"{path}.{key}".removeprefix(".")) in state:
-                    places.append((module._parameters, key, shown[id(state[name])]))
-        self._engine.has_whole_model = True
-        try:
-            with replacing(places):
-                yield
-        finally:
-            self._engine.has_whole_model = False
+@contextmanager
+def _shown(engine: Engine, model: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
+    """Inside the block, ``model`` has the tensors that are in its ``state``: its own may have no elements on this
+    rank. It can be called there, as by code that writes examples beside weights."""
+    tensors = {id(value): value for value in state.values() if isinstance(value, Tensor)}
+    shown = {place: nn.Parameter(value, requires_grad=False) for place, value in tensors.items()}
+    places: list[tuple[dict[str, Any], str, Any]] = []
+    for path, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                places.append((module._buffers, key, buffer.cpu()))
+        for key, parameter in module._parameters.items():
+            if parameter is not None and (name := f"{path}.{key}".removeprefix(".")) in state:
+                places.append((module._parameters, key, shown[id(state[name])]))
+    engine.has_whole_model = True
+    try:
+        with replacing(places):
+            yield
+    finally:
+        engine.has_whole_model = False
 
 
 def _within(path: str, state: dict[str, Any]) -> dict[str, Any]:
