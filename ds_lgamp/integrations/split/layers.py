@@ -1,7 +1,7 @@
 """A model as the layers of a pipeline: what precedes its blocks, the blocks, and what follows them."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from inspect import signature
 from typing import Any
@@ -65,7 +65,53 @@ class End(Tree):
         return self._split.finish(self._calls.current, hidden, travels)
 
 
-class SplitLayers:
+class Layers:
+    """A model as layers."""
+
+    calls: Calls
+    """The calls of the batch."""
+    modules: Sequence[nn.Module]
+    """The layers in their order. Only the first and the last may be the same module: then they share parameters."""
+    partition_method: str
+    """How the layers are cut into parts of equal weight, in the words of PipelineModule."""
+    settings: Any = None
+    """What a forward sets in the model's configuration, as of transformers; None if the model has none."""
+
+    @property
+    def sums(self) -> tuple[int, int]:
+        """The bytes that travel beside the hidden states of a micro-batch for what hosts collect, forward and back."""
+        return 0, 0
+
+    @property
+    def compiled(self) -> Iterable[nn.Module]:
+        """The modules that :meth:`compile` compiles."""
+        raise NotImplementedError
+
+    def arguments(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Arguments:
+        """Returns the arguments with which the model is called if the script passes these. Raises ConfigError if the
+        model does not take them, or, in training, if it returns no loss for them and should."""
+        raise NotImplementedError
+
+    def first_input(self, call: Call) -> Any:
+        """Returns what the first layer takes."""
+        return call
+
+    def loss_of(self, output: Any) -> Tensor:
+        """Returns the loss in what the last layer returned. Raises ConfigError if there is none."""
+        raise NotImplementedError
+
+    def training_output(self, loss: Tensor) -> Any:
+        """Returns what the engine returns for a call in training."""
+        return loss
+
+    def compile(self, **options: Any) -> None:
+        """Compiles what the layers compute with torch.compile's ``options``."""
+        compiler = Compiler(options)
+        for module in self.compiled:
+            compiler(module)
+
+
+class SplitLayers(Layers):
     """The layers of a model that calls its blocks one after another.
 
     Args:
@@ -131,18 +177,11 @@ class SplitLayers:
 
     @property
     def sums(self) -> tuple[int, int]:
-        """The bytes that travel beside the hidden states of a micro-batch for what hosts collect, forward and back."""
         return self._split.original.recorder.sums
 
-    def compile(self, **options: Any) -> None:
-        """Compiles the blocks with torch.compile's ``options``."""
-        compiler = Compiler(options)
-        for block in self._split.blocks:
-            compiler(block)
-
-    @staticmethod
-    def first_input(call: Call) -> Call:
-        return call
+    @property
+    def compiled(self) -> Iterable[nn.Module]:
+        return self._split.blocks
 
 
 def together(hidden: Tensor, others: Sequence[Tensor]) -> Tensors:
@@ -160,8 +199,6 @@ class OwnModelLayers(SplitLayers):
 
     Raises ConfigError if the model cannot be split, or returns no loss and should.
     """
-
-    settings = None
 
     def __init__(self, model: nn.Module, random_sources: Sequence[RandomSource], settings: LgampConfig) -> None:
         given = settings.dummy_inputs
@@ -184,7 +221,6 @@ class OwnModelLayers(SplitLayers):
                 """The arguments without which the model returns no loss."""
 
     def arguments(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Arguments:
-        """Returns the arguments as they are. Raises ConfigError in training if the model returns no loss for them."""
         model = self._split.original.model
         if self._for_loss and model.training and torch.is_grad_enabled():
             given = {**dict(zip(self._names, positional)), **named}
@@ -218,8 +254,6 @@ class OwnModelLayers(SplitLayers):
         return [*filter(only_lacks_loss, known)] if returns_loss() else []
 
     def loss_of(self, output: Any) -> Tensor:
-        """Returns the loss in the model's output. Raises ConfigError if the output is another one than that for the
-        dummy inputs."""
         loss = self._loss_in(output)
         if loss is None:
             raise ConfigError(

@@ -261,8 +261,6 @@ class ModelLayers(SplitLayers):
             super().__init__(original, shown, _loss_in if original.only_loss else None, before)
 
     def arguments(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Arguments:
-        """Returns the arguments for a call of the model without a cache of keys and values. Raises ConfigError for
-        arguments that a split model cannot take."""
         self._checkpointing.switch_off()
         given = {**dict(zip(self._names, positional)), **named}
         refuse_arguments(given)
@@ -273,9 +271,7 @@ class ModelLayers(SplitLayers):
             )
         return positional, {**named, **self._without_cache}
 
-    @staticmethod
-    def loss_of(output: Any) -> Tensor:
-        """Returns the loss in the model's output. Raises ConfigError if there is none."""
+    def loss_of(self, output: Any) -> Tensor:
         if not isinstance(output, Mapping):
             raise ConfigError(
                 f"the model returned a {type(output).__name__}, whose loss a {BLOCK} block cannot find; return a "
@@ -290,9 +286,7 @@ class ModelLayers(SplitLayers):
             )
         return loss
 
-    @staticmethod
-    def training_output(loss: Tensor) -> Any:
-        """Returns what the engine returns for a call in training."""
+    def training_output(self, loss: Tensor) -> Any:
         return _training_output()(loss=loss)
 
 

@@ -72,7 +72,7 @@ from ds_lgamp.integrations.deepspeed.plain.layers import layers_of, pipeline_mod
 from ds_lgamp.integrations.deepspeed.plain.wrapper import split_of
 from ds_lgamp.integrations.program_spec import budget_of, over_budget, space_left
 from ds_lgamp.partition.zero_partition import ZeroPartition, unit_sizes
-from ds_lgamp.schedule.actions import Action, Kind
+from ds_lgamp.schedule.actions import Action, Kind, Program
 from ds_lgamp.schedule.costs import UNIT_DURATIONS, Costs, sized_costs, uniform_costs
 from ds_lgamp.schedule.placement import split_automatic
 from ds_lgamp.schedule.program import build_program, build_rank_program
@@ -99,8 +99,7 @@ def explain(arguments: dict[str, Any], partition_method: str, calls_engine: bool
         arguments = {**arguments, "optimizer": comes_later}
     plan = plan_training(settings, arguments, partition_method, config.gradient_accumulation_steps, calls_engine)
     spec = max(plan.specs, key=lambda replica: replica.micro_batches)
-    program = build_program(spec)
-    validate(spec, program)
+    program = _validated(spec)
     update, model = update_of(arguments.get("optimizer"), config), ImaginedModel(module, plan.layout)
     # Layers of other pipeline ranks may be divided otherwise.
     _make_expert_groups(module, model.modules, config)
@@ -115,9 +114,10 @@ def explain(arguments: dict[str, Any], partition_method: str, calls_engine: bool
             raise UnknownActivations("the script gives micro-batches to the engine only after deepspeed.initialize")
         samples = config.train_micro_batch_size_per_gpu
         micro_batch = first_micro_batch(arguments.get("training_data"), arguments.get("collate_fn"), samples)
-        layers, bounds = model.layers, plan.layout.bounds
         with with_groups(model.modules):
-            activations = measure_activations(module, layers, bounds, micro_batch, spec, settings, config)
+            activations = measure_activations(
+                module, model.layers, plan.layout.bounds, micro_batch, spec, settings, config
+            )
     except UnknownActivations as reason:
         unknown = str(reason)
     data_ranks, tensor_ranks = (module.topology().get_dim(axis) or 1 for axis in ("data", "model"))
@@ -126,8 +126,7 @@ def explain(arguments: dict[str, Any], partition_method: str, calls_engine: bool
     if settings.recompute == "auto" and activations is not None:
         limit = space_left(get_accelerator().total_memory()) if budget is None else budget
         spec = replace(spec, kept=frozenset().union(*(step.kept(rank, each, limit) for rank, each in enumerate(held))))
-        program = build_program(spec)
-        validate(spec, program)
+        program = _validated(spec)
     return Explanation(
         spec=spec,
         settings=settings,
@@ -144,6 +143,12 @@ def explain(arguments: dict[str, Any], partition_method: str, calls_engine: bool
         activations_unknown=unknown,
         ranks=[step.facts(rank, *each) for rank, each in enumerate(zip(held, program))],
     )
+
+
+def _validated(spec: ProgramSpec) -> Program:
+    program = build_program(spec)
+    validate(spec, program)
+    return program
 
 
 def _make_expert_groups(module: PipelineModule, layers: nn.Module, config: Any) -> None:

@@ -1,7 +1,7 @@
 """A plain model as layers, which its engine knows, and its layers as a PipelineModule."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeGuard
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeGuard
 
 import torch.distributed as dist
 from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
@@ -11,68 +11,14 @@ from torch import Tensor, nn
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.integrations.deepspeed.model.module import BESIDE, NAMES_OF_MODEL, PlacedModule
 from ds_lgamp.integrations.split.call import Arguments, Call, Calls
-from ds_lgamp.integrations.split.layers import End, OwnModelLayers
+from ds_lgamp.integrations.split.layers import End, Layers, OwnModelLayers
 from ds_lgamp.integrations.split.parts import Tree, find_blocks
-from ds_lgamp.integrations.transformers.models import ForwardSettings, ModelLayers, is_model, planned_names
-from ds_lgamp.runtime.compiled import Compiler
+from ds_lgamp.integrations.transformers.models import ModelLayers, is_model, planned_names
 from ds_lgamp.runtime.recompute import RandomSource
 
 
-class Layers(Protocol):
-    """A model as layers."""
-
-    @property
-    def calls(self) -> Calls:
-        """The calls of the batch."""
-        ...
-
-    @property
-    def modules(self) -> Sequence[nn.Module]:
-        """The layers in their order. Only the first and the last may be the same module: then they share parameters."""
-        ...
-
-    @property
-    def partition_method(self) -> str:
-        """How the layers are cut into parts of equal weight, in the words of PipelineModule."""
-        ...
-
-    @property
-    def settings(self) -> ForwardSettings | None:
-        """What a forward sets in the model's configuration; None if the model has none."""
-        ...
-
-    @property
-    def sums(self) -> tuple[int, int]:
-        """The bytes that travel beside the hidden states of a micro-batch for what hosts collect, forward and back."""
-        ...
-
-    def arguments(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Arguments:
-        """Returns the arguments with which the model is called if the script passes these. Raises ConfigError if the
-        model does not take them."""
-        ...
-
-    def first_input(self, call: Call) -> Any:
-        """Returns what the first layer takes."""
-        ...
-
-    def loss_of(self, output: Any) -> Tensor:
-        """Returns the loss in what the last layer returned. Raises ConfigError if there is none."""
-        ...
-
-    def training_output(self, loss: Tensor) -> Any:
-        """Returns what the engine returns for a call in training."""
-        ...
-
-    def compile(self, **options: Any) -> None:
-        """Compiles what the layers compute with torch.compile's ``options``."""
-        ...
-
-
-class SequentialLayers:
+class SequentialLayers(Layers):
     """The layers of an nn.Sequential."""
-
-    settings = None
-    sums = 0, 0
 
     def __init__(self, model: nn.Sequential) -> None:
         self.calls, self.modules, self.partition_method = Calls(), list(model), "uniform"
@@ -93,13 +39,9 @@ class SequentialLayers:
             )
         return output
 
-    def training_output(self, loss: Tensor) -> Tensor:
-        return loss
-
-    def compile(self, **options: Any) -> None:
-        compiler = Compiler(options)
-        for module in self.modules:
-            compiler(module)
+    @property
+    def compiled(self) -> Iterable[nn.Module]:
+        return self.modules
 
 
 def layers_of(model: nn.Module, random_sources: Sequence[RandomSource], settings: LgampConfig) -> Layers:
