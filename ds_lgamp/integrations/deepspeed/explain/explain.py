@@ -104,10 +104,7 @@ def explain(arguments: dict[str, Any], partition_method: str, calls_engine: bool
     # Layers of other pipeline ranks may be divided otherwise.
     _make_expert_groups(module, model.modules, config)
     refuse_around_experts(model.modules, settings, spec, plan.travel, update.needs_whole_tensors, is_deferred(module))
-    if settings.recompute == "selective":
-        refuse_unless_offered(map(offers_selective, model.built))
-    if settings.recompute == "auto" and (complaint := why_not_alone(module, model.modules)) is not None:
-        raise ConfigError(complaint)
+    _refuse_recomputation(settings.recompute, module, model)
     activations, unknown = None, None
     try:
         if calls_engine:
@@ -143,6 +140,13 @@ def explain(arguments: dict[str, Any], partition_method: str, calls_engine: bool
         activations_unknown=unknown,
         ranks=[step.facts(rank, *each) for rank, each in enumerate(zip(held, program))],
     )
+
+
+def _refuse_recomputation(asked: str, module: PipelineModule, model: ImaginedModel) -> None:
+    if asked == "selective":
+        refuse_unless_offered(map(offers_selective, model.built))
+    if asked == "auto" and (complaint := why_not_alone(module, model.modules)) is not None:
+        raise ConfigError(complaint)
 
 
 def _validated(spec: ProgramSpec) -> Program:
