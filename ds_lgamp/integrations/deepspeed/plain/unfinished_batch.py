@@ -141,7 +141,7 @@ def _last_compute(placement: Placement, first_trained: int, rank: int) -> tuple[
     return (Kind.BACKWARD, trained[0]) if trained else (Kind.FORWARD, own[-1])
 
 
-_MODES = "the modes or frozen parameters of the model were"
+_MODES, _OTHERS = "the modes or frozen parameters of the model were", "an attribute of the model was"
 
 
 class ModelSettings:
@@ -152,15 +152,16 @@ class ModelSettings:
         self._model = model
         self._modules: list[nn.Module] = []
         self._parameters: list[nn.Parameter] = []
-        self._watched: list[Named] = []
         self._getters: list[tuple[Any, Any]] = []
         """What reads the watched values, and where."""
         self._holders: list[Any] = []
         """Dictionaries in which new values count, too."""
         self._sizes: list[int] = []
-        self._containers: list[tuple[str, Any]] = []
-        self._tensors: list[tuple[str, Tensor]] = []
-        self._state: list[list[Any]] = []
+        self._containers: list[Any] = []
+        self._tensors: list[Tensor] = []
+        self._words: list[str] = []
+        """What to say of each value that :meth:`_read` returns, but the first ones and the last."""
+        self._state: list[Any] = []
 
     def begin(self) -> None:
         """Remembers the settings as a batch begins."""
@@ -180,18 +181,8 @@ class ModelSettings:
         now = self._read()
         if _is_same(now, self._state):
             return None
-        kinds = [*zip(now, self._state)]
-        if kinds[0][0] != kinds[0][1]:
-            return _MODES
-        for (_, names), *pair in zip(self._watched, *kinds[1]):
-            for name, *values in zip(names, *(each[1:] for each in pair)):
-                if not _is_same(*values):
-                    return _MODES if name == "training" else f"'{name}' of the model was"
-        for found, (one, other) in zip((self._containers, self._tensors), kinds[2:]):
-            for (name, _), *values in zip(found, one, other):
-                if not _is_same(*values):
-                    return f"'{name}' of the model was"
-        return "an attribute of the model was"
+        words = [_MODES for _ in self._parameters] + self._words
+        return next((each for each, *pair in zip(words, now, self._state) if not _is_same(*pair)), _OTHERS)
 
     def _watch(self) -> None:
         """Finds what to watch."""
@@ -201,26 +192,33 @@ class ModelSettings:
         self._sizes = [*map(len, self._holders)]
         own = [Named(vars(each), [*_names(each)]) for each in (*self._modules, *objects.values())]
         others = [*(Named(each, [*each]) for each in buffers), *named_globals(self._model)]
-        self._watched = [each for each in (*own, *others, *class_attributes(self._model)) if each.names]
+        watched = [each for each in (*own, *others, *class_attributes(self._model)) if each.names]
         # The first name twice: with a single one, an itemgetter returns no tuple.
-        self._getters = [(itemgetter(names[0], *names), holder) for holder, names in self._watched]
-        found = [(name, holder[name]) for holder, names in self._watched for name in names]
-        self._containers = [each for each in found if type(each[1]) in CONTAINERS]
-        self._tensors = [each for each in found if isinstance(each[1], Tensor)]
+        self._getters = [(itemgetter(names[0], *names), holder) for holder, names in watched]
+        found = [(_said_of(name), holder[name]) for holder, names in watched for name in names]
+        containers = [each for each in found if type(each[1]) in CONTAINERS]
+        tensors = [each for each in found if isinstance(each[1], Tensor)]
+        self._containers, self._tensors = ([value for _, value in each] for each in (containers, tensors))
+        self._words = [words for words, _ in (*found, *containers, *tensors)]
 
-    def _read(self) -> list[list[Any]]:
-        """Returns which parameters are frozen, all values, and what shows that one of them has changed in itself."""
+    def _read(self) -> list[Any]:
+        """Returns which parameters are frozen, all values, and what shows that one of them has changed in itself;
+        nothing if a value is gone."""
         try:
-            values = [get(holder) for get, holder in self._getters]
+            values = [value for get, holder in self._getters for value in get(holder)[1:]]
         except KeyError:
-            values = []
+            return []
         return [
-            [each.requires_grad for each in self._parameters],
-            values,
-            [each.copy() for _, each in self._containers],
-            [version_of(each) for _, each in self._tensors],
+            *(each.requires_grad for each in self._parameters),
+            *values,
+            *(each.copy() for each in self._containers),
+            *map(version_of, self._tensors),
             [*map(len, self._holders)],
         ]
+
+
+def _said_of(name: str) -> str:
+    return _MODES if name == "training" else f"'{name}' of the model was"
 
 
 def _names(holder: Any) -> Iterator[str]:
