@@ -1,7 +1,6 @@
 """The command line: ``ds_lgamp schedule``, ``plan``, ``view``, ``run``, ``checkpoint``, ``cluster`` and ``env``."""
 
 import argparse
-import math
 import os
 import sys
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from typing import Any, NoReturn
 
 from ds_lgamp.autoload import VARIABLE
 from ds_lgamp.cli.steps import add_schedule_command, add_view_command
-from ds_lgamp.cli.terminal import complete_paths, count, own_output, with_examples
+from ds_lgamp.cli.terminal import add_command, complete_paths, count, own_output, positive
 from ds_lgamp.config import ConfigError
 from ds_lgamp.version import __version__
 
@@ -57,9 +56,7 @@ def command_line() -> argparse.ArgumentParser:
 
 
 def _add_plan_command(commands: Any) -> None:
-    command = commands.add_parser(
-        "plan", help="find the fastest configuration for a model on a cluster", **with_examples("plan")
-    )
+    command = add_command(commands, "plan", "find the fastest configuration for a model on a cluster", run=_plan)
     task = command.add_mutually_exclusive_group(required=True)
     task.add_argument(
         "--model",
@@ -85,7 +82,7 @@ def _add_plan_command(commands: Any) -> None:
     )
     command.add_argument("--batch-size", type=count, metavar="B", help="sequences of a step, over all GPUs")
     command.add_argument("--sequence-length", type=count, metavar="S", help="default: what the model says")
-    command.add_argument("--tokens", type=_positive, help="tokens to train on, such as 300e9; tells days and cost")
+    command.add_argument("--tokens", type=positive, help="tokens to train on, such as 300e9; tells days and cost")
     command.add_argument(
         "--objective", choices=("time", "cost", "memory"), help="what the best plan has least of (default: time)"
     )
@@ -114,13 +111,11 @@ def _add_plan_command(commands: Any) -> None:
         choices=("kaplan", "width"),
         help="in place of --batch-size: find the shortest training at the critical batch of this scaling law",
     )
-    command.set_defaults(run=_plan, parser=command)
 
 
 def _add_run_command(commands) -> None:
-    command = commands.add_parser(
-        "run", help="run an unedited DeepSpeed or Megatron-LM script with its ds_lgamp block", **with_examples("run")
-    )
+    meaning = "run an unedited DeepSpeed or Megatron-LM script with its ds_lgamp block"
+    command = add_command(commands, "run", meaning, run=_run)
     command.add_argument(
         "--block",
         metavar="BLOCK",
@@ -151,35 +146,24 @@ def _add_run_command(commands) -> None:
     )
     command.add_argument("script", metavar="SCRIPT", help="path of the script")
     command.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
-    command.set_defaults(run=_run, parser=command)
 
 
 def _add_checkpoint_command(commands) -> None:
     command = commands.add_parser("checkpoint", help="inspect, verify and convert checkpoints")
     command.set_defaults(run=_checkpoint, parser=command)
     actions = command.add_subparsers(required=True, metavar="ACTION", dest="action")
-    of_one = {"type": Path, "metavar": "DIR[/TAG]", "help": "a checkpoint, or a folder whose file latest names one"}
-    _add_readers(actions, of_one)
-    _add_export(actions, of_one)
-    _add_makers(actions)
-    for action in actions.choices.values():
-        action.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _add_readers(actions, of_one: dict[str, Any]) -> None:
+    of_one: dict[str, Any] = {
+        "type": Path,
+        "metavar": "DIR[/TAG]",
+        "help": "a checkpoint, or a folder whose file latest names one",
+    }
     readers = {
         "info": "print what a checkpoint holds",
         "verify": "read all of a checkpoint and check that nothing is missing or damaged",
     }
     for name, meaning in readers.items():
-        reader = actions.add_parser(name, help=meaning, **with_examples(f"checkpoint {name}"))
-        reader.add_argument("source", **of_one)
-
-
-def _add_export(actions, of_one: dict[str, Any]) -> None:
-    export = actions.add_parser(
-        "export", help="write a checkpoint in another format", **with_examples("checkpoint export")
-    )
+        add_command(actions, f"checkpoint {name}", meaning).add_argument("source", **of_one)
+    export = add_command(actions, "checkpoint export", "write a checkpoint in another format")
     export.add_argument("source", **of_one)
     export.add_argument("target", type=Path, metavar="TARGET", help="the new folder to write")
     export.add_argument("--format", choices=("safetensors", "deepspeed"), default="safetensors")
@@ -196,15 +180,15 @@ def _add_export(actions, of_one: dict[str, Any]) -> None:
         "--pipeline-ranks", type=int, metavar="P", help="deepspeed: pipeline ranks of the run that will load it"
     )
     export.add_argument("--data-ranks", type=int, metavar="W", help="deepspeed: its data-parallel ranks")
+    _add_makers(actions)
+    for action in actions.choices.values():
+        action.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_makers(actions) -> None:
     """Adds the actions that make checkpoints."""
-    importing = actions.add_parser(
-        "import",
-        help="make a checkpoint from weights or from a stock DeepSpeed checkpoint",
-        **with_examples("checkpoint import"),
-    )
+    meaning = "make a checkpoint from weights or from a stock DeepSpeed checkpoint"
+    importing = add_command(actions, "checkpoint import", meaning)
     importing.add_argument(
         "source", type=Path, metavar="SOURCE", help="a .safetensors file, a folder of them, or DeepSpeed's DIR[/TAG]"
     )
@@ -214,11 +198,8 @@ def _add_makers(actions) -> None:
         metavar="DIR/TAG",
         help="a new folder, or an existing directory of checkpoints, where the source's name is the tag",
     )
-    publishing = actions.add_parser(
-        "publish",
-        help="make a checkpoint from the newest live state that all ranks have",
-        **with_examples("checkpoint publish"),
-    )
+    meaning = "make a checkpoint from the newest live state that all ranks have"
+    publishing = add_command(actions, "checkpoint publish", meaning)
     publishing.add_argument(
         "source", type=Path, metavar="FOLDER", help="the folder of live_checkpoint, with the files of all ranks"
     )
@@ -230,22 +211,15 @@ def _add_makers(actions) -> None:
 def _add_cluster_command(commands) -> None:
     command = commands.add_parser("cluster", help="describe a cluster with different networks")
     actions = command.add_subparsers(required=True, metavar="ACTION")
-    detect = actions.add_parser(
-        "detect",
-        help="measure all nodes of this job, started by torchrun, and write a file",
-        **with_examples("cluster detect"),
-    )
+    meaning = "measure all nodes of this job, started by torchrun, and write a file"
+    detect = add_command(actions, "cluster detect", meaning, run=_detect)
     detect.add_argument("file", type=Path, metavar="FILE", help="the cluster file to write on the first node")
     detect.add_argument("--json", action="store_true", help="print JSON")
-    detect.set_defaults(run=_detect, parser=detect)
 
 
 def _add_env_command(commands) -> None:
-    command = commands.add_parser(
-        "env", help="print what is installed and whether ds_lgamp can work with it", **with_examples("env")
-    )
-    command.add_argument("--json", action="store_true", help="print JSON")
-    command.set_defaults(run=_env, parser=command)
+    meaning = "print what is installed and whether ds_lgamp can work with it"
+    add_command(commands, "env", meaning, run=_env).add_argument("--json", action="store_true", help="print JSON")
 
 
 def _refuse(parser: argparse.ArgumentParser, options: argparse.Namespace, names: Sequence[str], complaint: str) -> None:
@@ -320,16 +294,6 @@ def _complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> N
     if options.batch_size is None:
         parser.error("--model needs --batch-size, the sequences of a step over all GPUs")
     options.objective, options.top = options.objective or "time", options.top or 10
-
-
-def _positive(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"'{text}' must be a number above 0")
-    return number
 
 
 def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ds_lgamp.cli.terminal import at_work, count, with_examples, write_file
+from ds_lgamp.cli.terminal import add_command, at_work, count, write_file
 from ds_lgamp.schedule.actions import Kind, Program
 from ds_lgamp.schedule.costs import UNIT_DURATIONS, Durations
 from ds_lgamp.schedule.orders import SCHEDULES, SINGLE_CHUNK_SCHEDULES, default_placement
@@ -59,9 +59,8 @@ SIMULATED, PLAIN = "simulated", "1f1b"
 
 def add_schedule_command(commands: Any) -> None:
     """Adds the command to the subparsers of ``ds_lgamp``."""
-    command = commands.add_parser(
-        "schedule", help="build, check, simulate and draw a training step's program", **with_examples("schedule")
-    )
+    meaning = "build, check, simulate and draw a training step's program"
+    command = add_command(commands, "schedule", meaning, run=_schedule)
     _add_program(command)
     _add_durations(command)
     command.add_argument("--json", action="store_true", help="print the program and its figures as JSON")
@@ -74,7 +73,6 @@ def add_schedule_command(commands: Any) -> None:
     command.add_argument(
         "--trace", type=Path, metavar="DIR", help="also write the simulated step as a recording, as runs do"
     )
-    command.set_defaults(run=_schedule, parser=command)
 
 
 def _add_program(command: argparse.ArgumentParser) -> None:
@@ -265,7 +263,7 @@ def _exposed_key(kind: Kind) -> str:
 
 def add_view_command(commands: Any) -> None:
     """Adds the command to the subparsers of ``ds_lgamp``."""
-    command = commands.add_parser("view", help="show where the time of a recorded step went", **with_examples("view"))
+    command = add_command(commands, "view", "show where the time of a recorded step went", run=_view)
     command.add_argument("recording", type=Path, metavar="RECORDING", help="the folder that a run recorded into")
     command.add_argument(
         "--step", type=count, metavar="N", help="which recorded step (default: the one of median length)"
@@ -283,7 +281,6 @@ def add_view_command(commands: Any) -> None:
         "--perfetto", type=Path, metavar="FILE", help="also write all recorded steps for ui.perfetto.dev"
     )
     command.add_argument("--json", action="store_true", help="print the figures as JSON")
-    command.set_defaults(run=_view, parser=command)
 
 
 def _view(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:

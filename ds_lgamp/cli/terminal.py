@@ -1,6 +1,7 @@
 """What commands share at a terminal: kinds of options, their examples, completions for shells, progress, tables."""
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,17 @@ def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"'{text}' must be a whole number from 1")
     return int(text)
+
+
+def positive(text: str) -> float:
+    """A number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"'{text}' must be a number above 0")
+    return number
 
 
 def why_not_writable(path: Path) -> str | None:
@@ -95,10 +107,23 @@ EXAMPLES = {
 """By command; the first of each does what most people want."""
 
 
-def with_examples(command: str) -> dict[str, Any]:
-    """Returns the keyword arguments with which the parser of ``command`` shows its examples."""
-    lines = "".join(f"  {example}\n" for example in EXAMPLES[command])
-    return {"epilog": f"examples:\n{lines}", "formatter_class": argparse.RawDescriptionHelpFormatter}
+def add_command(commands: Any, name: str, meaning: str, **defaults: Any) -> argparse.ArgumentParser:
+    """Adds a command to the subparsers ``commands`` and returns its parser, which shows its examples.
+
+    Args:
+        name: of the command and, before it, of the command that has these subparsers.
+        meaning: what it does.
+        defaults: if it has a function of its own, ``run``, which gets the parser, too.
+    """
+    command = commands.add_parser(
+        name.split()[-1],
+        help=meaning,
+        epilog="examples:\n" + "".join(f"  {example}\n" for example in EXAMPLES[name]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    if defaults:
+        command.set_defaults(parser=command, **defaults)
+    return command
 
 
 PATHS = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
