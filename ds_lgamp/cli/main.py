@@ -152,19 +152,16 @@ def _add_checkpoint_command(commands) -> None:
     command = commands.add_parser("checkpoint", help="inspect, verify and convert checkpoints")
     command.set_defaults(run=_checkpoint, parser=command)
     actions = command.add_subparsers(required=True, metavar="ACTION", dest="action")
-    of_one: dict[str, Any] = {
-        "type": Path,
-        "metavar": "DIR[/TAG]",
-        "help": "a checkpoint, or a folder whose file latest names one",
-    }
+    one = "a checkpoint, or a folder whose file latest names one"
     readers = {
         "info": "print what a checkpoint holds",
         "verify": "read all of a checkpoint and check that nothing is missing or damaged",
     }
     for name, meaning in readers.items():
-        add_command(actions, f"checkpoint {name}", meaning).add_argument("source", **of_one)
+        reader = add_command(actions, f"checkpoint {name}", meaning)
+        reader.add_argument("source", type=Path, metavar="DIR[/TAG]", help=one)
     export = add_command(actions, "checkpoint export", "write a checkpoint in another format")
-    export.add_argument("source", **of_one)
+    export.add_argument("source", type=Path, metavar="DIR[/TAG]", help=one)
     export.add_argument("target", type=Path, metavar="TARGET", help="the new folder to write")
     export.add_argument("--format", choices=("safetensors", "deepspeed"), default="safetensors")
     export.add_argument(
