@@ -357,7 +357,8 @@ class Loading:
             of_parameters: the same of parameters that have a segment of their own, by name.
         """
         present = optimizer.state_dict()["param_groups"]
-        indices = {id(shard): index for index, shard in enumerate(_parameters(optimizer))}
+        shards = (shard for group in optimizer.param_groups for shard in group["params"])
+        indices = {id(shard): index for index, shard in enumerate(shards)}
         state = {}
         for segment, tensors in zip(self._partition.segments(), self._states):
             own, alone = scalars[segment.group], False
@@ -375,8 +376,3 @@ def with_own_kernels(group: Mapping[str, Any], own: Mapping[str, Any]) -> dict[s
     """Returns the options of a saved ``group``, with this run's parameters and its options that depend on the device.
     Options that are missing keep their values."""
     return {**own, **group, **{key: own[key] for key in _OF_DEVICE if key in own}}
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]

@@ -115,7 +115,9 @@ class ChecksummedWriter(FileSystemWriter):
                     data = planner.resolve_data(item)
                     assert isinstance(data, torch.Tensor), "the state has tensors only"
                     offset, sink = file.tell(), _ChecksummedFile(file, self._after_piece)
-                    _save(data.detach().cpu(), sink)
+                    with _without_crc32():
+                        # torch.save would also write the rest of a larger storage.
+                        save_into(cast(IO[bytes], sink), _by_itself(data.detach().cpu()))
                     length = file.tell() - offset
                     place = _StorageInfo(name, offset, length)
                     results.append(WriteResult(item.index, length, _Written(place, sink.hasher.hexdigest())))
@@ -182,12 +184,6 @@ class _ChecksummedFile(io.RawIOBase):
             self._file.write(piece)
             self._after_piece(time.perf_counter() - begun)
         return len(data)
-
-
-def _save(tensor: torch.Tensor, file: _ChecksummedFile) -> None:
-    with _without_crc32():
-        # torch.save would also write the rest of a larger storage.
-        save_into(cast(IO[bytes], file), _by_itself(tensor))
 
 
 @contextmanager

@@ -38,10 +38,6 @@ Others = Callable[[int], Sequence[Tensor] | None]
 """Returns what stands for the tensors that a block, by its number, returns besides hidden states."""
 
 
-def _no_others(_: int) -> None:
-    return None
-
-
 class Stop(Exception):
     """The forward has come as far as it should."""
 
@@ -80,7 +76,7 @@ class ForwardWithoutBlocks:
         self.visits = 0
         """How many calls of blocks the forward that runs has made."""
 
-    def run(self, call: Call, visit: Visit, others: Others = _no_others) -> Any:
+    def run(self, call: Call, visit: Visit, others: Others = lambda _: None) -> Any:
         """Runs the forward for a call. Returns the model's output.
 
         Args:

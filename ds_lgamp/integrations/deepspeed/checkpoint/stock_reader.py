@@ -85,7 +85,8 @@ def _read(folder: Path) -> WholeCheckpoint:
         layers = name_layers(folder, contents, [], set(first.get("buffer_names", ())))
         return weights_only(layers.parameters, layers.buffers, of_model=False)
     buffers = {name for rank in ranks for name in rank["buffer_names"]}
-    if any(_is_sharded(folder, rank) for rank in range(len(ranks))):
+    first_shards = (folder / shard_file(rank, 0, bf16) for rank in range(len(ranks)) for bf16 in (False, True))
+    if any(path.is_file() for path in first_shards):
         owned = [_read_shards(folder, rank, first["dp_world_size"]) for rank in range(len(ranks))]
     else:
         owned = _read_whole_optimizers(folder, ranks, contents, buffers)
@@ -132,10 +133,6 @@ def _rank_files(folder: Path) -> list[dict[str, Any]]:
             "shard holds; save it without that option"
         )
     return [first, *(load_file(folder / rank_file(rank)) for rank in range(1, first["mp_world_size"]))]
-
-
-def _is_sharded(folder: Path, pipeline_rank: int) -> bool:
-    return any((folder / shard_file(pipeline_rank, 0, bf16)).is_file() for bf16 in (False, True))
 
 
 def _read_shards(folder: Path, pipeline_rank: int, data_ranks: int) -> OwnedState:

@@ -205,13 +205,10 @@ def split_for_muon(parameters: Any) -> list[dict[str, Any]]:
             continue
         for uses_muon, known in ((True, MATRIX_OPTIONS), (False, OTHER_OPTIONS)):
             options = {key: value for key, value in group.items() if key in known}
-            own = [parameter for parameter in group["params"] if _is_hidden(parameter) == uses_muon]
+            hidden = ((each, bool(getattr(each, "use_muon", each.dim() > 1))) for each in group["params"])
+            own = [parameter for parameter, is_hidden in hidden if is_hidden == uses_muon]
             split.append({**options, "params": own, "use_muon": uses_muon})
     return split
-
-
-def _is_hidden(parameter: torch.nn.Parameter) -> bool:
-    return bool(getattr(parameter, "use_muon", parameter.dim() > 1))
 
 
 def _complaint_about_matrices(module: PipelineModule, groups: list[dict[str, Any]]) -> str | None:

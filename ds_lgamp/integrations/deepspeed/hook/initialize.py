@@ -209,13 +209,10 @@ def registered(pipeline: Callable[..., Any], plain: Callable[..., Any] = plain_e
         build = plain if not isinstance(model, PipelineModule) or isinstance(model, DualPipeVModule) else pipeline
         has_block = read_block(config) is not None
         made = checked_config(DeepSpeedConfig, config, mpu, mesh_device=mesh_device) if has_block else None
-        return build(_no_engine, model=model, config=config, mpu=mpu, config_class=made, **arguments)
+        # Without a block, it leaves the engine to DeepSpeed.
+        return build(lambda *_, **__: None, model=model, config=config, mpu=mpu, config_class=made, **arguments)
 
     return engine_of
-
-
-def _no_engine(*positional: Any, **arguments: Any) -> None:
-    """Leaves the engine to DeepSpeed."""
 
 
 @wraps(_stock_destroy)

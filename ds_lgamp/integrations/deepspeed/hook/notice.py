@@ -116,20 +116,16 @@ def _constructor_of_engines(stock: Callable[..., Any]) -> Callable[..., Any]:
             config = given.get("config")
             if not isinstance(config, dict):
                 config = getattr(given.get("config_class"), "_param_dict", None)
-            _refuse_block(type(self).__name__, config)
+            if asks_for_engine(config):
+                from ds_lgamp.config import BLOCK, ConfigError
+
+                raise ConfigError(
+                    f"a {type(self).__name__} made without deepspeed.initialize would ignore the {BLOCK} block; call "
+                    f"deepspeed.initialize(model=..., config=...), or remove the block"
+                )
         stock(self, *positional, **arguments)
 
     return construct
-
-
-def _refuse_block(engine: str, config: Any) -> None:
-    if asks_for_engine(config):
-        from ds_lgamp.config import BLOCK, ConfigError
-
-        raise ConfigError(
-            f"a {engine} made without deepspeed.initialize would ignore the {BLOCK} block; call "
-            f"deepspeed.initialize(model=..., config=...), or remove the block"
-        )
 
 
 def _constructor_of_states(stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -162,7 +162,8 @@ def switch_on(layers: nn.Module) -> None:
     ``recompute_granularity``."""
     for module in layers.modules():
         name = _switch_of(module)
-        if name == SWITCH or (name == MEGATRON_SWITCH and not _configured(module)):
+        configured = getattr(getattr(module, "config", None), "recompute_granularity", None) is not None
+        if name == SWITCH or (name == MEGATRON_SWITCH and not configured):
             setattr(module, name, True)
 
 
@@ -173,10 +174,6 @@ def _switch_of(module: nn.Module) -> str | None:
     if hasattr(module, MEGATRON_SWITCH) and get_accelerator().device_name() != "cpu":
         return MEGATRON_SWITCH
     return None
-
-
-def _configured(module: nn.Module) -> bool:
-    return getattr(getattr(module, "config", None), "recompute_granularity", None) is not None
 
 
 _PACKAGE = "transformer_engine"
