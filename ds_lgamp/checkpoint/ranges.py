@@ -28,7 +28,6 @@ class FlatShard:
     holds parts.
 
     Args:
-        shape: shape of the tensor.
         start: index of the range's first element in the flattened tensor.
         values: the range [numel], on any device; not copied.
         whole_shape: shape of the whole tensor if this tensor is a slice; None if it is not.

@@ -47,7 +47,6 @@ def write_safetensors(source: Path, target: Path, dtype: torch.dtype, shard_byte
     model.safetensors.index.json. Needs host memory for one file at a time.
 
     Args:
-        source: folder of the checkpoint.
         target: folder to make; it must not exist.
         dtype: data type of the written parameters; buffers keep theirs.
         shard_bytes: maximum size of a file in bytes; only a single larger tensor exceeds it.

@@ -69,7 +69,6 @@ class ChecksummedWriter(FileSystemWriter):
     """Writes and syncs DCP's files, one for every rank that has something to write.
 
     Args:
-        folder: where to write.
         finished: called on the first rank when all files are on the disk. If it fails, the save fails on every rank.
         rest: called after every piece with the seconds it took.
     """

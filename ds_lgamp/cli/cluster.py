@@ -63,7 +63,6 @@ def assigned(path: str, demand_of: Callable[[Launch], Demand]) -> Assignment:
     of the job; every one raises the same ConfigError.
 
     Args:
-        path: the cluster file.
         demand_of: returns what a step of the job sends, the same in every process; may raise ValueError in all of them.
     """
     try:

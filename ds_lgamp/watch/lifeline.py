@@ -60,11 +60,8 @@ class Lifeline:
     """The connections of this rank, and the thread that watches them.
 
     Args:
-        own: this rank.
         listener: takes the connections of other ranks.
         token: what a rank must present.
-        world: the number of ranks.
-        process: the process of this rank.
     """
 
     def __init__(self, own: Member, listener: socket.socket, token: str, world: int, process: Process) -> None:

@@ -160,9 +160,6 @@ class StallTalk:
     """Looks at this rank every second. Talks with other ranks only while one waits for long.
 
     Args:
-        own: this rank.
-        world: the number of ranks.
-        whereabouts: where its main thread is.
         end: ends the job with a sentence, and this process with it; prints the calls that belong to it.
     """
 

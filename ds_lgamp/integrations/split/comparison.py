@@ -65,11 +65,7 @@ class Comparison:
         """How many blocks precede code that draws random numbers between two: the layer of a block draws others."""
 
     def check(self, arguments: Arguments) -> None:
-        """Raises ConfigError if the layers compute something else than the model, or fail where it does not.
-
-        Args:
-            arguments: with which the model can be called.
-        """
+        """Raises ConfigError if the layers compute something else than the model, or fail where it does not."""
         if not _is_whole(self._model):
             return
         try:

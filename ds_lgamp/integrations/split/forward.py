@@ -54,11 +54,10 @@ _IN_PLACE = (
 
 
 class SplitForward:
-    """The three parts of a model's forward: up to the first block, what blocks get, and from the last block on.
+    """The three parts of a model's forward: up to the first block, what blocks get, and from the last block on. The
+    model's parameters may be on other ranks.
 
     Args:
-        original: the model. Its parameters may be on other ranks.
-        shown: what a small call of the model showed.
         loss_in: returns the loss in an output, if nothing else there has gradients.
     """
 

@@ -115,8 +115,6 @@ class SplitLayers(Layers):
     """The layers of a model that calls its blocks one after another.
 
     Args:
-        original: the model.
-        shown: what a small call of it showed.
         loss_in: returns the loss in an output, if nothing else there has gradients.
         before: what the model held before all forwards.
         training: modules that train in checks, because they change nothing.
@@ -190,12 +188,8 @@ def together(hidden: Tensor, others: Sequence[Tensor]) -> Tensors:
 
 
 class OwnModelLayers(SplitLayers):
-    """The layers of a module that is no model of transformers.
-
-    Args:
-        model: its forward calls the blocks of a list one after another.
-        random_sources: generators that the model may draw from.
-        settings: the block.
+    """The layers of a module that is no model of transformers, and whose forward calls the blocks of a list one after
+    another.
 
     Raises ConfigError if the model cannot be split, or returns no loss and should.
     """

@@ -88,7 +88,6 @@ def lacking_outputs(outputs: list[Any], leaves: Leaves, run: Run) -> frozenset[i
 
     Args:
         leaves: a list for every part that the last layer lacks.
-        run: computes the output once more.
     """
     with torch.enable_grad():
         connected, zeros = run({}, leaves)
@@ -101,12 +100,7 @@ def lacking_outputs(outputs: list[Any], leaves: Leaves, run: Run) -> frozenset[i
 
 class LossGraph:
     """Checks the graph of a loss or of all outputs, once for every signature of a call, because the model may compute
-    more with labels than without them.
-
-    Args:
-        model: the model.
-        parts: the parts of the last layer.
-    """
+    more with labels than without them."""
 
     def __init__(self, model: nn.Module, parts: Collection[Part]) -> None:
         own = {id(parameter) for parameter in parameters_of(parts)}

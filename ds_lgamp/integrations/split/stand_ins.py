@@ -56,14 +56,7 @@ what the forward gets for a result."""
 
 
 class BlockStandIn(StandIn):
-    """The stand-in for a block. The block itself gets the attributes that are set.
-
-    Args:
-        block: the block.
-        index: its number.
-        attributes: what forwards set of all blocks.
-        visit: called in place of the block.
-    """
+    """The stand-in for a block. The block itself gets the attributes that are set."""
 
     def __init__(self, block: nn.Module, index: int, attributes: SetAttributes, visit: Visit) -> None:
         super().__init__(block)

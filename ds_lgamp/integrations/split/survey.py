@@ -60,7 +60,6 @@ class _Walk:
     """Watches one forward.
 
     Args:
-        original: the model.
         use: what the code after the blocks is known to do with what they return besides hidden states.
     """
 

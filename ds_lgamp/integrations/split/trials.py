@@ -150,11 +150,7 @@ def in_words(arguments: Arguments) -> str:
 
 
 class BlockTrials:
-    """Runs the first block of every kind as the forward calls it, and tells what it shows.
-
-    Args:
-        recorder: collects by-products.
-    """
+    """Runs the first block of every kind as the forward calls it, and tells what it shows."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder

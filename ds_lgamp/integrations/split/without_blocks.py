@@ -43,13 +43,7 @@ class Stop(Exception):
 
 
 class ForwardWithoutBlocks:
-    """The forward of a model, where blocks do not compute.
-
-    Args:
-        original: the model.
-        sides: its other parts.
-        shown: what a small call of the model showed.
-    """
+    """The forward of a model, where blocks do not compute."""
 
     def __init__(self, original: Original, sides: Sides, shown: Survey) -> None:
         model, blocks = original.model, original.blocks
@@ -194,12 +188,7 @@ def _not_running(*_: Any) -> NoReturn:
 
 class Byproducts:
     """The by-products of a model's blocks: tensors that they return beside hidden states, and what the model's recorder
-    finds. First those that are recorded travel, then the others.
-
-    Args:
-        original: the model.
-        shown: what a small call of it showed.
-    """
+    finds. First those that are recorded travel, then the others."""
 
     def __init__(self, original: Original, shown: Survey) -> None:
         self._returned, self._recorded, self._use = shown.returned, shown.recorded, shown.use

@@ -233,12 +233,7 @@ def whole_to_layers() -> Iterator[None]:
 
 
 class ModelLayers(SplitLayers):
-    """The layers of a model of transformers.
-
-    Args:
-        model: a PreTrainedModel, or one that peft has wrapped.
-        random_sources: generators that the model may draw from.
-        settings: the block.
+    """The layers of a model of transformers, which peft may have wrapped.
 
     Raises ConfigError if the model cannot be split.
     """

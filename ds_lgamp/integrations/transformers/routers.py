@@ -22,9 +22,6 @@ _KEY, _LOSS, _MASK = "router_logits", "load_balancing_loss_func", "attention_mas
 class RouterLogits(Recorder):
     """Records the logits of routers.
 
-    Args:
-        model: a model of transformers, perhaps wrapped by peft.
-
     Raises ConfigError if this transformers collects them in another way.
     """
 

@@ -238,7 +238,6 @@ def refuse_large_copies(config: Any, layout: Layout, module: PipelineModule, spe
     Collective over all ranks.
 
     Args:
-        spec: the program of a step.
         frozen: where frozen weights lie.
     """
     again = {action.chunk for actions in build_program(spec) for action in actions if action.kind is Kind.STORE_WEIGHTS}

@@ -137,8 +137,6 @@ class _Explainer:
 
     Args:
         output: what to write to; None writes nothing.
-        as_json: writes JSON instead of text.
-        lay_out: as in :func:`explain_script`.
     """
 
     def __init__(self, output: TextIO | None, as_json: bool, lay_out: LayOut | None) -> None:

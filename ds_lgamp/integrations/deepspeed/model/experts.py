@@ -167,9 +167,6 @@ def refuse_around_experts(
     """Raises ConfigError on all ranks for what does not know divided experts.
 
     Args:
-        model: has the layers of this rank.
-        spec: the program of a step.
-        travel: what travels rounded.
         whole: whether the optimizer needs whole tensors, as LAMB and Muon do.
         deferred: whether layers have no memory yet.
     """

@@ -189,7 +189,6 @@ def check_layout(mpu: Any, of_pipelines: Any, settings: LgampConfig) -> None:
     Args:
         mpu: what the script has passed.
         of_pipelines: the mpu of the pipelines that train the model.
-        settings: the block.
     """
     ranks = sequence_ranks(mpu)
     if ranks == 1:

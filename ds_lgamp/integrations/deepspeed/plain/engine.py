@@ -34,8 +34,6 @@ class ModelEngine(LgampDoor):
 
     Args:
         user_model: its modules are the layers.
-        layers: its layers.
-        settings: the block.
         arguments: those of DeepSpeedEngine, with the layers as a PipelineModule.
     """
 

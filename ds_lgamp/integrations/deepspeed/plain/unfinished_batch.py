@@ -96,9 +96,7 @@ class OpenBatch:
     """A batch whose program has begun.
 
     Args:
-        training: runs it.
         state: that of the batch. Its program may change after what has run.
-        calls: those of the batch.
     """
 
     def __init__(self, training: Training, state: BatchState, calls: Calls) -> None:

@@ -214,12 +214,7 @@ class WrapperEngine(OutputsEngine):
 
 
 class Copy:
-    """A parameter, and the copy of it that code computes with.
-
-    Args:
-        parameter: the parameter.
-        value: the copy.
-    """
+    """A parameter, and the copy of it that code computes with."""
 
     def __init__(self, parameter: Tensor, value: Tensor) -> None:
         self._parameter, self._value = parameter, value
