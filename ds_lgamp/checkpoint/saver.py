@@ -154,8 +154,8 @@ class Saver:
 
         steps = {
             "could not be saved": write,
-            f"is saved, but {folders.LATEST} or older checkpoints could not be changed": lambda: everywhere(
-                follow if first else lambda: None, group
+            f"is saved, but {folders.LATEST} or older checkpoints could not be changed": lambda: on_first_rank(
+                follow, group
             ),
         }
         for complaint, step in steps.items():

@@ -19,7 +19,7 @@ from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.call import Arguments, BlockArguments, SetAttributes, apart
 from ds_lgamp.integrations.split.imagined import Imagined, Shape, UnknownShape, full_shape, shapes_in
 from ds_lgamp.integrations.split.parts import Blocks, Part, Result, ShapesOfCalls, place_of
-from ds_lgamp.integrations.split.state import version_of
+from ds_lgamp.integrations.split.state import MISSING, set_or_delete, version_of
 
 
 class StandIn(nn.Module):
@@ -190,18 +190,14 @@ class Unknown(Placeholder):
 @contextmanager
 def replacing(stand_ins: StandIns) -> Iterator[None]:
     """Runs ``stand_ins`` inside the block."""
-    missing = object()
-    own = [registry.get(name, missing) for registry, name, _ in stand_ins]
+    own = [registry.get(name, MISSING) for registry, name, _ in stand_ins]
     for registry, name, stand_in in stand_ins:
         registry[name] = stand_in
     try:
         yield
     finally:
         for (registry, name, _), part in zip(stand_ins, own):
-            if part is missing:
-                del registry[name]
-            else:
-                registry[name] = part
+            set_or_delete(registry, name, part)
 
 
 def watch_calls(

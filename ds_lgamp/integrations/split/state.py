@@ -352,7 +352,7 @@ class Buffers:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Gives the modules their buffers back after the block, with the values from before it."""
-        own = [(module, name, buffer) for _, module, name, buffer in self._all()]
+        own = [(module, name, buffer) for _, module, name, buffer in buffers_of(self._owners)]
         with with_values([buffer for *_, buffer in own]):
             try:
                 yield
@@ -361,14 +361,16 @@ class Buffers:
                     module._buffers[name] = buffer
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
-        for path, _, name, buffer in self._all():
+        for path, _, name, buffer in buffers_of(self._owners):
             yield f"{path}.{name}".lstrip("."), buffer
 
-    def _all(self) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-        for path, module in self._owners:
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    yield path, module, name, buffer
+
+def buffers_of(owners: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    """Yields the buffers of ``owners``, each after the path of its module, the module, and its name there."""
+    for path, module in owners:
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                yield path, module, name, buffer
 
 
 @contextmanager

@@ -74,7 +74,7 @@ def save_checkpoint(
         save_latest,
         exclude_frozen_parameters,
     )
-    everywhere(partial(put_script, Path(save_dir)) if dist.get_rank() == 0 else lambda: None)
+    on_first_rank(partial(put_script, Path(save_dir)))
     return True
 
 

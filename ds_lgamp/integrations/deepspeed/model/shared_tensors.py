@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.split.state import version_of
+from ds_lgamp.integrations.split.state import buffers_of, version_of
 from ds_lgamp.partition.agreement import Term, everyone, raise_everywhere, refuse_differing_terms
 from ds_lgamp.partition.memory import bytes_of, without_repetition
 from ds_lgamp.partition.quantised import as_stored, constants
@@ -248,7 +248,8 @@ class SharedBuffers:
         users: dict[int, list[tuple[nn.Module, str]]] = {}
         # The first and the last layer may be one module.
         for layer in {id(layer): layer for layer in layers}.values():
-            for tensor, place in {id(tensor): (module, name) for module, name, tensor in _buffers(layer)}.items():
+            places = {id(tensor): (module, name) for _, module, name, tensor in buffers_of(layer.named_modules())}
+            for tensor, place in places.items():
                 users.setdefault(tensor, []).append(place)
         shared = (place for places in users.values() if len(places) > 1 for place in places)
         # A cast gives modules that share a tensor, and not themselves, one each.
@@ -270,13 +271,6 @@ class SharedBuffers:
                     f"several layers share the buffer '{name}' of a {type(module).__name__}, and a forward changes it, "
                     "but every pipeline rank has a copy of its own; give each layer its own buffer"
                 )
-
-
-def _buffers(layer: nn.Module) -> Iterable[tuple[nn.Module, str, Tensor]]:
-    for module in layer.modules():
-        for name, tensor in module._buffers.items():
-            if tensor is not None:
-                yield module, name, tensor
 
 
 def _state(tensor: Tensor | None) -> tuple[Tensor | None, int]:

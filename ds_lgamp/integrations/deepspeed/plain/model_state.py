@@ -15,7 +15,7 @@ import torch.distributed as dist
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from torch import Tensor, nn
 
-from ds_lgamp.checkpoint.files import everywhere
+from ds_lgamp.checkpoint.files import on_first_rank
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.deepspeed.checkpoint.description import Run
 from ds_lgamp.integrations.deepspeed.model.auto_ep import is_replaced, under_original_names
@@ -25,6 +25,7 @@ from ds_lgamp.integrations.deepspeed.model.module import built_layers, over_pipe
 from ds_lgamp.integrations.deepspeed.plain.between_ranks import Next, agree, others_read, without_values
 from ds_lgamp.integrations.deepspeed.plain.model_methods import Elsewhere, replace_method
 from ds_lgamp.integrations.split.stand_ins import replacing
+from ds_lgamp.integrations.split.state import buffers_of
 from ds_lgamp.partition.agreement import raise_everywhere
 
 
@@ -180,11 +181,9 @@ def _shown(engine: Engine, model: nn.Module, state: Mapping[str, Any]) -> Iterat
     rank. It can be called there, as by code that writes examples beside weights."""
     tensors = {id(value): value for value in state.values() if isinstance(value, Tensor)}
     shown = {place: nn.Parameter(value, requires_grad=False) for place, value in tensors.items()}
-    places: list[tuple[dict[str, Any], str, Any]] = []
+    buffers = buffers_of(model.named_modules())
+    places: list[tuple[dict[str, Any], str, Any]] = [(each._buffers, key, own.cpu()) for _, each, key, own in buffers]
     for path, module in model.named_modules():
-        for key, buffer in module._buffers.items():
-            if buffer is not None:
-                places.append((module._buffers, key, buffer.cpu()))
         for key, parameter in module._parameters.items():
             if parameter is not None and (name := f"{path}.{key}".removeprefix(".")) in state:
                 places.append((module._parameters, key, shown[id(state[name])]))
@@ -356,5 +355,5 @@ def save_16bit_model(
     state = whole_state(engine, exclude_frozen_parameters)
     if dist.get_rank() == 0:
         Path(save_dir).mkdir(parents=True, exist_ok=True)
-    everywhere(partial(torch.save, state, Path(save_dir, save_filename)) if dist.get_rank() == 0 else lambda: None)
+    on_first_rank(partial(torch.save, state, Path(save_dir, save_filename)))
     return True
