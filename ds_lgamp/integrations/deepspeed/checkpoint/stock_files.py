@@ -151,9 +151,10 @@ def refuse_extra_state(path: Path, inner: str, value: Any) -> None:
         )
 
 
-def refuse_tensor_ranks(folder: Path) -> None:
-    """Raises CheckpointError if the layer files in ``folder`` are of more than one tensor-parallel rank."""
-    if any(folder.glob("layer_*-model_01-*")):
+def refuse_tensor_ranks(folder: Path, tensor_ranks: int = 1) -> None:
+    """Raises CheckpointError if a file, or the names of layer files, say that ``folder`` is of several tensor-parallel
+    ranks."""
+    if tensor_ranks != 1 or any(folder.glob("layer_*-model_01-*")):
         raise CheckpointError(f"{folder} was written with tensor parallelism; save it without tensor parallelism")
 
 

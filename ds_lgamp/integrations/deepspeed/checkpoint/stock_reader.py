@@ -124,9 +124,7 @@ def _rank_files(folder: Path) -> list[dict[str, Any]]:
     first = load_file(folder / rank_file(0))
     if first["module"] is not None:
         raise CheckpointError(f"{folder / rank_file(0)} holds a whole model, {_OF_NO_PIPELINE}")
-    refuse_tensor_ranks(folder)
-    if first.get("checkpoint_parallel_dimensions", _ALONE)["tp_degree"] != 1:
-        raise CheckpointError(f"{folder} was written with tensor parallelism; save it without tensor parallelism")
+    refuse_tensor_ranks(folder, first.get("checkpoint_parallel_dimensions", _ALONE)["tp_degree"])
     if first.get("ds_config", {}).get("zero_optimization", {}).get("round_robin_gradients"):
         raise CheckpointError(
             f"{folder} was written with zero_optimization.round_robin_gradients, where DeepSpeed does not say what a "

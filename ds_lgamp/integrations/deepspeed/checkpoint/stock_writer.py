@@ -276,26 +276,21 @@ def _flat(tensors: list[Tensor]) -> Tensor:
 
 def _shard(groups: list[FlatGroup], data_rank: int, data_ranks: int) -> dict[str, Any]:
     """Returns the state of ``data_rank`` at stage 1: its part of every group, without the groups' options."""
-    shards = [_range(group.master.numel(), data_rank, data_ranks) for group in groups]
+    shards = [(group, _range(group.master.numel(), data_rank, data_ranks)) for group in groups]
     return {
         "base_optimizer_state": {
             "state": {
                 number: {**group.scalars, **{key: _cut(tensor, shard) for key, tensor in group.moments.items()}}
-                for number, (group, shard) in enumerate(zip(groups, shards, strict=True))
+                for number, (group, shard) in enumerate(shards)
                 if group.scalars or group.moments
             },
         },
-        "single_partition_of_fp32_groups": [
-            _cut(group.master, shard) for group, shard in zip(groups, shards, strict=True)
-        ],
+        "single_partition_of_fp32_groups": [_cut(group.master, shard) for group, shard in shards],
         "zero_stage": ZeroStageEnum.optimizer_states,
-        "group_paddings": [
-            len(shard) - len(_inside(shard, 0, group.master.numel()))
-            for group, shard in zip(groups, shards, strict=True)
-        ],
+        "group_paddings": [len(shard) - len(_inside(shard, 0, group.master.numel())) for group, shard in shards],
         "partition_count": [data_ranks] * len(groups),
         "ds_version": deepspeed.__version__,
-        "param_slice_mappings": [_places(group.sizes, shard) for group, shard in zip(groups, shards, strict=True)],
+        "param_slice_mappings": [_places(group.sizes, shard) for group, shard in shards],
     }
 
 
