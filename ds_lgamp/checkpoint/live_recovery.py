@@ -108,13 +108,8 @@ def publish_newest(folder: Path, directory: Path, run: str) -> None:
 
 
 def publish_alone(folder: Path, place: Callable[[str], Path]) -> Path:
-    """Makes the newest whole live state in ``folder`` a checkpoint, in this process. Returns the checkpoint's folder.
-
-    Raises CheckpointError if there is none, or if all are damaged.
-
-    Args:
-        place: returns the checkpoint's folder for its tag.
-    """
+    """Makes the newest whole live state in ``folder`` a checkpoint, in this process, at the ``place`` of its tag.
+    Returns the checkpoint's folder. Raises CheckpointError if there is none, or if all are damaged."""
     own = _slots_in(folder, 0)
     damage: CheckpointError | None = None
     for state in _whole_states(own):
@@ -201,11 +196,7 @@ def _read(slots: Mapping[FoundSlot, Header]) -> dict[int, dict[str, list[FlatSha
 
 
 def _tensors(numbers: Mapping[int, Mapping[str, list[FlatShard]]], headers: Mapping[int, Header]) -> dict[str, Ranges]:
-    """Returns what a checkpoint has of the ``numbers`` of some ranks, by its names there.
-
-    Args:
-        headers: of all ranks.
-    """
+    """Returns what a checkpoint has of the ``numbers`` of some ranks, by its names there. ``headers`` has all ranks."""
     names = _buffer_names(headers)
     found: dict[str, list[FlatShard]] = {}
     for rank, shards in numbers.items():

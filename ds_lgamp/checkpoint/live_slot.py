@@ -111,11 +111,7 @@ class Header(Strict):
 
 
 class LiveSlot:
-    """Writes one slot of this rank. Used by one thread.
-
-    Args:
-        path: of its files, without a suffix.
-    """
+    """Writes one slot of this rank, whose files have this ``path`` with a suffix each. Used by one thread."""
 
     def __init__(self, path: Path) -> None:
         self._data, self._header = path.with_suffix(".bin"), path.with_suffix(".json")

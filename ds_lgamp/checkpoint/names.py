@@ -61,11 +61,8 @@ class Copy(NamedTuple):
 
 
 def first_copies(ranks: Iterable[Mapping[str, Copy]]) -> dict[str, Copy]:
-    """Returns the first copy of every buffer, by the name of the buffer.
-
-    Args:
-        ranks: the copies that each rank has. Data-parallel rank 0 comes first, there pipeline rank 0.
-    """
+    """Returns the first copy of every buffer, by the name of the buffer. Of ``ranks``, data-parallel rank 0 comes
+    first, there pipeline rank 0."""
     first: dict[str, Copy] = {}
     for copies in ranks:
         first = {**copies, **first}

@@ -78,11 +78,7 @@ Causes = list[dict[int, Place]]
 
 
 def causes(spec: ProgramSpec, ranks: Sequence[RankRecording], steps: Sequence[Step]) -> Causes:
-    """Returns what each compute, and each interval beside the computes, followed.
-
-    Args:
-        steps: the same step of each of ``ranks``.
-    """
+    """Returns what each compute, and each interval beside the computes, followed in the same step of all ``ranks``."""
     lanes = [_Lanes(step) for step in steps]
     search = _Search(spec, ranks, lanes)
     return [dict(search.of_rank(rank)) for rank in range(len(ranks))]

@@ -72,11 +72,7 @@ def text_gantt(spec: ProgramSpec, timeline: Timeline) -> str:
 
 
 def _beside(spans: Sequence[Span], timed: Collection[Kind]) -> dict[str, list[Span]]:
-    """Returns what a rank has beside its compute, by the name of its line.
-
-    Args:
-        timed: kinds that take time on some rank.
-    """
+    """Returns what a rank has beside its compute, by the name of its line: of kinds that take time on some rank."""
     lanes: dict[str, list[Span]] = {}
     if any(kind in COLLECTIVES for kind in timed):
         between = [span for span in spans if span.action.kind in BETWEEN_NODES]

@@ -66,13 +66,7 @@ class Stall(NamedTuple):
 
 
 def find(victim: Standing, standings: Mapping[int, Standing], silent: Mapping[int, Silent]) -> Stall:
-    """Finds what ``victim`` waits for.
-
-    Args:
-        victim: a rank that waits.
-        standings: all ranks that answer, by rank.
-        silent: all other ranks.
-    """
+    """Finds what ``victim`` waits for. Each rank is either among ``standings``, because it answers, or ``silent``."""
     search = _Search(victim, standings, silent)
     cause, rank, blamed = search.run()
     path = search.path(rank)

@@ -29,11 +29,7 @@ hears of this process after half of them."""
 
 def watch(process: int, name: str) -> None:
     """Reads from standard input, line by line, how many seconds ``process`` may be silent from now on. Returns once the
-    input ends or ``process`` is no longer the parent of this one.
-
-    Args:
-        name: the rank in words.
-    """
+    input ends or ``process`` is no longer the parent of this one."""
     limit, silent = math.inf, 0.0
     while os.getppid() == process:
         if select.select([0], [], [], TICK)[0]:

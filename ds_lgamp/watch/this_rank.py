@@ -43,12 +43,7 @@ class Recorder(Protocol):
     """Records launches."""
 
     def launch(self, lane: str, moved: int) -> Flight:
-        """Records a launch of this thread.
-
-        Args:
-            lane: what it is, one of the lanes of a recording.
-            moved: the bytes that it moves.
-        """
+        """Records a launch of this thread in a ``lane`` of the recording, with the bytes that it moves."""
         ...
 
 

@@ -309,11 +309,8 @@ class Calls:
 
 
 class SetAttributes:
-    """Finds the attributes of blocks that the model's own forward sets, and their values for a micro-batch.
-
-    Args:
-        blocks: the blocks. None runs while a forward sets attributes.
-    """
+    """Finds the attributes of ``blocks`` that the model's own forward sets, and their values for a micro-batch. No
+    block runs while a forward sets attributes."""
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         self._modules = [dict(block.named_modules()) for block in blocks]

@@ -257,11 +257,7 @@ def _first(result: Any) -> Tensor:
 
 
 def _are_equal(one: Tensor, other: Tensor, scale: float = 0.0) -> bool:
-    """Whether tensors are equal, but for rounding.
-
-    Args:
-        scale: numbers that are much smaller do not count.
-    """
+    """Whether tensors are equal, but for rounding. Numbers that are much smaller than ``scale`` do not count."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if not one.is_floating_point():

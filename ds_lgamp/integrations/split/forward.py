@@ -119,13 +119,8 @@ class SplitForward:
     def run_block(
         self, index: int, calls: Calls, hidden: Tensor, others: Sequence[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
-        """Runs block ``index`` for the current call. Returns the hidden states after it, and what the next layer gets
-        besides them.
-
-        Args:
-            hidden: the hidden states after the block before it.
-            others: what this layer gets besides them.
-        """
+        """Runs block ``index`` for the current call, with the ``hidden`` states after the block before it and what its
+        layer gets besides them. Returns the same for the next layer."""
         needs = self.needs_of(calls.current)
         places = needs.places[index]
         outputs, others = dict(zip(places, others)), others[len(places) :]

@@ -35,11 +35,8 @@ _LOOKS = {"_local_scalar_dense": ".item()", "nonzero": "a mask as an index or no
 
 
 class Shape:
-    """Shape, dtype and device of a tensor.
-
-    Args:
-        given: if a call returns what it got, such as a mask, the place among the tensors and other values that it got.
-    """
+    """Shape, dtype and device of a tensor; if a call returns what it got, such as a mask, ``given`` is the place
+    among the tensors and other values that it got."""
 
     def __init__(self, tensor: Tensor, shape: torch.Size | None = None, given: int | None = None) -> None:
         self.shape = tensor.shape if shape is None else shape
@@ -136,11 +133,8 @@ class Imagined:
     def _run(
         self, answers: list[bool], positional: tuple[Any, ...], named: Mapping[str, Any], with_values: bool
     ) -> Any:
-        """Imagines one call with these ``answers``, and adds a no to them for every further question.
-
-        Args:
-            with_values: whether to compute with the values of integers.
-        """
+        """Imagines one call with these ``answers``, and adds a no to them for every further question. With
+        ``with_values`` it computes with the values of integers."""
         own = dict(_by_place(self._module, "named_parameters"))
         # The module may write to them.
         copies = {id(buffer): buffer.clone() for buffer in self._module.buffers()}

@@ -84,11 +84,7 @@ def without(output: Any, lacking: Collection[int]) -> Any:
 def lacking_outputs(outputs: list[Any], leaves: Leaves, run: Run) -> frozenset[int]:
     """Returns the places in ``outputs`` of tensors that the last layer cannot compute: autograd's graph leads from them
     to ``leaves``, or they are others with other numbers there. Graphs do not show what is detached, nor numbers what
-    the model multiplies with zeros that are trained later.
-
-    Args:
-        leaves: a list for every part that the last layer lacks.
-    """
+    the model multiplies with zeros that are trained later. ``leaves`` has a list for every part that it lacks."""
     with torch.enable_grad():
         connected, zeros = run({}, leaves)
         made = {id(leaf) for each in leaves.values() for leaf in each}

@@ -168,12 +168,8 @@ class Recorder:
         raise NotImplementedError
 
     def reduced(self, arguments: Any, carried: Sequence[Tensor], made: list[Tensor]) -> list[Tensor]:
-        """Returns what it needs of those of all blocks up to one.
-
-        Args:
-            carried: what it needs of those before.
-            made: those of the block.
-        """
+        """Returns what it needs of those of all blocks up to one, which has ``made`` some. ``carried`` is what it needs
+        of those before."""
         raise NotImplementedError
 
     def needing_only(self, arguments: Any, carried: Sequence[Tensor]) -> AbstractContextManager[None]:

@@ -57,11 +57,8 @@ def _walked(walk: "_Walk", dummy: Arguments) -> Survey:
 
 
 class _Walk:
-    """Watches one forward.
-
-    Args:
-        use: what the code after the blocks is known to do with what they return besides hidden states.
-    """
+    """Watches one forward. Knows the ``use`` that code after the blocks makes of what they return besides hidden
+    states."""
 
     def __init__(self, original: Original, use: Use = Use.NONE) -> None:
         model, blocks = original.model, original.blocks

@@ -133,9 +133,6 @@ class Travelling:
     def of(self, call: Call, run: DryRun, results: Results, trains: bool) -> Needs:
         """Returns what a call needs whose dry run is ``run``, with these ``results``. All ranks find the same.
 
-        Args:
-            trains: whether the model is in training.
-
         Raises ConfigError if a block gets what a block returned that is not the one right before it.
         """
         own = {id(tensor): result for result, tensor in results.items()}

@@ -143,11 +143,8 @@ Setting = str | int | float | bool | None
 
 
 class ForwardSettings:
-    """The plain values of a configuration that a forward sets. Only ranks that run the code after the blocks see that.
-
-    Args:
-        config: the configuration, before any forward.
-    """
+    """The plain values of a configuration that a forward sets; ``config`` has had none so far. Only ranks that run the
+    code after the blocks see that."""
 
     def __init__(self, config: Any) -> None:
         self._config, self._before = config, _plain(config)

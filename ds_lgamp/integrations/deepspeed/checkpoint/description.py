@@ -171,12 +171,8 @@ def check_fit(
     own: dict[str, Any],
     sizes: Mapping[str, torch.Size],
 ) -> None:
-    """Raises CheckpointError if the checkpoint is of another model, optimizer or scheduler than the run.
-
-    Args:
-        own: the parameters of all pipeline ranks.
-        sizes: the tensors in the checkpoint.
-    """
+    """Raises CheckpointError if the checkpoint, with tensors of these ``sizes``, is of another model, optimizer or
+    scheduler than the run, whose pipeline ranks have the parameters ``own``."""
     _check_parameters(run, folder, state["parameters"], own, parts.strict)
     _check_buffers(folder, run.lgamp.placed, sizes, parts.strict)
     if parts.optimizer:

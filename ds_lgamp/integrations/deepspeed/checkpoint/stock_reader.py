@@ -59,11 +59,8 @@ def read_stock(folder: Path) -> WholeCheckpoint:
 
     A tied parameter takes the values of the first pipeline rank, as when DeepSpeed loads.
 
-    Args:
-        folder: DIR/TAG.
-
-    Raises CheckpointError if ``folder`` holds no such checkpoint, or one that is incomplete, would run code or is
-    ambiguous.
+    Raises CheckpointError if ``folder`` (DIR/TAG) holds no such checkpoint, or one that is incomplete, would run code
+    or is ambiguous.
     """
     try:
         return _read(folder)

@@ -133,11 +133,7 @@ def explain_script(
 
 
 class _Explainer:
-    """Takes the place of the builders of engines, and ends the script.
-
-    Args:
-        output: what to write to; None writes nothing.
-    """
+    """Takes the place of the builders of engines, writes to ``output`` if that is given, and ends the script."""
 
     def __init__(self, output: TextIO | None, as_json: bool, lay_out: LayOut | None) -> None:
         self._output, self._as_json, self._lay_out = output, as_json, lay_out

@@ -171,11 +171,7 @@ def sharing_of(name: str, parameter: Parameter) -> Sharing:
 
 def complaint_about_memory(named: Iterable[tuple[str, Tensor]]) -> str | None:
     """Returns the sentence that refuses a trained parameter which shares memory with another one of the tensors, or
-    whose elements share it; None if there is none.
-
-    Args:
-        named: parameters and buffers, by the names that the sentence shall use.
-    """
+    whose elements share it; None if there is none. The tensors have the names that the sentence shall use."""
     by_storage: dict[int, list[tuple[str, Tensor]]] = {}
     for name, tensor in named:
         if type(tensor.data) is Tensor and tensor.layout is torch.strided and tensor.numel() and not tensor.is_meta:
@@ -238,11 +234,7 @@ def _places(tensor: Tensor) -> Tensor:
 
 
 class SharedBuffers:
-    """Notices changes of buffers that several layers share.
-
-    Args:
-        layers: the layers of the model that this rank has built.
-    """
+    """Notices changes of buffers that several ``layers`` share, which this rank has built."""
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         users: dict[int, list[tuple[nn.Module, str]]] = {}

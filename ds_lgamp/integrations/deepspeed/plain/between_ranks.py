@@ -125,11 +125,8 @@ _WORDS = {
 
 
 def others_read(number: int) -> bool:
-    """Whether all ranks come to the same read as this one. Ranks other than 0 only say that they are there.
-
-    Args:
-        number: tells this read from others; all ranks give the same.
-    """
+    """Whether all ranks come to the read of this ``number``, as this one does. Ranks other than 0 only say that they
+    are there."""
     store, rank = _get_default_store(), dist.get_rank()
     key = f"ds_lgamp/reads/{attempt()}/{number}"
     if rank != 0:

@@ -30,12 +30,8 @@ def release(module: nn.Module, own: Collection[int]) -> None:
 
 
 class Elsewhere:
-    """Guards released parameters: functions that need their values raise NotGatheredError.
-
-    Args:
-        model: has these parameters and others.
-        own: the ids of the others.
-    """
+    """Guards the released parameters of ``model``, all but those whose ids are ``own``: functions that need their
+    values raise NotGatheredError."""
 
     def __init__(self, model: nn.Module, own: Collection[int]) -> None:
         released = [(name, each) for name, each in model.named_parameters() if id(each) not in own]

@@ -261,11 +261,7 @@ def _references(model: nn.Module) -> dict[str, Any]:
 
 
 def _described(layer: nn.Module, names: dict[int, str]) -> list[_Tensor]:
-    """Returns the tensors of a layer that belong to the state of the model.
-
-    Args:
-        names: their names in the model, by id.
-    """
+    """Returns the tensors of a layer that belong to the state of the model, where their ``names`` are, by id."""
     described = []
     for _, tensor in tensors_of(layer):
         if id(tensor) in names:

@@ -192,11 +192,8 @@ class ReturnedOutputs:
         self._step = 0
 
     def give(self, outputs: Any, needs: Sequence[bool]) -> Any:
-        """Returns the ``outputs`` of a call, which now require gradients.
-
-        Args:
-            needs: which of their floating-point tensors need gradients.
-        """
+        """Returns the ``outputs`` of a call. Their floating-point tensors now require gradients where ``needs`` is
+        True."""
         leaves, structure = tree_flatten(outputs)
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         starts: list[Tensor | None] = [None] * len(places)

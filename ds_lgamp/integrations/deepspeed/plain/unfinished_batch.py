@@ -93,11 +93,7 @@ class UnfinishedBatch:
 
 
 class OpenBatch:
-    """A batch whose program has begun.
-
-    Args:
-        state: that of the batch. Its program may change after what has run.
-    """
+    """A batch whose program has begun. The program may change after what has run."""
 
     def __init__(self, training: Training, state: BatchState, calls: Calls) -> None:
         self.state = state
@@ -171,7 +167,6 @@ class ModelSettings:
         self.remember()
 
     def remember(self) -> None:
-        """Remembers the settings as they are."""
         self._state = self._read()
 
     def changed(self) -> str | None:
@@ -183,7 +178,6 @@ class ModelSettings:
         return next((each for each, *pair in zip(words, now, self._state) if not _is_same(*pair)), _OTHERS)
 
     def _watch(self) -> None:
-        """Finds what to watch."""
         objects = {id(each): each for module in self._modules for each in vars(module).values() if has_attributes(each)}
         buffers = [module._buffers for module in self._modules if module._buffers]
         self._holders = [*map(vars, self._modules), *map(vars, objects.values()), *buffers]
