@@ -95,6 +95,19 @@ def test_what_is_written_is_read(tmp_path, pipeline_ranks, data_ranks):
     assert (tmp_path / "latest").read_text() == "tag"
 
 
+def test_a_shard_says_how_much_of_it_is_padding(tmp_path):
+    """DeepSpeed's tools cut that much off where they join shards."""
+    write_stock(whole_checkpoint(), tmp_path / "tag", 2, 3)
+    found = set()
+    for path in (tmp_path / "tag").glob("*_optim_states.pt"):
+        shard = torch.load(path, weights_only=False)["optimizer_state_dict"]
+        keys = ("single_partition_of_fp32_groups", "group_paddings", "param_slice_mappings")
+        for flat, padding, places in zip(*(shard[key] for key in keys), strict=True):
+            assert flat.numel() - padding == sum(place.numel for place in places.values())
+            found.add(padding)
+    assert len(found) > 1
+
+
 @pytest.mark.parametrize(
     ("method", "bounds"),
     [("uniform", [0, 3, 6]), ("type:linear", [0, 3, 6]), ("parameters", [0, 3, 6]), ("TYPE:Embedding", [0, 5, 6])],
