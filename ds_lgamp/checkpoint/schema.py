@@ -42,7 +42,7 @@ DataType = Annotated[str, AfterValidator(_data_type)]
 Sizes = Annotated[list[Count], Field(max_length=64)]
 
 
-class Part(NamedTuple):
+class StoredPart(NamedTuple):
     """A box of a tensor and the bytes that hold it."""
 
     offsets: Sizes
@@ -64,7 +64,7 @@ class Entry(Strict):
 
     dtype: DataType
     shape: Sizes
-    parts: list[Part]
+    parts: list[StoredPart]
     """Sorted by offsets."""
 
     @model_validator(mode="after")
@@ -95,8 +95,8 @@ class Index(Strict):
     tensors: dict[str, Entry]
 
     def in_dcp(self) -> Metadata:
-        """Converts the index for DCP's planners. ``storage_data`` holds a :class:`Part` for each item instead of DCP's
-        own record."""
+        """Converts the index for DCP's planners. ``storage_data`` holds a :class:`StoredPart` for each item instead of
+        DCP's own record."""
         return Metadata(
             state_dict_metadata={name: entry.in_dcp() for name, entry in self.tensors.items()},
             storage_data={
@@ -118,11 +118,11 @@ def make_index(
     """
     planned: Mapping[str, Any] = metadata.state_dict_metadata
     sizes = {(name, chunk.offsets): chunk.sizes for name, entry in planned.items() for chunk in entry.chunks}
-    parts: dict[str, list[Part]] = {name: [] for name in planned}
+    parts: dict[str, list[StoredPart]] = {name: [] for name in planned}
     for item, place, checksum in written:
         assert item.offset is not None, "the state has tensors only"
         box = list(item.offset), list(sizes[item.fqn, item.offset])
-        parts[item.fqn].append(Part(*box, place.relative_path, place.offset, place.length, checksum))
+        parts[item.fqn].append(StoredPart(*box, place.relative_path, place.offset, place.length, checksum))
     return Index(
         metadata_checksum=metadata_checksum,
         tensors={
@@ -132,9 +132,9 @@ def make_index(
     )
 
 
-def _overlap(parts: Sequence[Part]) -> Iterator[bool]:
+def _overlap(parts: Sequence[StoredPart]) -> Iterator[bool]:
     """Yields whether two parts share an element, for every pair that has a common row. ``parts`` must be sorted."""
-    reach: list[Part] = []
+    reach: list[StoredPart] = []
     for part in parts:
         reach = [other for other in reach if not part.offsets or other.offsets[0] + other.sizes[0] > part.offsets[0]]
         for other in reach:

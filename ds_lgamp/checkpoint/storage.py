@@ -50,7 +50,7 @@ from ds_lgamp.checkpoint.files import (
     sync_folder,
     write_synced,
 )
-from ds_lgamp.checkpoint.schema import Index, Part, first_complaint, make_index
+from ds_lgamp.checkpoint.schema import Index, StoredPart, first_complaint, make_index
 from ds_lgamp.partition.memory import row_of
 
 METADATA, INDEX = ".metadata", "index.json"
@@ -229,7 +229,7 @@ class VerifyingReader(FileSystemReader):
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        by_file: dict[str, list[tuple[Part, ReadItem]]] = {}
+        by_file: dict[str, list[tuple[StoredPart, ReadItem]]] = {}
         for item in plan.items:
             part = self.storage_data[item.storage_index]
             by_file.setdefault(part.file, []).append((part, item))
@@ -251,14 +251,14 @@ class VerifyingReader(FileSystemReader):
                 self._read(file, name, part, target, [slice(None)] * target.dim())
         return whole
 
-    def _read_item(self, file: io.BufferedReader, part: Part, item: ReadItem, planner: LoadPlanner) -> None:
+    def _read_item(self, file: io.BufferedReader, part: StoredPart, item: ReadItem, planner: LoadPlanner) -> None:
         target = planner.resolve_tensor(item).detach()
         chosen = [slice(start, start + length) for start, length in zip(item.storage_offsets, item.lengths)]
         self._read(file, item.storage_index.fqn, part, target, chosen)
         planner.commit_tensor(item, target)
 
     def _read(
-        self, file: io.BufferedReader, name: str, part: Part, target: torch.Tensor, chosen: Sequence[slice]
+        self, file: io.BufferedReader, name: str, part: StoredPart, target: torch.Tensor, chosen: Sequence[slice]
     ) -> None:
         """Reads the slices ``chosen`` of ``part`` into ``target``. Needs no copy if ``target`` takes the whole part in
         the same data type, contiguous and on the CPU."""
@@ -270,7 +270,7 @@ class VerifyingReader(FileSystemReader):
             self._fill(file, name, part, values.view(-1))
             target.copy_(values[tuple(chosen)])
 
-    def _fill(self, file: io.BufferedReader, name: str, part: Part, values: torch.Tensor) -> None:
+    def _fill(self, file: io.BufferedReader, name: str, part: StoredPart, values: torch.Tensor) -> None:
         """Reads the numbers of ``part`` of the tensor ``name`` into ``values`` [numel] directly.
 
         torch.load would copy them once more, which takes as long as reading them. It would also interpret the pickle

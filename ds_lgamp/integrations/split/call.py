@@ -274,7 +274,7 @@ def _kind(leaf: Any) -> Any:
     return leaf if isinstance(leaf, str) else type(leaf)
 
 
-class Calls:
+class BatchCalls:
     """The micro-batches of a batch, and the one that the layers compute now."""
 
     def __init__(self) -> None:

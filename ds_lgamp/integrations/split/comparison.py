@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
-from ds_lgamp.integrations.split.call import Arguments, Call, Calls, run_uncompiled
+from ds_lgamp.integrations.split.call import Arguments, BatchCalls, Call, run_uncompiled
 from ds_lgamp.integrations.split.forward import SplitForward
 from ds_lgamp.integrations.split.parts import place_of
 from ds_lgamp.integrations.split.stand_ins import replacing, watch_calls
@@ -54,7 +54,7 @@ class Comparison:
         calls: where the layers find their micro-batch.
     """
 
-    def __init__(self, split: SplitForward, layers: Sequence[Layer], calls: Calls) -> None:
+    def __init__(self, split: SplitForward, layers: Sequence[Layer], calls: BatchCalls) -> None:
         leave_out_hosts()
         self._original, self._model, self._calls = split.original, split.original.model, calls
         self._chunks = [Chunk([layer], number, calls.before_layer) for number, layer in enumerate(layers)]

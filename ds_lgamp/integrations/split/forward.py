@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
-from ds_lgamp.integrations.split.call import Autocast, BlockArguments, Call, Calls, DryRun, Needs, Returned, Survey
+from ds_lgamp.integrations.split.call import Autocast, BatchCalls, BlockArguments, Call, DryRun, Needs, Returned, Survey
 from ds_lgamp.integrations.split.outputs import (
     LossGraph,
     NotComputed,
@@ -117,7 +117,7 @@ class SplitForward:
         return dict(zip(self.needs_of(call).travels, travels, strict=True))
 
     def run_block(
-        self, index: int, calls: Calls, hidden: Tensor, others: Sequence[Tensor]
+        self, index: int, calls: BatchCalls, hidden: Tensor, others: Sequence[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
         """Runs block ``index`` for the current call, with the ``hidden`` states after the block before it and what its
         layer gets besides them. Returns the same for the next layer."""
@@ -145,7 +145,7 @@ class SplitForward:
         return hidden, [*map(returned.tensors.__getitem__, following), *travels, *carried]
 
     def _input(
-        self, index: int, calls: Calls, hidden: Tensor, travels: Sequence[Tensor]
+        self, index: int, calls: BatchCalls, hidden: Tensor, travels: Sequence[Tensor]
     ) -> tuple[Tensor, BlockArguments]:
         """Returns what block ``index`` gets, from the hidden states after the block before it and what ``travels``."""
         call = calls.current

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
-from ds_lgamp.integrations.split.call import Arguments, Call, Calls, Survey
+from ds_lgamp.integrations.split.call import Arguments, BatchCalls, Call, Survey
 from ds_lgamp.integrations.split.checks import check_foreign, check_parts, check_travels, results_after
 from ds_lgamp.integrations.split.comparison import Comparison
 from ds_lgamp.integrations.split.forward import SplitForward
@@ -41,7 +41,7 @@ class Beginning(Tree):
 class Block(Tree):
     """A block of the model. Takes and returns hidden states, with what the next layers need besides them."""
 
-    def __init__(self, path: str, block: nn.Module, index: int, split: SplitForward, calls: Calls) -> None:
+    def __init__(self, path: str, block: nn.Module, index: int, split: SplitForward, calls: BatchCalls) -> None:
         super().__init__({path: block})
         self._index, self._split, self._calls = index, split, calls
 
@@ -54,7 +54,7 @@ class End(Tree):
     """What follows the blocks. Takes hidden states, with what travels with them, returns the model's output. If it
     shares parameters with what precedes the blocks, it is that, too."""
 
-    def __init__(self, parts: Mapping[str, Part], split: SplitForward, calls: Calls) -> None:
+    def __init__(self, parts: Mapping[str, Part], split: SplitForward, calls: BatchCalls) -> None:
         super().__init__(parts)
         self._split, self._calls = split, calls
 
@@ -68,7 +68,7 @@ class End(Tree):
 class Layers:
     """A model as layers."""
 
-    calls: Calls
+    calls: BatchCalls
     """The calls of the batch."""
     modules: Sequence[nn.Module]
     """The layers in their order. Only the first and the last may be the same module: then they share parameters."""
@@ -132,7 +132,7 @@ class SplitLayers(Layers):
         training: Sequence[nn.Module] = (),
     ) -> None:
         blocks = original.blocks
-        self.calls, self.partition_method = Calls(), f"type:^{Block.__name__}$"
+        self.calls, self.partition_method = BatchCalls(), f"type:^{Block.__name__}$"
         self._split = split = SplitForward(original, shown, loss_in)
         with original.evaluating():
             if original.on_several_ranks:

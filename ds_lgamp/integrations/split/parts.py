@@ -136,7 +136,7 @@ def _elements(*modules: nn.Module) -> int:
     return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
 
 
-class Recorder:
+class ByproductRecorder:
     """Where a host collects by-products of blocks while a model runs, as transformers does by hooks. This one collects
     nothing."""
 
@@ -186,7 +186,7 @@ class Original(NamedTuple):
     """Generators that the model may draw from."""
     settings: LgampConfig
     """The block."""
-    recorder: Recorder = Recorder()
+    recorder: ByproductRecorder = ByproductRecorder()
 
     @property
     def only_loss(self) -> bool:

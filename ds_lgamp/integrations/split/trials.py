@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.call import Arguments, BlockArguments, Returned
-from ds_lgamp.integrations.split.parts import Attribute, Recorder, kind_of, model_of, restored_modes
+from ds_lgamp.integrations.split.parts import Attribute, ByproductRecorder, kind_of, model_of, restored_modes
 from ds_lgamp.integrations.split.stand_ins import Placeholder
 from ds_lgamp.integrations.split.state import Buffers, Snapshot
 from ds_lgamp.integrations.split.travelling import numbers_like
@@ -152,7 +152,7 @@ def in_words(arguments: Arguments) -> str:
 class BlockTrials:
     """Runs the first block of every kind as the forward calls it, and tells what it shows."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: ByproductRecorder) -> None:
         self._recorder = recorder
         self.shown: dict[Any, tuple[Mapping[bool, Returned], list[Tensor]]] = {}
         """What blocks return besides hidden states, in training or not, and what is recorded of them, by kind."""

@@ -17,7 +17,7 @@ from ds_lgamp.integrations.hosts import replace_attribute
 from ds_lgamp.integrations.split.call import Arguments
 from ds_lgamp.integrations.split.layers import SplitLayers
 from ds_lgamp.integrations.split.outputs import NotInTraining
-from ds_lgamp.integrations.split.parts import Original, Recorder, find_blocks, model_of
+from ds_lgamp.integrations.split.parts import ByproductRecorder, Original, find_blocks, model_of
 from ds_lgamp.integrations.split.state import untouched
 from ds_lgamp.integrations.split.survey import survey
 from ds_lgamp.integrations.split.trials import given_inputs
@@ -246,7 +246,7 @@ class ModelLayers(SplitLayers):
         given = settings.dummy_inputs
         dummy = inputs_of(model_of(model)) if given is None else given_inputs(given)
         blocks = find_blocks(model, settings.blocks, planned_names(model))
-        recorder = RouterLogits(model) if self._records_routers else Recorder()
+        recorder = RouterLogits(model) if self._records_routers else ByproductRecorder()
         original = Original(model, blocks, random_sources, settings, recorder)
         with untouched(model) as before, attending_anywhere(model_of(model)), whole_to_layers(), recorder.learning():
             shown = survey(original, ((), {**dummy, **self._without_cache}))

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from ds_lgamp.config import BLOCK, ConfigError
-from ds_lgamp.integrations.split.parts import Recorder, model_of
+from ds_lgamp.integrations.split.parts import ByproductRecorder, model_of
 from ds_lgamp.integrations.split.stand_ins import Placeholder, replacing
 
 _KEY, _LOSS, _MASK = "router_logits", "load_balancing_loss_func", "attention_mask"
 
 
-class RouterLogits(Recorder):
+class RouterLogits(ByproductRecorder):
     """Records the logits of routers.
 
     Raises ConfigError if this transformers collects them in another way.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.integrations.deepspeed.model.module import BESIDE, NAMES_OF_MODEL, PlacedModule
-from ds_lgamp.integrations.split.call import Arguments, Call, Calls
+from ds_lgamp.integrations.split.call import Arguments, BatchCalls, Call
 from ds_lgamp.integrations.split.layers import End, Layers, OwnModelLayers
 from ds_lgamp.integrations.split.parts import Tree, find_blocks
 from ds_lgamp.integrations.transformers.models import ModelLayers, is_model, planned_names
@@ -21,7 +21,7 @@ class SequentialLayers(Layers):
     """The layers of an nn.Sequential."""
 
     def __init__(self, model: nn.Sequential) -> None:
-        self.calls, self.modules, self.partition_method = Calls(), list(model), "uniform"
+        self.calls, self.modules, self.partition_method = BatchCalls(), list(model), "uniform"
 
     def arguments(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Arguments:
         if named:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.deepspeed.engine.data import Versions
 from ds_lgamp.integrations.deepspeed.engine.training import Training
-from ds_lgamp.integrations.split.call import Arguments, Calls
+from ds_lgamp.integrations.split.call import Arguments, BatchCalls
 from ds_lgamp.integrations.split.state import (
     CONTAINERS,
     OF_TORCH,
@@ -95,7 +95,7 @@ class UnfinishedBatch:
 class OpenBatch:
     """A batch whose program has begun. The program may change after what has run."""
 
-    def __init__(self, training: Training, state: BatchState, calls: Calls) -> None:
+    def __init__(self, training: Training, state: BatchState, calls: BatchCalls) -> None:
         self.state = state
         self._training, self._executor, self._calls = training, training.executor, calls
         self._measuring = ExitStack()

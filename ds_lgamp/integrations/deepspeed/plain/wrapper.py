@@ -213,7 +213,7 @@ class WrapperEngine(OutputsEngine):
         self._around.forget()
 
 
-class Copy:
+class ParameterCopy:
     """A parameter, and the copy of it that code computes with."""
 
     def __init__(self, parameter: Tensor, value: Tensor) -> None:
@@ -252,7 +252,7 @@ class ParametersAround:
         self._runs = False
         self._has_gradients = False
         """Whether gradients of the trained parameters that the code finds go to them."""
-        self._copies: dict[str, Copy] = {}
+        self._copies: dict[str, ParameterCopy] = {}
         """The copies among what the code finds, by name."""
         self._other_values: dict[str, Tensor] = {}
         """Whether the values of trained copies were changed since the last step, by name. Reading it waits for the
@@ -270,7 +270,7 @@ class ParametersAround:
                 )
         if self._frozen is None:
             self._frozen = frozen_values()
-            self._copies |= {name: Copy(self._registered[name], value) for name, value in self._frozen.items()}
+            self._copies |= {name: ParameterCopy(self._registered[name], value) for name, value in self._frozen.items()}
         before, self._shown = self._shown, {**self._registered, **self._frozen, **self._absent}
         self._runs, self._has_gradients = True, False
         try:
@@ -302,7 +302,7 @@ class ParametersAround:
             trains = parameter.requires_grad and self.wrapper.wrapper.training and not value.is_inference()
             if trains and not has_gradients:
                 value.requires_grad_().register_hook(partial(_refuse_gradient, name))
-            self._shown[name], self._copies[name] = value, Copy(parameter, value)
+            self._shown[name], self._copies[name] = value, ParameterCopy(parameter, value)
         self._put(self._shown)
 
     def _refuse_written(self) -> None:
