@@ -60,7 +60,7 @@ from ds_lgamp.integrations.deepspeed.model.experts import (
     with_groups,
 )
 from ds_lgamp.integrations.deepspeed.model.module import Layout, layer_types
-from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources, offers_selective, refuse_unless_offered
+from ds_lgamp.integrations.deepspeed.model.recomputation import offers_selective, refuse_unless_offered
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import check_tensors
 from ds_lgamp.integrations.deepspeed.plain.build import (
     check_layout,
@@ -68,7 +68,7 @@ from ds_lgamp.integrations.deepspeed.plain.build import (
     refuse_other_parallelism,
     sequence_ranks,
 )
-from ds_lgamp.integrations.deepspeed.plain.layers import layers_of, pipeline_module, topology_of
+from ds_lgamp.integrations.deepspeed.plain.layers import in_pipelines
 from ds_lgamp.integrations.deepspeed.plain.wrapper import split_of
 from ds_lgamp.integrations.program_spec import budget_of, over_budget, space_left
 from ds_lgamp.partition.zero_partition import ZeroPartition, unit_sizes
@@ -192,9 +192,7 @@ def explain_plain(settings: LgampConfig, arguments: dict[str, Any]) -> Explanati
     if not is_replaced(model):
         # With the speeds of a cluster, this is a second explanation of the same model.
         divide_experts(model, settings, arguments)
-    with with_groups(model):
-        layers = layers_of(split, layer_sources(next(model.parameters()).device), settings)
-    module = pipeline_module(layers, topology_of(layers, settings))
+    layers, module = in_pipelines(split, model, settings)
     check_layout(arguments.get("mpu"), module.mpu(), settings)
     config = _configuration_of_pipelines(arguments, module.num_stages)
     config[BLOCK] = {**config[BLOCK], "outputs": settings.outputs}

@@ -16,17 +16,10 @@ from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.integrations.deepspeed.config.client_optimizer import as_groups
 from ds_lgamp.integrations.deepspeed.model.auto_ep import autoep_sizes, replace_experts
 from ds_lgamp.integrations.deepspeed.model.construction import make_whole
-from ds_lgamp.integrations.deepspeed.model.experts import make_groups, sizes_of, with_groups
-from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources
+from ds_lgamp.integrations.deepspeed.model.experts import make_groups, sizes_of
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import check_tensors, share_over_pipeline
 from ds_lgamp.integrations.deepspeed.plain.engine import ModelEngine
-from ds_lgamp.integrations.deepspeed.plain.layers import (
-    Layers,
-    layers_of,
-    needed_to_split,
-    pipeline_module,
-    topology_of,
-)
+from ds_lgamp.integrations.deepspeed.plain.layers import Layers, in_pipelines, needed_to_split
 from ds_lgamp.integrations.deepspeed.plain.loss_engine import LossEngine
 from ds_lgamp.integrations.deepspeed.plain.model_methods import release
 from ds_lgamp.integrations.deepspeed.plain.outputs_engine import OutputsEngine
@@ -51,9 +44,7 @@ def build_engine(settings: LgampConfig, arguments: dict[str, Any]) -> ModelEngin
     divide_experts(model, settings, arguments)
     # Only this looks for parameters, so that experts which were replaced are not among them.
     make_whole(needed)
-    with with_groups(model):
-        layers = layers_of(split, layer_sources(next(model.parameters()).device), settings)
-    module = pipeline_module(layers, topology_of(layers, settings))
+    layers, module = in_pipelines(split, model, settings)
     share_over_pipeline(model.buffers(), module)
     _keep_own_values(layers, module)
     _keep_own_parameters(module, arguments)

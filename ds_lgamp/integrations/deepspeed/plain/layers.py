@@ -5,11 +5,13 @@ from typing import Any, TypeGuard
 
 import torch.distributed as dist
 from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
-from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, ProcessTopology
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from torch import Tensor, nn
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
+from ds_lgamp.integrations.deepspeed.model.experts import with_groups
 from ds_lgamp.integrations.deepspeed.model.module import BESIDE, NAMES_OF_MODEL, PlacedModule
+from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources
 from ds_lgamp.integrations.split.call import Arguments, BatchCalls, Call
 from ds_lgamp.integrations.split.layers import End, Layers, OwnModelLayers
 from ds_lgamp.integrations.split.parts import Tree, find_blocks
@@ -120,7 +122,15 @@ class SharedEnd(_Existing):
     """What follows the blocks, if it shares parameters with what precedes them."""
 
 
-def topology_of(layers: Layers, settings: LgampConfig) -> ProcessTopology:
+def in_pipelines(split: nn.Module, model: nn.Module, settings: LgampConfig) -> tuple[Layers, PipelineModule]:
+    """Returns the layers of the ``model``, which is split as ``split``, and a PipelineModule of them. Collective over
+    all ranks; raises ConfigError where :func:`layers_of` does or the ranks do not fit."""
+    with with_groups(model):
+        layers = layers_of(split, layer_sources(next(model.parameters()).device), settings)
+    return layers, _pipeline_module(layers, _topology_of(layers, settings))
+
+
+def _topology_of(layers: Layers, settings: LgampConfig) -> PipeDataParallelTopology:
     """Returns the places of all ranks in pipelines. Raises ConfigError if there are too few layers or ranks for
     ``settings.pipeline_ranks``, or if data-parallel ranks shall have different numbers of micro-batches."""
     if settings.data_rank_speeds is not None:
@@ -138,8 +148,7 @@ def topology_of(layers: Layers, settings: LgampConfig) -> ProcessTopology:
     return PipeDataParallelTopology(num_pp=ranks, num_dp=world // ranks)
 
 
-def pipeline_module(layers: Layers, topology: ProcessTopology) -> PipelineModule:
-    """Returns the layers as a PipelineModule. Collective over all ranks."""
+def _pipeline_module(layers: Layers, topology: PipeDataParallelTopology) -> PipelineModule:
     specs: list[Any] = list(layers.modules)
     if isinstance(ends := specs[0], End):
         specs[0] = TiedLayerSpec(_ENDS, SharedBeginning, ends, tied_weight_attr=[])
