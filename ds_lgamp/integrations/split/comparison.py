@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
-from ds_lgamp.integrations.split.call import Arguments, BatchCalls, Call, run_uncompiled
+from ds_lgamp.integrations.split.call import Arguments, BatchCalls, Call, Returned, run_uncompiled
 from ds_lgamp.integrations.split.forward import SplitForward
-from ds_lgamp.integrations.split.parts import place_of
+from ds_lgamp.integrations.split.parts import full_shape, place_of
 from ds_lgamp.integrations.split.stand_ins import replacing, watch_calls
 from ds_lgamp.integrations.split.state import Snapshot, leave_out_hosts, untouched
 from ds_lgamp.integrations.split.travelling import numbers_like
 from ds_lgamp.integrations.split.trials import others
-from ds_lgamp.runtime.chunk import Chunk, cloned
+from ds_lgamp.runtime.chunk import Chunk, as_tuple, cloned
 from ds_lgamp.runtime.recompute import SavedTensors, read_states
 
 _LARGEST = 250_000_000
@@ -114,7 +114,7 @@ class Comparison:
             self._original.seed(index)
 
         def leaves(result: Any, _: Arguments) -> None:
-            hidden.append(_first(result).detach().clone())
+            hidden.append(Returned.of(result)[0].detach().clone())
             states.append(read_states(self._random_sources))
 
         blocks = self._original.blocks
@@ -154,7 +154,7 @@ class Comparison:
                     values.append(self._run(chunk, value, micro_batch))
                 chunk.state.moved(moments[-1])
             for micro_batch, value in enumerate(inputs if is_block else ()):
-                hidden[micro_batch].append(_first(values[micro_batch]).detach().clone())
+                hidden[micro_batch].append(as_tuple(values[micro_batch])[0].detach().clone())
                 if (tensors := saved[micro_batch]) is not None:
                     current = chunk.state.rewind(moments[micro_batch])
                     again[micro_batch].append(self._recomputed(tensors, chunk, value, micro_batch))
@@ -166,7 +166,9 @@ class Comparison:
     def _recomputed(self, saved: SavedTensors, chunk: Chunk, value: Any, micro_batch: int) -> Tensor:
         """Restores what a block has ``saved``, from its input. Returns the hidden states after it."""
         hidden: list[Tensor] = []
-        saved.restore(lambda: hidden.append(_first(self._run(chunk, value, micro_batch)).detach()), completely=True)
+        saved.restore(
+            lambda: hidden.append(as_tuple(self._run(chunk, value, micro_batch))[0].detach()), completely=True
+        )
         return hidden[0]
 
     def _run(self, chunk: Chunk, value: Any, micro_batch: int) -> Any:
@@ -239,8 +241,7 @@ _AGAIN = (
 def _is_whole(model: nn.Module) -> bool:
     """Whether all parameters of a model are here, and not too many."""
     parameters = [*model.parameters()]
-    # zero.Init leaves parameters without elements, and their number in ds_numel.
-    is_here = all(parameter.numel() == getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
+    is_here = all(parameter.numel() == full_shape(parameter).numel() for parameter in parameters)
     return is_here and sum(map(Tensor.numel, parameters)) <= _LARGEST
 
 
@@ -249,11 +250,6 @@ def _sample(parameter: Tensor, gradient: Tensor | None) -> Tensor:
     flat = (torch.zeros_like(parameter) if gradient is None else gradient).detach().flatten().float()
     some = flat[:: max(1, len(flat) // _ELEMENTS)]
     return torch.cat([torch.stack([flat.norm(), flat.sum()]), some]).to(parameter.dtype)
-
-
-def _first(result: Any) -> Tensor:
-    """Returns the hidden states in what a block returned."""
-    return result[0] if isinstance(result, tuple) else result
 
 
 def _are_equal(one: Tensor, other: Tensor, scale: float = 0.0) -> bool:

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from ds_lgamp.integrations.split.call import Autocast
+from ds_lgamp.integrations.split.parts import full_shape
 from ds_lgamp.integrations.split.state import restored
 
 _torchs_logger = logging.getLogger(fake_tensor.__name__)
@@ -44,11 +45,6 @@ class Shape:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Shape) and vars(self) == vars(other)
-
-
-def full_shape(parameter: Tensor) -> torch.Size:
-    """Returns the shape of a parameter, also of one that deepspeed.zero.Init has left without elements."""
-    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def shapes_in(returned: Any, arguments: Any) -> Any:

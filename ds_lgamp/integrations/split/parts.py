@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain, groupby
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
@@ -132,8 +133,12 @@ def _is_alike(module: nn.Module) -> bool:
 
 def _elements(*modules: nn.Module) -> int:
     parameters = {parameter for module in modules for parameter in module.parameters()}
-    # zero.Init leaves parameters without elements, and their number in ds_numel.
-    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
+    return sum(full_shape(parameter).numel() for parameter in parameters)
+
+
+def full_shape(tensor: Tensor) -> torch.Size:
+    """Returns the shape of a tensor, also of a parameter that deepspeed.zero.Init has left without elements."""
+    return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
 
 
 class ByproductRecorder:

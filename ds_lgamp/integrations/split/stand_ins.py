@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.call import Arguments, BlockArguments, SetAttributes, apart
-from ds_lgamp.integrations.split.imagined import Imagined, Shape, UnknownShape, full_shape, shapes_in
-from ds_lgamp.integrations.split.parts import Blocks, Part, Result, ShapesOfCalls, place_of
+from ds_lgamp.integrations.split.imagined import Imagined, Shape, UnknownShape, shapes_in
+from ds_lgamp.integrations.split.parts import Blocks, Part, Result, ShapesOfCalls, full_shape, place_of
 from ds_lgamp.integrations.split.state import MISSING, set_or_delete, version_of
 
 

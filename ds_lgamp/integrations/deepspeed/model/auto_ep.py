@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.model.layer_moves import traits_of
 from ds_lgamp.integrations.deepspeed.model.module import tensors_of
-from ds_lgamp.integrations.split.parts import model_of
+from ds_lgamp.integrations.split.parts import full_shape, model_of
 from ds_lgamp.integrations.transformers.models import is_model
 
 
@@ -157,7 +157,7 @@ def _is_transposed(experts: nn.Module, layer: MoELayerSpec) -> bool:
     """Whether AutoEP transposes the matrices of ``experts``, as it does if it splits one of two along its columns."""
     names = (layer.expert_w1_name, layer.expert_w2_name)
     first, second = (getattr(experts, name) for name in names)
-    layout = classify_fused_gate_up_layout(*(tuple(getattr(each, "ds_shape", each.shape)) for each in (first, second)))
+    layout = classify_fused_gate_up_layout(full_shape(first), full_shape(second))
     return layer.expert_w3_name is None and layout is not None and layout.needs_transpose
 
 

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
 from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.split.parts import full_shape
 from ds_lgamp.integrations.split.state import buffers_of, version_of
 from ds_lgamp.partition.agreement import Term, everyone, raise_everywhere, refuse_differing_terms
 from ds_lgamp.partition.memory import bytes_of, without_repetition
@@ -113,9 +114,7 @@ def check_tensors(model: nn.Module) -> None:
 
 
 def _described(tensor: Tensor) -> str:
-    # zero.Init keeps the whole shape in ``ds_shape``.
-    shape = [*getattr(tensor, "ds_shape", tensor.shape)]
-    return f"{tensor.dtype} of shape {shape}{' without values' if tensor.is_meta else ''}"
+    return f"{tensor.dtype} of shape {[*full_shape(tensor)]}{' without values' if tensor.is_meta else ''}"
 
 
 class Sharing(NamedTuple):

@@ -24,6 +24,7 @@ from ds_lgamp.integrations.deepspeed.model.layer_moves import transfer
 from ds_lgamp.integrations.deepspeed.model.module import built_layers, over_pipeline, prefix_of, tensors_of
 from ds_lgamp.integrations.deepspeed.plain.between_ranks import Next, agree, others_read, without_values
 from ds_lgamp.integrations.deepspeed.plain.model_methods import Elsewhere, replace_method
+from ds_lgamp.integrations.split.parts import full_shape
 from ds_lgamp.integrations.split.stand_ins import replacing
 from ds_lgamp.integrations.split.state import buffers_of
 from ds_lgamp.partition.agreement import raise_everywhere
@@ -265,7 +266,7 @@ def _described(layer: nn.Module, names: dict[int, str]) -> list[_Tensor]:
     described = []
     for _, tensor in tensors_of(layer):
         if id(tensor) in names:
-            shape = [*getattr(tensor, "ds_shape", tensor.shape)]
+            shape = [*full_shape(tensor)]
             if (slices := place_among_experts(tensor)[1]) > 1:
                 shape[0] *= slices
             described.append(_Tensor(names[id(tensor)], torch.Size(shape), tensor.dtype))
