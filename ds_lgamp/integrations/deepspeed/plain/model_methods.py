@@ -56,9 +56,6 @@ class Elsewhere:
         )
 
 
-_ENGINE = "the engine that deepspeed.initialize or accelerator.prepare returned"
-
-
 class Guide(Protocol):
     """An engine, as far as calls of its model are concerned."""
 
@@ -73,8 +70,17 @@ def evaluate_direct_calls(engine: Guide, model: Any, is_spread: bool) -> Callabl
 
     Calls that train raise ConfigError: their backward pass would not be a part of the program. See :func:`guide_calls`.
     """
-    stock = model.forward
-    compute = _forward(_without_hooks(engine, model) if is_spread else stock, model)
+    evaluate = _without_hooks(engine, model) if is_spread else model.forward
+
+    def compute(*positional: Any, **named: Any) -> Any:
+        if torch.is_grad_enabled() and model.training:
+            raise ConfigError(
+                f"the model is called directly in training, but with a {BLOCK} block the engine that "
+                "deepspeed.initialize or accelerator.prepare returned trains it; call that, or switch the model to "
+                "evaluation"
+            )
+        return evaluate(*positional, **named)
+
     return guide_calls(engine, model, compute, is_spread)
 
 
@@ -104,18 +110,6 @@ def guide_calls(engine: Guide, model: Any, compute: Callable[..., Any], is_sprea
             )
 
     return check
-
-
-def _forward(compute: Callable[..., Any], model: Any) -> Callable[..., Any]:
-    def forward(*positional: Any, **named: Any) -> Any:
-        if torch.is_grad_enabled() and model.training:
-            raise ConfigError(
-                f"the model is called directly in training, but with a {BLOCK} block {_ENGINE} trains it; call that, "
-                "or switch the model to evaluation"
-            )
-        return compute(*positional, **named)
-
-    return forward
 
 
 def _without_hooks(engine: Callable[..., Any], model: Any) -> Callable[..., Any]:
