@@ -164,10 +164,9 @@ class Saver:
             # DCP reports an error of one rank to all ranks, as a CheckpointException. Any other exception means that
             # the ranks cannot communicate.
             except (Exception, CheckpointException) as error:
-                if first:
-                    folders.discard(destination)
                 failure = _failure(destination.parent, complaint, error)
                 if first:
+                    folders.discard(destination)
                     logger.error(str(failure))
                 raise failure from None
 
