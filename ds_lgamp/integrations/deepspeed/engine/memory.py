@@ -22,16 +22,8 @@ from ds_lgamp.cost.activations import ActivationBytes, ChunkBytes
 from ds_lgamp.cost.memory import Memory, Pair, kept_within, memory_over_time
 from ds_lgamp.cost.muon import Iteration, Matrix, exchange_bytes, step_memory
 from ds_lgamp.cost.units import BLOCK_ON_DEVICE, ElementBytes, Sharding, Travel
-from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
-    ELEMENTWISE,
-    choice_of,
-    counterpart,
-)
-from ds_lgamp.integrations.deepspeed.config.precision import (
-    accumulation_dtype,
-    has_master_copies,
-    parameter_dtype,
-)
+from ds_lgamp.integrations.deepspeed.config.optimizer_choice import ELEMENTWISE, choice_of, counterpart
+from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype, has_master_copies, parameter_dtype
 from ds_lgamp.integrations.deepspeed.model.experts import divided
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import tensor_group
 from ds_lgamp.integrations.program_spec import advise_on_memory, over_budget, space_left
