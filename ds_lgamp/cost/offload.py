@@ -24,9 +24,9 @@ from typing import NamedTuple
 from ds_lgamp.cost.activations import ActivationBytes
 from ds_lgamp.cost.state import HeldUnit, Ledger, StateWalk
 from ds_lgamp.cost.traffic import bus_bytes
-from ds_lgamp.cost.units import BLOCK_ON_HOST, ElementBytes, Sharding, UnitSize, on_host
+from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize, on_host
 from ds_lgamp.schedule.actions import Action, Kind
-from ds_lgamp.schedule.spec import DISK_BLOCK, PIECE, PIECES, UPDATE_BUFFERS, Offload
+from ds_lgamp.schedule.spec import BLOCK_ON_HOST, DISK_BLOCK, PIECE, PIECES, UPDATE_BUFFERS, Offload
 
 
 @dataclass(frozen=True)

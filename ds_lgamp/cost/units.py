@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from ds_lgamp.schedule.spec import Hierarchy, Offload
+from ds_lgamp.schedule.spec import RANDOM_NUMBERS, Hierarchy, Offload
 
 ALIGNMENT = 32
 """Every parameter begins at a multiple of so many elements, and every rank's part of a unit's storage ends at one. The
@@ -39,12 +39,6 @@ def part_size(end: int, ranks: int) -> int:
 
 
 _MASTER_BYTES, _RANDOM_BYTES, _SCALE_BYTES = 4, 4, 2
-BLOCK_ON_HOST, BLOCK_ON_DEVICE = 1 << 20, 1 << 22
-"""The most elements that an update in bf16 copies to fp32 at once: what stays in caches, and what keeps an
-accelerator busy."""
-RANDOM_NUMBERS = 262_139
-"""How many random numbers such updates use again and again. A prime, so that elements with the same one are no column
-of a matrix."""
 
 
 def packed_bytes(elements: int, bits: int) -> int:

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch.optim import optimizer as of_torch
 
-from ds_lgamp.cost.units import BLOCK_ON_DEVICE, BLOCK_ON_HOST
 from ds_lgamp.optimizers.rounding import RoundedSteps
 from ds_lgamp.optimizers.tensors import TensorOptimizer
 from ds_lgamp.partition.flat_storage import UnitParameter
@@ -21,6 +20,7 @@ from ds_lgamp.partition.host import ShardUpdate, Work, arriving
 from ds_lgamp.partition.shards import Segment
 from ds_lgamp.partition.unit import Unit, parts_of
 from ds_lgamp.partition.zero_partition import ZeroPartition
+from ds_lgamp.schedule.spec import BLOCK_ON_DEVICE, BLOCK_ON_HOST
 
 Options = list[dict[str, Any]]
 """The hyper-parameters of every parameter group."""

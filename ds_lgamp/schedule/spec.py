@@ -43,6 +43,12 @@ PIECES = 4
 """How many pieces move at once, and how many of each direction of the bus have a buffer."""
 UPDATE_BUFFERS = 2
 """Units in memory: one that is updated, and one that is written and then read for the next update."""
+BLOCK_ON_HOST, BLOCK_ON_DEVICE = 1 << 20, 1 << 22
+"""The most elements that an update in bf16 copies to fp32 at once: what stays in caches, and what keeps an
+accelerator busy."""
+RANDOM_NUMBERS = 262_139
+"""How many random numbers such updates use again and again. A prime, so that elements with the same one are no column
+of a matrix."""
 
 UPDATES = ("step", "reduction", "next_step")
 """When the optimizer updates a chunk:

@@ -21,7 +21,7 @@ from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, with_unit
 from ds_lgamp.cost.activations import ActivationBytes, ChunkBytes
 from ds_lgamp.cost.memory import Memory, Pair, kept_within, memory_over_time
 from ds_lgamp.cost.muon import Iteration, Matrix, exchange_bytes, step_memory
-from ds_lgamp.cost.units import BLOCK_ON_DEVICE, ElementBytes, Sharding, Travel
+from ds_lgamp.cost.units import ElementBytes, Sharding, Travel
 from ds_lgamp.integrations.deepspeed.config.optimizer_choice import ELEMENTWISE, choice_of, counterpart
 from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype, has_master_copies, parameter_dtype
 from ds_lgamp.integrations.deepspeed.model.experts import divided
@@ -37,7 +37,7 @@ from ds_lgamp.runtime.measure import ChunkMeter
 from ds_lgamp.runtime.recompute import read_states
 from ds_lgamp.schedule.actions import Action, Kind
 from ds_lgamp.schedule.program import build_rank_program
-from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.schedule.spec import BLOCK_ON_DEVICE, ProgramSpec
 
 LATER = "given later"
 """The name of an optimizer that the script gives after ``deepspeed.initialize`` has been explained."""
