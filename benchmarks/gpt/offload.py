@@ -66,12 +66,18 @@ class Fsdp2:
 ALL = (OPTIMIZER, PARAMETERS)
 UNCHECKED = {"bf16": {"check_grad_overflow": False}}
 """By default an update waits until all gradients are known to be finite."""
+IN_BF16 = {
+    "bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
+    "ds_lgamp": {"stochastic_rounding": True},
+}
+"""Eight bytes of the host for each parameter in place of 18."""
 CONTENDERS = (
     Contender(IN_MEMORY, partial(Layered, stage=3)),
     Contender(ON_HOST, partial(Layered, stage=3, offload=ALL)),
     Contender(DEEPSPEED, partial(StockDeepSpeed, stage=3, offload=ALL)),
     Contender(FSDP2_IN_MEMORY, partial(Fsdp2, offload=False)),
     Contender(f"{ON_HOST}, gradients unchecked", partial(Layered, stage=3, offload=ALL, more=UNCHECKED)),
+    Contender(f"{ON_HOST}, state in bf16", partial(Layered, stage=3, offload=ALL, more=IN_BF16)),
     Contender(OPTIMIZER_ON_HOST, partial(Layered, stage=3, offload=[OPTIMIZER])),
     Contender(f"{FSDP2_ON_HOST}, deferred sync", partial(Fsdp2, offload=True, deferred_sync=True)),
     Contender(FSDP2_ON_HOST, partial(Fsdp2, offload=True)),
