@@ -19,7 +19,7 @@ from benchmarks.record import REPETITIONS, Record, begin
 from ds_lgamp.cost.activations import ActivationBytes, ChunkBytes
 from ds_lgamp.cost.memory import Memory, rank_memory
 from ds_lgamp.cost.units import ElementBytes, Sharding
-from ds_lgamp.runtime.chunk_memory import Way, chunk_bytes
+from ds_lgamp.integrations.deepspeed.explain.activations import Way, chunk_bytes
 from ds_lgamp.runtime.recompute import default_sources, read_states
 
 NAME = "memory"

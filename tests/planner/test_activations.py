@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from ds_lgamp.cost.units import ElementBytes
+from ds_lgamp.integrations.deepspeed.explain.activations import Way
+from ds_lgamp.integrations.deepspeed.explain.activations import chunk_bytes as measured_bytes
 from ds_lgamp.planner.activations import Software, chunk_bytes, end_bytes, layer_bytes
 from ds_lgamp.planner.model import Model
-from ds_lgamp.runtime.chunk_memory import Way
-from ds_lgamp.runtime.chunk_memory import chunk_bytes as measured_bytes
 from tests.planner.training import EXPERTS, HIDDEN, LENGTH, VOCABULARY, make, model_of
 from tests.slow import slow_except
 

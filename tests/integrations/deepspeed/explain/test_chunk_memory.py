@@ -7,8 +7,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.memory import bytes_of_block
 from benchmarks.model import Block, ModelSize, loss_function, micro_batch
+from ds_lgamp.integrations.deepspeed.explain.activations import Way, chunk_bytes
 from ds_lgamp.runtime.chunk import differentiable
-from ds_lgamp.runtime.chunk_memory import Way, chunk_bytes
 
 
 class WithMask(nn.Module):
