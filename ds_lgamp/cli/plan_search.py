@@ -149,6 +149,7 @@ def print_table(model: Model, cluster: Cluster, plans: Sequence[Plan], tokens: f
         "chunks: per rank (resident); batch: micro-batches x sequences, by group; step: of layered plans action by "
         "action on the clock, of others and with a ~ by formulas; network: exposed share of the step; GPU: memory per "
         "GPU"
+        + ("; recompute: of auto, how many of all forwards" if any(plan.configuration.kept for plan in plans) else "")
         + ("; E: ranks that divide the experts of a layer" if model.divided_by else "")
         + ("; host: memory on the host for each GPU." if shows_host else ".")
     )
@@ -182,7 +183,8 @@ def _layout_cells(method: str, of: Configuration) -> list[str]:
     ranks = of.data_ranks, of.pipeline_ranks, of.tensor_ranks
     chunks = "-" if of.micro_batch_outer else str(of.chunks_per_rank)
     batch = f"{of.micro_batches} x {of.micro_batch}"
-    return [method, *map(str, ranks), chunks, batch, str(of.zero_stage), of.recompute]
+    again = f" {of.recomputed_pairs}/{of.computes // 2}" if of.recompute == "auto" else ""
+    return [method, *map(str, ranks), chunks, batch, str(of.zero_stage), of.recompute + again]
 
 
 def cells(plan: Plan, model: Model, tokens: float | None, shows_host: bool = False) -> list[str]:

@@ -263,6 +263,13 @@ def held_between_steps(
 
 Pair = tuple[int, int]
 """A chunk and a micro-batch."""
+_SPACE = 0.05
+"""The part of the memory that a device has left which "auto" leaves to what lies between tensors."""
+
+
+def space_left(memory: int) -> int:
+    """Returns the bytes that tensors may take of the ``memory`` of a device."""
+    return int((1 - _SPACE) * memory)
 
 
 def kept_within(

@@ -219,10 +219,6 @@ def shard_groups(config: Mapping[str, Any]) -> dict[str, int]:
     return {name: section[name] for name, values in off.items() if section.get(name) not in values}
 
 
-_SPACE = 0.05
-"""The part of the memory that a device has left which "auto" leaves to what lies between tensors."""
-
-
 def budget_of(settings: LgampConfig, device: str) -> int | None:
     """Returns the bytes of ``recompute_memory``; None for what the device has left. Raises ConfigError if the key is
     missing where the ``device`` is "cpu"."""
@@ -245,11 +241,6 @@ def over_budget(limit: int, rank: int, needed: int) -> str | None:
         f"{enough} although it recomputes everything; set recompute_memory to at least that, or use "
         "smaller micro-batches"
     )
-
-
-def space_left(memory: int) -> int:
-    """Returns the bytes that tensors may take of the ``memory`` of a device."""
-    return int((1 - _SPACE) * memory)
 
 
 def advise_on_memory(error: RuntimeError, kept: int, budget: int, fitted: int, needed: int) -> NoReturn:

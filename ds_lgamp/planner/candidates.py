@@ -5,12 +5,17 @@ from dataclasses import replace
 from math import gcd
 from typing import Any
 
+from ds_lgamp.cost.activations import ActivationBytes
+from ds_lgamp.cost.memory import Pair, kept_within
+from ds_lgamp.planner.activations import Software
 from ds_lgamp.planner.cluster import Cluster, Efficiency
-from ds_lgamp.planner.configuration import Configuration
+from ds_lgamp.planner.configuration import Configuration, method_of
 from ds_lgamp.planner.hardware import Compute, Seconds
-from ds_lgamp.planner.memory import of_ranks
-from ds_lgamp.planner.model import Model
+from ds_lgamp.planner.memory import batch_bytes, chunk_bytes_of, default_software, formula_of, of_ranks
+from ds_lgamp.planner.model import MEGATRON, Model
 from ds_lgamp.planner.work import host_seconds, is_layered
+from ds_lgamp.schedule.actions import Action
+from ds_lgamp.schedule.program import build_rank_program
 
 LARGEST_MICRO_BATCH = 64
 """In sequences."""
@@ -150,9 +155,31 @@ class Bound:
         )
         return rank * (of.micro_batches + (of.pipeline_ranks - 1) / of.chunks_per_rank)
 
+    def kept_share(self, of: Configuration) -> float:
+        """Returns what remains of a step's compute if it recomputes nothing."""
+        return self.seconds(without_recomputing(of)) / self.seconds(of)
+
+
+def layout_of(of: Configuration) -> tuple:
+    """Returns the method, ranks and micro-batches by which plans count as different."""
+    return method_of(of), of.data_ranks, of.pipeline_ranks, of.tensor_ranks, of.micro_batch
+
+
+def ranks_of(of: Configuration) -> tuple:
+    """Returns what plans have in common that differ in their schedule at most, and in what it needs."""
+    return of.data_ranks, of.pipeline_ranks, of.tensor_ranks, of.micro_batch, of.travel, of.activation_dtype
+
 
 MOST_OFFLOADED_COMPUTES = 10_000
 """Forwards and backwards of a step that a search runs on the clock. Offloading has no closed form."""
+
+
+def node_ranks(of: Configuration, cluster: Cluster) -> int:
+    """Returns how many data-parallel ranks form a node; 0 if they cannot share shards of stage 3 there."""
+    ranks = cluster.gpus_per_node // of.tensor_ranks
+    fits = 1 < ranks < of.data_ranks and of.data_ranks % ranks == 0 and not of.uses_host and of.expert_ranks == 1
+    fits &= not of.keeps_frozen_whole
+    return ranks if fits and of.zero_stage == 3 and not of.micro_batch_outer else 0
 
 
 def gathers_again(of: Configuration) -> bool:
@@ -160,6 +187,42 @@ def gathers_again(of: Configuration) -> bool:
     gathers = of.zero_stage == 3 and of.data_ranks > 1 and of.hierarchy is None and of.keep_frozen is None
     quick = is_layered(of) and of.computes <= MOST_OFFLOADED_COMPUTES
     return gathers and quick and of.chunks_per_rank > of.resident_chunks
+
+
+MOST_DECIDED_COMPUTES = 20_000
+"""Forwards and backwards of a step for which a search decides what to keep."""
+
+
+def may_keep(model: Model, of: Configuration) -> bool:
+    """Whether the engine may keep what autograd saves of some micro-batches where ``of`` recomputes all of them, and a
+    search can decide of which ones."""
+    # Layers of Megatron-LM's loop, which flags with experts start, recompute by themselves.
+    alone = of.tensor_ranks == of.expert_ranks == 1 and model.divided_by != MEGATRON
+    possible = of.recompute == "full" and not of.micro_batch_outer and not of.split_backward
+    return possible and alone and of.computes <= MOST_DECIDED_COMPUTES
+
+
+def without_recomputing(of: Configuration) -> Configuration:
+    """Returns the configuration with everything kept on the device."""
+    return replace(of, recompute="none", kept=frozenset(), stores_inputs=False)
+
+
+def keeping(model: Model, of: Configuration, room: int, software: Software | None = None) -> Configuration:
+    """Returns the configuration with recompute "auto": its pipeline ranks keep what they can within ``room`` bytes, as
+    the engine decides it. They keep nothing where even recomputing everything takes more."""
+    of, software = replace(of, recompute="auto"), software or default_software(of)
+    spec, chunks = of.spec, chunk_bytes_of(model, of, software)
+    left = room - batch_bytes(model, of, software)
+
+    def of_rank(rank: int) -> frozenset[Pair]:
+        formula = formula_of(model, of, rank, software, chunks)
+
+        def build(kept: frozenset[Pair]) -> list[Action]:
+            return build_rank_program(replace(spec, kept=kept), rank)
+
+        return kept_within(left, build, lambda actions: formula(actions)[1], ActivationBytes(0, 0, chunks))
+
+    return replace(of, kept=frozenset().union(*map(of_rank, range(of.pipeline_ranks))))
 
 
 def ways_to_split(model: Model, of: Configuration) -> list[Configuration]:
@@ -170,7 +233,7 @@ def ways_to_split(model: Model, of: Configuration) -> list[Configuration]:
     # Layers of Megatron-core, which several tensor-parallel ranks share, compute both parts at once, and so do experts.
     # Frozen matrices have no second part.
     may_pay = of.pipeline_ranks > 1 and of.tensor_ranks == 1 and model.experts == 1 and not model.adapters
-    if not may_pay or of.micro_batch_outer or of.uses_host:
+    if not may_pay or of.micro_batch_outer or of.uses_host or of.recompute == "auto":
         return []
     waiting = [of.pipeline_ranks >> halved for halved in range(of.pipeline_ranks.bit_length())]
     ways = [replace(of, split_backward=most) for most in waiting]

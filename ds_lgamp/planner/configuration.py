@@ -14,7 +14,7 @@ from ds_lgamp.schedule.spec import ActivationType, Hierarchy, Offload, ProgramSp
 
 PLANNED = ("layered", "interleaved_1f1b", "1f1b", "gpipe", "zbv")
 """The schedules whose time and memory the planner predicts."""
-RECOMPUTE = ("full", "none")
+RECOMPUTE = ("full", "none", "auto")
 OFFLOAD = (None, "optimizer", "parameters")
 KEEP_FROZEN = (None, "device", "host", "none")
 _BITS = {"weight_bits": (None, 8), "gradient_bits": (None, 8, 4), "activation_dtype": (None, "fp8")}
@@ -38,7 +38,8 @@ class Configuration:
     chunks_per_rank: int = 1
     resident_chunks: int = 2
     recompute: str = "full"
-    """full: chunks are recomputed in the backward pass; none: everything that autograd saves is kept."""
+    """full: chunks are recomputed in the backward pass; none: everything that autograd saves is kept; auto: it is kept
+    of some pairs of chunk and micro-batch, as this project's engine alone does."""
     micro_batch_group: int | None = None
     """How many micro-batches pass through a chunk together (layered only); None: all."""
     micro_batch_outer: bool = False
@@ -79,12 +80,16 @@ class Configuration:
     """In how many bits gradients are reduced from stage 1 on; None as they are."""
     activation_dtype: ActivationType | None = None
     """In which type hidden states and their gradients travel between pipeline ranks; None as they are, in 16 bits."""
+    kept: frozenset[tuple[int, int]] = frozenset()
+    """The pairs of chunk and micro-batch that recompute "auto" keeps."""
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the fields, as JSON has them: of what travels rounded, only what does."""
+        """Returns the fields, as JSON has them: of what travels rounded, only what does. With recompute "auto", the
+        number of pairs of chunk and micro-batch that are recomputed stands for those that are kept."""
         hierarchy = None if self.hierarchy is None else self.hierarchy._asdict()
-        named = {**asdict(self), "hierarchy": hierarchy}
-        absent = (*ROUNDED, "keep_frozen")
+        again = self.recomputed_pairs if self.recompute == "auto" else None
+        named = {**asdict(self), "hierarchy": hierarchy, "kept": None, "recomputed_pairs": again}
+        absent = (*ROUNDED, "keep_frozen", "kept", "recomputed_pairs")
         return {name: value for name, value in named.items() if value is not None or name not in absent}
 
     def __post_init__(self) -> None:
@@ -108,7 +113,7 @@ class Configuration:
             raise ValueError(f"offload is {self.offload!r}; use one of optimizer and parameters, or None")
         if self.offload is not None and (self.schedule != "layered" or self.micro_batch_outer):
             raise ValueError(f"offload is '{self.offload}', which this project's layered schedule has; use that")
-        if self.stores_inputs and (self.schedule != "layered" or self.micro_batch_outer or self.recompute != "full"):
+        if self.stores_inputs and (self.schedule != "layered" or self.micro_batch_outer or self.recompute == "none"):
             raise ValueError(
                 "stores_inputs is True, which this project's layered schedule has, with recompute 'full'; use both"
             )
@@ -117,6 +122,7 @@ class Configuration:
                 "stores_weights is True, which this project's layered schedule has, with zero_stage 3; use both"
             )
         self._refuse_second_parts()
+        self._refuse_to_decide()
         if self.data_ranks % self.expert_ranks:
             raise ValueError(
                 f"expert_ranks is {self.expert_ranks}, which does not divide the {self.data_ranks} data_ranks; use a "
@@ -169,6 +175,22 @@ class Configuration:
                 raise ValueError(
                     f"split_backward is {self.split_backward}, which {why}, but {field} is {getattr(self, field)!r}; "
                     "use 0"
+                )
+
+    def _refuse_to_decide(self) -> None:
+        """Raises ValueError if a rank shall decide what it recomputes where the engine refuses that."""
+        if self.recompute != "auto" and self.kept:
+            raise ValueError(f"recompute is '{self.recompute}', but kept has {len(self.kept)} pairs; use 'auto'")
+        for field, wrong in (
+            ("micro_batch_outer", self.micro_batch_outer),
+            ("tensor_ranks", self.tensor_ranks > 1),
+            ("expert_ranks", self.expert_ranks > 1),
+            ("split_backward", self.split_backward > 0),
+        ):
+            if wrong and self.recompute == "auto":
+                raise ValueError(
+                    f"recompute is 'auto', which this project's engine has for whole backwards of ranks that share no "
+                    f"layer, but {field} is {getattr(self, field)!r}; use 'full' or 'none'"
                 )
 
     def _refuse_rounding(self) -> None:
@@ -236,10 +258,20 @@ class Configuration:
         return 2 * self.chunks * self.micro_batches
 
     @property
+    def recomputed_pairs(self) -> int:
+        """How many forwards of a step of one pipeline the backward pass computes again."""
+        return len(self.spec.recomputed_chunks) * self.micro_batches - len(self.kept)
+
+    def recomputed_share(self, chunk: int) -> float:
+        """Returns for which share of the micro-batches the backward computes the chunk again."""
+        kept = sum(one == chunk for one, _ in self.kept)
+        return 1 - kept / self.micro_batches if chunk in self.spec.recomputed_chunks else 0.0
+
+    @property
     def takes_clock(self) -> bool:
         """Whether the closed form does not know the step: it knows neither hierarchical shards nor the host, nor
-        backwards in two parts, nor a vee."""
-        in_parts = self.split_backward > 0 or self.schedule == "zbv"
+        backwards in two parts, nor a vee, nor chunks that are recomputed for some micro-batches."""
+        in_parts = self.split_backward > 0 or self.schedule == "zbv" or self.recompute == "auto"
         return self.hierarchy is not None or self.uses_host or self.stores_weights or in_parts
 
     @cached_property
@@ -268,7 +300,8 @@ class Configuration:
             offload=None if self.offload is None else Offload(self.offload == "parameters", alone=self.data_ranks == 1),
             stores_inputs=self.stores_inputs,
             stores_weights=self.stores_weights,
-            recomputes=self.recompute == "full",
+            recomputes=self.recompute != "none",
+            kept=self.kept,
             split_backward=self.split_backward,
         )
 
@@ -324,6 +357,8 @@ def method_of(configuration: Configuration) -> str:
     words += [f"{of.gradient_bits}-bit gradients"] if of.gradient_bits else []
     words += [f"{of.activation_dtype} hidden states"] if of.activation_dtype else []
     words += ["backwards in two parts"] if of.split_backward else []
+    # Megatron-LM recomputes everything or nothing.
+    words += ["recompute auto"] if of.recompute == "auto" and of.schedule != "layered" else []
     return ", ".join(words)
 
 
@@ -355,4 +390,6 @@ def describe(configuration: Configuration) -> str:
     words.append(f"{of.micro_batches} micro-batches of {of.micro_batch}")
     if of.group < of.micro_batches:
         words[-1] += f" in groups of {of.group}"
+    if of.recompute == "auto":
+        words.append(f"{of.recomputed_pairs} of {of.computes // 2} forwards recomputed")
     return ", ".join(words)

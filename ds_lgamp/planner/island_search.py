@@ -178,14 +178,14 @@ def search_islands(model: Model, cluster: IslandCluster, sequences: int, best: i
 def _proposals(model: Model, cluster: Cluster, sequences: int) -> list[Configuration]:
     """Returns the configurations that may be fast on islands: those that are fast on a ``cluster`` of equal nodes."""
     # The clock of islands knows no bus, and orders of ranks know neither all-to-alls nor that data-parallel ranks of
-    # unequal speeds may exclude backwards in two parts.
+    # unequal speeds may exclude backwards in two parts. What ranks keep would change with their layers.
     plans = search(
         model,
         cluster,
         sequences,
         best=LONG_LIST,
         offload=False,
-        suits=lambda configuration: configuration.expert_ranks == 1 and not configuration.split_backward,
+        suits=lambda of: of.expert_ranks == 1 and not of.split_backward and of.recompute != "auto",
     )
     first = first_by(lambda plan: (plan.method, plan.configuration.pipeline_ranks), plans)
     return [plan.configuration for plan in (*plans[:PROPOSALS], *first.values())]

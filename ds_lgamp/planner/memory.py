@@ -3,15 +3,15 @@
 The formula follows the program of a rank, so a search asks first for :func:`least`, which needs no program.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from heapq import heapify, heappop, heappush
 from itertools import takewhile
 from typing import Literal, NamedTuple
 
 from ds_lgamp.cost.activations import ActivationBytes, ChunkBytes
-from ds_lgamp.cost.memory import Memory, held_between_steps, rank_memory
+from ds_lgamp.cost.memory import Memory, held_between_steps, memory_over_time
 from ds_lgamp.cost.traffic import narrow_bytes
 from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize, aligned
 from ds_lgamp.planner.activations import Software, chunk_bytes, end_bytes, layer_bytes, share
@@ -111,6 +111,10 @@ def chunk_bytes_of(model: Model, configuration: Configuration, software: Softwar
         for chunk in range(last + 1)
     ]
     made = {sort: chunk_bytes(of_kinds, ends, *sort) for sort in set(sorts)}
+    if configuration.recompute == "auto":
+        for sort, whole in made.items():
+            kept = chunk_bytes(of_kinds, ends, *sort[:3], recompute=False) if sort[3] else None
+            made[sort] = replace(whole, kept=kept)
     if configuration.activation_dtype is not None:
         for sort, whole in made.items():
             made[sort] = replace(whole, sent=message_bytes(configuration, whole.result // software.element.weights))
@@ -139,13 +143,20 @@ def followed(
     """Returns the memory of a pipeline rank by following its program, without token ids and labels."""
     spec = replace(configuration.spec, receives_on_arrival=receives_on_arrival)
     chunks = chunk_bytes_of(model, configuration, software)
-    return rank_memory(
-        _program(spec, rank),
-        units_of(model, configuration, rank),
-        sharding_of(configuration)._replace(all_to_all=software.all_to_all),
-        element_bytes(configuration, software),
-        ActivationBytes(0, 0, chunks),
-        offload=spec.offload,
+    return formula_of(model, configuration, rank, software, chunks)(_program(spec, rank))[0]
+
+
+def formula_of(
+    model: Model, configuration: Configuration, rank: int, software: Software, chunks: Sequence[ChunkBytes]
+) -> Callable[[Sequence[Action]], tuple[Memory, list[int]]]:
+    """Returns the formula for programs of a pipeline rank: their memory, and the peak during each action."""
+    return partial(
+        memory_over_time,
+        units=units_of(model, configuration, rank),
+        sharding=sharding_of(configuration)._replace(all_to_all=software.all_to_all),
+        size=element_bytes(configuration, software),
+        activation_bytes=ActivationBytes(0, 0, chunks),
+        offload=configuration.spec.offload,
     )
 
 
@@ -265,7 +276,8 @@ def of_rank(model: Model, configuration: Configuration, software: Software, rank
         step = of.group if of.schedule == "layered" else ranks
         # Receives are posted several small groups before their use.
         enough = 1 + 3 * (step if ranks == 1 else max(step, RECEIVES_POSTED))
-    skipped = max(0, (whole - enough) // step)
+    # What is kept names micro-batches.
+    skipped = 0 if of.recompute == "auto" else max(0, (whole - enough) // step)
     found = _by_program(model, replace(of, micro_batches=whole - skipped * step), software, rank)
     if grows and skipped:
         longer = _by_program(model, replace(of, micro_batches=whole - (skipped - 1) * step), software, rank)
@@ -304,10 +316,10 @@ def _by_program(model: Model, configuration: Configuration, software: Software, 
 def _ranks(model: Model, configuration: Configuration) -> list[int]:
     """Returns the pipeline ranks among which one needs most. Those between rank 1 and the last one store fewer inputs
     than rank 1, and have no more layers unless speeds share them. Where the first layers of the model have no experts,
-    the first rank with most layers that have some is another one. As a vee, and with backwards in two parts, it may be
-    any rank."""
-    ranks = range(configuration.pipeline_ranks)
-    if configuration.speeds or configuration.schedule == "zbv" or configuration.split_backward:
+    the first rank with most layers that have some is another one. As a vee, with backwards in two parts, and where each
+    rank decides what it keeps, it may be any rank."""
+    of, ranks = configuration, range(configuration.pipeline_ranks)
+    if of.speeds or of.schedule == "zbv" or of.split_backward or of.recompute == "auto":
         return list(ranks)
     found = {0, min(1, ranks[-1]), ranks[-1]}
     if model.dense_layers:
@@ -343,8 +355,14 @@ def ascending(model: Model, configurations: Sequence[Configuration]) -> Iterator
             heappush(heap, (memory(model, configurations[number]).total, number, True))
 
 
-def lacking(model: Model, cluster: Cluster, tried: Sequence[Configuration]) -> str:
-    """Returns a sentence about what the configuration of those ``tried`` lacks that needs least. None of them fits."""
+def lacking(model: Model, cluster: Cluster, sequences: int, tried: Sequence[Configuration]) -> str:
+    """Returns a sentence about what is missing after a search for steps of so many ``sequences`` that has found
+    nothing: what the configuration of those ``tried`` lacks that needs least."""
+    if not tried:
+        return (
+            f"batch_size is {sequences}: no layout of {cluster.gpus} GPUs with at most {model.layers} pipeline ranks "
+            "divides it evenly; use a multiple of a divisor of the GPUs"
+        )
     by_memory = ascending(model, tried)
     configuration = next(by_memory)
     if memory(model, configuration).missing(cluster) == 0:
@@ -353,14 +371,14 @@ def lacking(model: Model, cluster: Cluster, tried: Sequence[Configuration]) -> s
         configuration = min((one for one in tried if one in others), key=lambda one: memory(model, one).host)
     needed = memory(model, configuration)
     kind, most = max(needed.kinds.items(), key=lambda item: item[1])
-    smallest, beyond = f"nothing fits: the smallest configuration ({describe(configuration)}) needs", "than there are"
     if needed.missing(cluster) == 0:
         return (
-            f"{smallest} {needed.host / 1e9:.3g} GB on the host for each GPU, "
-            f"{(needed.host - cluster.host.memory) / 1e9:.3g} GB more {beyond}. Use more GPUs, hosts with more "
-            "memory, or a smaller model"
+            f"nothing fits: the smallest configuration ({describe(configuration)}) needs {needed.host / 1e9:.3g} GB on "
+            f"the host for each GPU, {(needed.host - cluster.host.memory) / 1e9:.3g} GB more than there are. Use more "
+            "GPUs, hosts with more memory, or a smaller model"
         )
     return (
-        f"{smallest} {needed.total / 1e9:.3g} GB per GPU, {needed.missing(cluster) / 1e9:.3g} GB more {beyond}; most "
-        f"is {kind.replace('_', ' ')} with {most / 1e9:.3g} GB. Use more GPUs, or a smaller model, batch or sequence"
+        f"nothing fits: the smallest configuration ({describe(configuration)}) needs {needed.total / 1e9:.3g} GB per "
+        f"GPU, {needed.missing(cluster) / 1e9:.3g} GB more than there are; most is {kind.replace('_', ' ')} with "
+        f"{most / 1e9:.3g} GB. Use more GPUs, or a smaller model, batch or sequence"
     )

@@ -180,7 +180,7 @@ def _check(model: Model, cluster: Cluster, configuration: Configuration) -> None
 def _stages(work: Work) -> list[_Stage]:
     """What each pipeline rank does. Only the ends and the layers differ."""
     of, layers = work.configuration, work.layers
-    again = [layer.seconds.forward if of.recompute == "full" else 0.0 for layer in layers]
+    forwards = [layer.seconds.forward for layer in layers]
     # Two sums in a forward (arXiv 1909.08053), two in a backward, two in a recomputation.
     rounds = 3 if of.recompute == "full" else 2
     sums = work.tensor_sum * (2 * rounds)
@@ -190,18 +190,15 @@ def _stages(work: Work) -> list[_Stage]:
         counts[rank] = tuple(map(add, counts[rank], own))
     stages = [
         _Stage(
-            Seconds(
-                total(own, [layer.seconds.forward for layer in layers]),
-                total(own, [layer.seconds.backward + more for layer, more in zip(layers, again)]),
-            ),
-            total(own, again),
+            Seconds(total(own, forwards), total(own, [layer.seconds.backward for layer in layers]) + repeated),
+            repeated,
             sum(own) * sums,
             total(own, [rounds * layer.exchange for layer in layers]),
             total(own, [layer.parameters for layer in layers]),
             total(own, [layer.experts for layer in layers]),
             total(own, [layer.frozen for layer in layers]) if work.model.adapters else 0.0,
         )
-        for own in counts
+        for own, repeated in zip(counts, _recomputed(work, counts, forwards))
     ]
     for chunk, end, parameters, frozen in work.ends:
         rank = of.placement[chunk]
@@ -214,6 +211,18 @@ def _stages(work: Work) -> list[_Stage]:
             frozen=stage.frozen + frozen,
         )
     return stages
+
+
+def _recomputed(work: Work, counts: Sequence[Sequence[int]], forwards: Sequence[float]) -> list[float]:
+    """Returns for how many seconds of each micro-batch the pipeline ranks, with their ``counts`` of layers, compute
+    forwards again. With "full" the last chunk counts too, although it may turn at once."""
+    of = work.configuration
+    if of.recompute != "auto":
+        return [total(own, forwards) if of.recompute == "full" else 0.0 for own in counts]
+    seconds = [0.0] * of.pipeline_ranks
+    for chunk, own in enumerate(of.kinds_of_chunks(work.model)):
+        seconds[of.placement[chunk]] += of.recomputed_share(chunk) * total(own, forwards)
+    return seconds
 
 
 def _layered_waits(work: Work, stages: Sequence[_Stage]) -> dict[str, float]:

@@ -122,7 +122,7 @@ def _run(row: Mapping[str | Any, str | Any]) -> Run:
         schedule=schedule,
         chunks_per_rank=chunks,
         resident_chunks=count("resident_chunks", 2),
-        recompute=choice("recompute", {name: name for name in RECOMPUTE}, "full"),
+        recompute=choice("recompute", {name: name for name in RECOMPUTE if name != "auto"}, "full"),
         micro_batch_outer=choice("micro_batch_outer", _TRUTHS, stage >= 2 and schedule != "layered"),
         fused_attention=choice("fused_attention", _TRUTHS, False),
         overlaps=choice("overlaps", _TRUTHS, False),

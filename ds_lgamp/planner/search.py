@@ -5,23 +5,31 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, takewhile
 from math import inf
+from operator import itemgetter
 from typing import TypeVar
 
+from ds_lgamp.cost.memory import space_left
 from ds_lgamp.planner.candidates import (
     Bound,
     candidates,
     gathers_again,
+    keeping,
+    layout_of,
+    may_keep,
+    node_ranks,
+    ranks_of,
     ways_to_offload,
     ways_to_round,
     ways_to_split,
     with_room,
+    without_recomputing,
 )
 from ds_lgamp.planner.cluster import Cluster, parts_of
 from ds_lgamp.planner.configuration import Configuration, method_of
 from ds_lgamp.planner.memory import ConfigurationMemory, ascending, fits, lacking, memory
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.predict import PARTS, Prediction, limit, predict, scaled
-from ds_lgamp.planner.work import exact_seconds, is_own, is_quick
+from ds_lgamp.planner.work import exact_seconds, is_by_formula, is_layered, is_own
 from ds_lgamp.schedule.spec import Hierarchy
 
 OBJECTIVES = ("time", "cost", "memory")
@@ -98,13 +106,13 @@ def search(
         for part in parts_of(cluster) if objective == "cost" else [cluster]:
             plans += replace(looks, cluster=part).by_bound()
     if not plans:
-        raise NothingFits(looks.why_nothing_fits())
+        raise NothingFits(lacking(model, cluster, sequences, looks.tried))
     plans.sort(key=_RANK[objective])
     plans += looks.with_nodes(plans) + looks.with_copies(plans)
     plans += looks.with_rounding(sorted(plans, key=_RANK[objective]))
     if objective != "memory":
         plans = looks.on_the_clock(sorted(plans, key=_RANK[objective]))
-        plans += looks.with_second_parts(plans)
+        plans += looks.recomputing_less(plans) + looks.with_second_parts(plans)
     different = distinct(sorted(plans, key=_RANK[objective]))
     others = [plan for plan in best_by_method(different).values() if plan not in different[:best]]
     return sorted(map(looks.with_parts, different[:best] + others), key=_RANK[objective])
@@ -131,8 +139,9 @@ FAR_BEHIND = 2.5
 links, the formula gives 0.5 to 1.2 times the clock's seconds."""
 MOST_CLOCKED = 400_000
 """Forwards and backwards that a search runs on the clock, which takes it about three seconds."""
-MOST_IN_PARTS = 200_000
-"""The same of plans whose backwards have two parts. Their programs take longer to build."""
+MOST_IN_PARTS, MOST_DECIDED = 200_000, 20_000
+"""The same of plans whose backwards have two parts, whose programs take longer to build, and of plans for which it
+decides what they keep, which takes some 300 microseconds for each."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +212,7 @@ class _Search:
             tried: Counter[tuple] = Counter()
             fitting: Counter[tuple] = Counter()
             for configuration in with_room(self.model, ways(), self.cluster):
-                layout = _layout(configuration)
+                layout = layout_of(configuration)
                 is_known = fitting[layout] == MOST_ALIKE or tried[layout] == TRIES * MOST_ALIKE
                 if configuration.stores_inputs != stores or is_known:
                     continue
@@ -220,20 +229,13 @@ class _Search:
         """Returns the first layered plans at stage 3 with shards of nodes, as far as they fit. ``plans`` are sorted.
         Data-parallel ranks must fill more than one node."""
         found = []
-        for plan in distinct([plan for plan in plans if self._node_ranks(plan.configuration)])[:MOST_WITH_NODES]:
-            ranks = self._node_ranks(plan.configuration)
+        for plan in distinct([one for one in plans if node_ranks(one.configuration, self.cluster)])[:MOST_WITH_NODES]:
+            ranks = node_ranks(plan.configuration, self.cluster)
             for replicated in (False, True):
                 configuration = replace(plan.configuration, hierarchy=Hierarchy(ranks, replicated))
                 if self._fits(configuration):
                     found.append(self._predicted(configuration))
         return found
-
-    def _node_ranks(self, of: Configuration) -> int:
-        """Returns how many data-parallel ranks form a node; 0 if they cannot share shards there."""
-        ranks = self.cluster.gpus_per_node // of.tensor_ranks
-        fits = 1 < ranks < of.data_ranks and of.data_ranks % ranks == 0 and not of.uses_host and of.expert_ranks == 1
-        fits &= not of.keeps_frozen_whole
-        return ranks if fits and of.zero_stage == 3 and not of.micro_batch_outer else 0
 
     def with_copies(self, plans: Sequence[Plan]) -> list[Plan]:
         """Returns the first layered plans at stage 3 with gathered weights that wait on the host, as far as they fit
@@ -269,12 +271,35 @@ class _Search:
         for plan in plans:
             computes = plan.configuration.computes
             near = plan.prediction.seconds <= FAR_BEHIND * plans[0].prediction.seconds
-            if near and computes <= left and _is_by_formula(plan.configuration):
+            if near and computes <= left and is_by_formula(plan.configuration):
                 left -= computes
                 seconds = exact_seconds(self.model, self.cluster, plan.configuration)
                 plan = replace(plan, prediction=scaled(plan.prediction, seconds))
             clocked.append(plan)
         return clocked
+
+    def recomputing_less(self, plans: Sequence[Plan]) -> list[Plan]:
+        """Returns plans that recompute only what does not fit, as far as they are by the clock the fastest ones with so
+        many ranks of each kind and such micro-batches: layered ones of their method, others of all. ``plans`` are all
+        others. Plans come first that take least time if they recompute nothing."""
+        found, left, tried, bounds = [], MOST_DECIDED, Counter[tuple](), Bound(self.model, self.cluster)
+        fastest = fastest_by(lambda of: (layout_of(of), ranks_of(of)), plans)
+        ways = [plan for plan in plans if may_keep(self.model, plan.configuration)]
+        at_best = [plan.prediction.seconds * bounds.kept_share(plan.configuration) for plan in ways]
+        for least, plan in sorted(zip(at_best, ways), key=itemgetter(0)):
+            of = plan.configuration
+            alike = layout_of(of) if is_layered(of) else ranks_of(of)
+            if least >= fastest[alike] or tried[alike] == MOST_ALIKE or of.computes > left:
+                continue
+            if not self.suits(replace(of, recompute="auto")) or self._fits(without_recomputing(of)):
+                continue
+            left, tried[alike] = left - of.computes, tried[alike] + 1
+            way = keeping(self.model, of, space_left(int(self.cluster.memory)))
+            seconds = exact_seconds(self.model, self.cluster, way)
+            if way.kept and seconds < fastest[alike] and self._fits(way):
+                fastest[alike] = seconds
+                found.append(self._plan(way, scaled(plan.prediction, seconds)))
+        return found
 
     def with_second_parts(self, plans: Sequence[Plan]) -> list[Plan]:
         """Returns plans with backwards in two parts, as far as they fit, and are by the clock the fastest ones with so
@@ -282,13 +307,9 @@ class _Search:
 
         What does not wait for other pipeline ranks remains, so plans with the least of that come first.
         """
-        found, left = [], MOST_IN_PARTS
-        fastest: dict[tuple, float] = {}
-        for plan in plans:
-            alike = _apart_from_schedule(plan.configuration)
-            fastest[alike] = min(plan.prediction.seconds, fastest.get(alike, inf))
+        found, left, fastest = [], MOST_IN_PARTS, fastest_by(lambda of: [ranks_of(of)], plans)
         for plan in sorted(plans, key=lambda plan: plan.without_waits):
-            alike = _apart_from_schedule(plan.configuration)
+            alike = ranks_of(plan.configuration)
             for way in filter(self.suits, ways_to_split(self.model, plan.configuration)):
                 if plan.without_waits >= fastest[alike] or way.computes > left:
                     continue
@@ -301,18 +322,10 @@ class _Search:
 
     def with_parts(self, plan: Plan) -> Plan:
         """Returns the plan with the clock's seconds of each part of the step, if the clock knows it."""
-        if not _is_by_formula(plan.configuration) and not plan.configuration.split_backward:
+        of = plan.configuration
+        if not (is_by_formula(of) or of.split_backward or of.recompute == "auto"):
             return plan
-        return replace(plan, prediction=predict(self.model, self.cluster, plan.configuration, on_clock=True))
-
-    def why_nothing_fits(self) -> str:
-        """Returns a sentence about what is missing, after a search that has found nothing."""
-        if not self.tried:
-            return (
-                f"batch_size is {self.sequences}: no layout of {self.cluster.gpus} GPUs with at most "
-                f"{self.model.layers} pipeline ranks divides it evenly; use a multiple of a divisor of the GPUs"
-            )
-        return lacking(self.model, self.cluster, self.tried)
+        return replace(plan, prediction=predict(self.model, self.cluster, of, on_clock=True))
 
     def _candidates(self) -> list[Configuration]:
         return [one for one in candidates(self.model, self.cluster, self.sequences) if self.suits(one)]
@@ -328,22 +341,15 @@ class _Search:
         return Plan(configuration, prediction, memory(self.model, configuration), self.cluster.price)
 
 
-def _is_by_formula(of: Configuration) -> bool:
-    """Whether a search has predicted by the formula what the clock is quick with."""
-    return is_quick(of) and not of.takes_clock
-
-
 def distinct(plans: Sequence[Plan]) -> list[Plan]:
     """Returns the first plan of each method and layout of ranks."""
-    return list(first_by(lambda plan: _layout(plan.configuration), plans).values())
+    return list(first_by(lambda plan: layout_of(plan.configuration), plans).values())
 
 
-def _layout(of: Configuration) -> tuple:
-    return method_of(of), of.data_ranks, of.pipeline_ranks, of.tensor_ranks, of.micro_batch
-
-
-def _apart_from_schedule(of: Configuration) -> tuple:
-    return of.data_ranks, of.pipeline_ranks, of.tensor_ranks, of.micro_batch, of.travel, of.activation_dtype
+def fastest_by(keys: Callable[[Configuration], Iterable[Key]], plans: Iterable[Plan]) -> dict[Key, float]:
+    """Returns the seconds of the fastest plan with each of its ``keys``."""
+    slowest_first = sorted(plans, key=lambda plan: -plan.prediction.seconds)
+    return {key: plan.prediction.seconds for plan in slowest_first for key in keys(plan.configuration)}
 
 
 def best_by_method(plans: Sequence[Plan]) -> dict[str, Plan]:

@@ -310,14 +310,20 @@ def is_layered(configuration: Configuration) -> bool:
 
 
 def is_own(configuration: Configuration) -> bool:
-    """Whether the configuration is one of ds_lgamp's: it is under the layered schedule, a vee, or has backwards in two
-    parts. Others run as Megatron-LM and DeepSpeed run them."""
-    return is_layered(configuration) or configuration.schedule == "zbv" or configuration.split_backward > 0
+    """Whether the configuration is one of ds_lgamp's: it is under the layered schedule, a vee, has backwards in two
+    parts, or recomputes only what does not fit. Others run as Megatron-LM and DeepSpeed run them."""
+    of = configuration
+    return is_layered(of) or of.schedule == "zbv" or of.split_backward > 0 or of.recompute == "auto"
 
 
 def is_quick(configuration: Configuration) -> bool:
     """Whether the clock can run the configuration, which is one of ds_lgamp's, in seconds."""
     return is_own(configuration) and configuration.computes <= MOST_COMPUTES
+
+
+def is_by_formula(of: Configuration) -> bool:
+    """Whether a search predicts by the formula what the clock is quick with."""
+    return is_quick(of) and not of.takes_clock
 
 
 def exact_seconds(model: Model, cluster: Cluster, configuration: Configuration) -> float:

@@ -4,20 +4,20 @@ Both count live tensors. Beside a GPU, kernels and the allocator need more. The 
 keeps what that of a GPU keeps: queries, keys, values, result and the logarithms of sums.
 """
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 
-from ds_lgamp.cost.units import ElementBytes
 from ds_lgamp.partition.memory import HostRoom
-from ds_lgamp.planner.activations import Software
+from ds_lgamp.planner.candidates import keeping
 from ds_lgamp.planner.configuration import Configuration
-from ds_lgamp.planner.memory import memory, units_of
+from ds_lgamp.planner.memory import memory, of_rank, units_of
 from ds_lgamp.planner.write import ds_config, why_not
 from testing.ranks import run_on_ranks
 from tests.pairwise import pairwise
-from tests.planner.training import EXPERTS, LAYERS, Case, measure_all_on_rank, model_of
+from tests.planner.training import EXPERTS, LAYERS, Case, measure_all_on_rank
 
 LARGEST_DEVIATION = 0.03
 GRIDS = [(1, 1), (2, 1), (1, 2), (2, 2)]
@@ -70,9 +70,7 @@ def worst_deviation(chosen: list[Case], most: float) -> float:
     trainings = [(case, config_of(case)) for case in chosen]
     on_ranks = run_on_ranks(of.data_ranks * of.pipeline_ranks, measure_all_on_rank, trainings, seconds=1200)
     for case, measured in zip(chosen, map(max, zip(*on_ranks))):
-        size = 2 if case.bf16 else 4
-        software = Software(ElementBytes(weights=size, gradients=size, optimizer=8), all_to_all=True)
-        told = memory(model_of(case.name), case.configuration, software)
+        told = memory(case.model, case.configuration, case.software)
         assert told.total == pytest.approx(measured, rel=most), (case, told)
         worst = max(worst, abs(told.total - measured) / measured)
     return worst
@@ -93,6 +91,36 @@ def test_where_backwards_have_two_parts_it_is_within_half_a_percent():
     print(f"worst deviation {100 * worst_deviation(chosen, 0.005):.2f} %")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("grid", GRIDS[:3], ids=str)
+def test_what_ranks_decide_to_keep_takes_what_the_plan_says_to_a_percent(grid):
+    """They decide by what they have measured, within half of what recomputing nothing would take more."""
+    pipeline_ranks, data_ranks = grid
+    trainings, stage = [], 3 if data_ranks > 1 else 0
+    for name, bf16, schedule, group, adapters in (
+        ("Llama", False, "layered", None, 0),
+        ("GPT-2", True, "layered", 2, 0),
+        ("Qwen3", False, "1f1b" if pipeline_ranks > 1 else "layered", None, 0),
+        ("Llama", True, "layered", None, 8),
+    ):
+        chunks = 1 if schedule == "1f1b" else LAYERS // pipeline_ranks
+        full = Configuration(data_ranks, pipeline_ranks, 1, 4, 8, stage, schedule, chunks, micro_batch_group=group)
+        full = replace(full, keep_frozen="none" if adapters and stage == 3 else None)
+        case = Case(name, full, bf16, adapters)
+        needed = [memory(case.model, replace(full, recompute=one), case.software).total for one in ("full", "none")]
+        case = case._replace(configuration=keeping(case.model, full, sum(needed) // 2, case.software))
+        config = config_of(case)
+        config["ds_lgamp"]["recompute_memory"] = f"{sum(needed) // 2} B"
+        trainings.append((case, config))
+    on_ranks = run_on_ranks(pipeline_ranks * data_ranks, measure_all_on_rank, trainings, seconds=1200)
+    for (case, _), measured in zip(trainings, zip(*on_ranks)):
+        of = case.configuration
+        assert 0 < of.recomputed_pairs < replace(of, recompute="full", kept=frozenset()).recomputed_pairs
+        told = [of_rank(case.model, of, case.software, rank // data_ranks).total for rank in range(of.gpus)]
+        assert told == pytest.approx(measured, rel=0.01), case
+        print(f"{case.name}: {of.recomputed_pairs} of {of.computes // 2} recomputed, {told} {measured}")
+
+
 @pytest.mark.full
 def test_where_ranks_divide_experts_memory_is_within_three_percent_of_what_they_take_together():
     """Routers of random weights send more tokens to one rank than to the other; the formula spreads them evenly."""
@@ -104,9 +132,7 @@ def test_where_ranks_divide_experts_memory_is_within_three_percent_of_what_they_
         chosen.append(Case(name, configuration, case["recompute"] == "full"))
     on_ranks = run_on_ranks(2, measure_all_on_rank, [(case, config_of(case)) for case in chosen], seconds=1200)
     for case, measured in zip(chosen, zip(*on_ranks)):
-        size = 2 if case.bf16 else 4
-        software = Software(ElementBytes(weights=size, gradients=size, optimizer=8), all_to_all=True)
-        told = memory(model_of(case.name), case.configuration, software)
+        told = memory(case.model, case.configuration, case.software)
         assert told.total == pytest.approx(sum(measured) / 2, rel=LARGEST_DEVIATION), (case, told)
 
 
@@ -141,19 +167,17 @@ def test_memory_of_adapters_is_within_three_percent_of_what_the_engine_takes(gri
         grid[0] * grid[1], measure_all_on_rank, [(case, config_of(case)) for case in chosen], seconds=1200
     )
     for case, measured in zip(chosen, map(max, zip(*on_ranks))):
-        size = 2 if case.bf16 else 4
-        software = Software(ElementBytes(weights=size, gradients=size, optimizer=8), all_to_all=True)
-        told = memory(case.model, case.configuration, software)
-        taken = told.total + blocks_on_host(case, told.pipeline_rank, size)
+        told = memory(case.model, case.configuration, case.software)
+        taken = told.total + blocks_on_host(case, told.pipeline_rank)
         assert taken == pytest.approx(measured, rel=LARGEST_DEVIATION), (case, told)
         print(f"{case.name} {case.configuration.keep_frozen}: {100 * (taken / measured - 1):.2f} %")
 
 
-def blocks_on_host(case: Case, rank: int, size: int) -> int:
+def blocks_on_host(case: Case, rank: int) -> int:
     """Returns the bytes of the blocks in which frozen weights lie on the host, which shares a CPU's memory. These small
     blocks have up to twice the bytes of what lies there."""
     room = HostRoom(pinned=False)
     for unit in units_of(case.model, case.configuration, rank):
         if unit.whole_on == "host":
-            room.empty(unit.parameters, {2: torch.bfloat16, 4: torch.float32}[size])
+            room.empty(unit.parameters, torch.bfloat16 if case.bf16 else torch.float32)
     return room.bytes

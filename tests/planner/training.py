@@ -11,7 +11,9 @@ import torch.distributed as dist
 import transformers
 
 import ds_lgamp
+from ds_lgamp.cost.units import ElementBytes
 from ds_lgamp.integrations.user_script import finish_engines
+from ds_lgamp.planner.activations import Software
 from ds_lgamp.planner.configuration import Configuration
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.transformers_config import model_of_config
@@ -59,6 +61,12 @@ class Case(NamedTuple):
         """The sizes that the planner counts with."""
         sizes = model_of(self.name)
         return sizes.adapted(self.adapters) if self.adapters else sizes
+
+    @property
+    def software(self) -> Software:
+        """What trains it on the CPU."""
+        size = 2 if self.bf16 else 4
+        return Software(ElementBytes(weights=size, gradients=size, optimizer=8), all_to_all=True)
 
 
 def model_of(name: str) -> Model:

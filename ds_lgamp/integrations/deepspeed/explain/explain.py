@@ -19,7 +19,7 @@ from torch import nn
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, read_block
 from ds_lgamp.cost.activations import ActivationBytes
-from ds_lgamp.cost.memory import Memory, Pair, kept_within, memory_over_time, rank_memory
+from ds_lgamp.cost.memory import Memory, Pair, kept_within, memory_over_time, rank_memory, space_left
 from ds_lgamp.cost.offload import DiskUse, disk_use, host_beside_disk, live_use
 from ds_lgamp.cost.traffic import (
     Traffic,
@@ -70,7 +70,7 @@ from ds_lgamp.integrations.deepspeed.plain.build import (
 )
 from ds_lgamp.integrations.deepspeed.plain.layers import in_pipelines
 from ds_lgamp.integrations.deepspeed.plain.wrapper import split_of
-from ds_lgamp.integrations.program_spec import budget_of, over_budget, space_left
+from ds_lgamp.integrations.program_spec import budget_of, over_budget
 from ds_lgamp.partition.zero_partition import ZeroPartition, unit_sizes
 from ds_lgamp.schedule.actions import Action, Kind, Program
 from ds_lgamp.schedule.costs import UNIT_DURATIONS, Costs, sized_costs, uniform_costs

@@ -21,9 +21,9 @@ from torch import nn
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, with_unit
 from ds_lgamp.cost.activations import ActivationBytes, ChunkBytes
-from ds_lgamp.cost.memory import Pair, kept_within, memory_over_time
+from ds_lgamp.cost.memory import Pair, kept_within, memory_over_time, space_left
 from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize
-from ds_lgamp.integrations.program_spec import advise_on_memory, budget_of, over_budget, space_left
+from ds_lgamp.integrations.program_spec import advise_on_memory, budget_of, over_budget
 from ds_lgamp.partition.agreement import everyone
 from ds_lgamp.partition.zero_partition import ZeroPartition, unit_sizes
 from ds_lgamp.runtime.batch import ActionError
