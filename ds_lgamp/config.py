@@ -234,9 +234,9 @@ class LgampConfig(BaseModel):
     loss_chunk: NonNegativeInt | Literal["auto"] | None = "auto"
     """For how many rows (tokens) at a time head and loss are computed, forward and backward together, so that logits
     and their gradients never exist whole. Holds where torch's cross_entropy gets the result of a linear layer, with
-    outputs "loss", and for Megatron-core's GPT without tensor parallelism. auto: as many rows as have no more logits
-    than all rows have elements of hidden states, but at least 1,024, where that saves memory. 0 or null: all at once.
-    """
+    outputs "loss", and for Megatron-core's GPT, also where ranks have slices of the vocabulary. auto: as many rows as
+    have no more logits than all rows have elements of hidden states, but at least 1,024, where that saves memory. 0 or
+    null: all at once."""
     activation_dtype: Literal["bf16", "fp8"] | None = None
     """In which type hidden states and their gradients travel between pipeline ranks, if it is narrower than theirs.
     bf16: rounded to 16 bits. fp8: rounded to 8 bits (e4m3), with a scale in fp32 for each block of 128 elements. Only

@@ -48,8 +48,9 @@ The logarithms of the softmax are 4 V, which are kept. Their backward needs 8 V 
 beside its own gradient of w h V. Fused kernels write into the copy, so they need w V beside it.
 
 In pieces of c rows, as the engine computes head and loss of large vocabularies, logits take 12 c V bytes at most, in
-the forward: the logarithms of the softmax and two gradients. What is kept are the gradients of rows, w h per token, and
-of the head's matrix, 4 h V. In 16 bits the backward makes a copy of the latter, w h V.
+the forward: the logarithms of the softmax and two gradients. Fused kernels, and the cross entropy of Megatron-core for
+slices of the vocabulary, write all of them into the copy of 4 c V. What is kept are the gradients of rows, w h per
+token, and of the head's matrix, 4 h V. In 16 bits the backward makes a copy of the latter, w h V.
 
 **Adapters** of rank r beside frozen weights (LoRA): each matrix keeps w r per token more, and its forward has three
 results at once: of the matrix, of the adapter scaled, and their sum. Norms keep no normalised values, a head keeps no
@@ -88,8 +89,7 @@ class Software:
     all_to_all: bool = False
     """Whether an all-to-all replaces the reduce-scatter, as on gloo."""
     loss_chunk: int | str | None = "auto"
-    """For how many rows at a time the engine computes head and loss, as the key of the block. Fused kernels, and slices
-    of the vocabulary, compute all at once."""
+    """For how many rows at a time the engine computes head and loss, as the key of the block."""
 
 
 @dataclass(frozen=True)
@@ -193,20 +193,21 @@ def end_bytes(model: Model, micro_batch: int, tensor_ranks: int, software: Softw
             norm = 4 * _SINGLE * hidden * tokens + (2 if w < _SINGLE else 1) * whole
         # Embedding and head are frozen, and the head needs no input then.
         before_loss, matrix, embedding, unkept = before_loss - result, 0, 0, _norm(model, software, hidden) * tokens
-    piece = tokens
-    if tensor_ranks == 1 and not software.fused:
-        piece = rows_of_piece(software.loss_chunk, tokens, hidden, vocabulary)
+    copy = single if w < _SINGLE else 0
+    piece = rows_of_piece(software.loss_chunk, tokens, hidden, vocabulary)
     if piece < tokens:
-        working = 3 * _SINGLE * piece * vocabulary
+        each = (w if copy else 0) + _SINGLE if software.fused else 3 * _SINGLE
+        working = whole + each * piece * vocabulary
         return EndBytes(
             embedding,
-            kept=before_loss + (result if model.adapters else _SINGLE * hidden * vocabulary),
-            forward=whole + working,
+            kept=_norm(model, software, hidden) * tokens // parts
+            + whole
+            + (0 if model.adapters else _SINGLE * hidden * vocabulary),
+            forward=working,
             # Of a recomputed chunk, the repeated forward counts.
-            backward=max(whole + working, matrix if w < _SINGLE else 0, norm),
+            backward=max(working, matrix if copy else 0, norm),
             unkept=unkept,
         )
-    copy = single if w < _SINGLE else 0
     if software.fused:
         forward, loss_backward = logits, logits
     else:

@@ -8,7 +8,7 @@ gets all of them, with the numbers of the head itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 from weakref import ref
@@ -23,12 +23,22 @@ from ds_lgamp.cost.activations import rows_of_piece
 from ds_lgamp.runtime.pieces import Criterion, Head, Losses, Step, autocast_now, refuse_gradients_of_gradients
 
 
-def deferred(head: Head, hidden: Tensor, loss_chunk: int | str | None) -> Logits | None:
+class Entry(NamedTuple):
+    """How hidden states reach a head of which each rank has a slice, with some words of the vocabulary."""
+
+    gather: Callable[[Tensor], Tensor]
+    """Returns the hidden states of all rows. Its backward adds up the gradients that the slices give them."""
+    parts: int
+    """How many ranks each have a part of the rows; 1 if all have all of them."""
+
+
+def deferred(head: Head, hidden: Tensor, loss_chunk: int | str | None, entry: Entry | None = None) -> Logits | None:
     """Returns the logits of ``hidden`` states, not computed. None if they have no more rows than a piece, or if no
     gradients are asked for.
 
     Args:
         loss_chunk: rows of a piece, "auto", or 0 or None for all.
+        entry: None if the head has the whole vocabulary.
     """
     width = hidden.shape[-1] if hidden.dim() > 1 else 0
     plain = type(hidden) in _PLAIN and hidden.is_floating_point() and hidden.numel() > 0
@@ -36,10 +46,12 @@ def deferred(head: Head, hidden: Tensor, loss_chunk: int | str | None) -> Logits
         return None
     with torch.no_grad():
         probe = head(hidden.detach().reshape(-1, width)[:0])
-    rows = hidden.numel() // width
+    rows = hidden.numel() // width * (1 if entry is None else entry.parts)
     piece = rows_of_piece(loss_chunk, rows, width, probe.shape[-1])
     if rows <= piece:
         return None
+    if entry is not None:
+        hidden = entry.gather(hidden)
     return _Deferred.apply(_Recipe(_Source(head, hidden, piece), hidden, (), probe), hidden, *head.weights)
 
 

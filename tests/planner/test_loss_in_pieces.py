@@ -1,16 +1,23 @@
 """With head and loss in pieces of rows, the last pipeline rank needs hardly more memory than others, and the planner
 knows what it needs."""
 
+from dataclasses import replace
+from functools import partial
+from itertools import product
 from statistics import median
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
+from ds_lgamp.cost.activations import ChunkBytes
 from ds_lgamp.cost.units import ElementBytes
-from ds_lgamp.planner.activations import Software
+from ds_lgamp.planner.activations import Software, end_bytes
 from ds_lgamp.planner.configuration import Configuration
 from ds_lgamp.planner.memory import of_rank
+from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.write import ds_config
+from ds_lgamp.runtime.chunk_memory import Way, chunk_bytes
 from testing.ranks import run_on_ranks
 from tests.planner import training
 from tests.planner.training import Case, measure_all_on_rank
@@ -96,3 +103,53 @@ def test_the_last_rank_needs_hardly_more_with_128k_words_and_32k_tokens():
 def test_the_planner_knows_what_pieces_take(name, bf16, options):
     measured, told = peaks(name, Sizes(), 2, bf16, **options)
     assert max(told) == pytest.approx(max(measured), rel=0.03)
+
+
+WORDS, ROWS, TOKENS, HIDDEN, PIECE = 4096, 2, 256, 128, 64
+
+
+def measure_ends(splits_sequence: bool) -> list[tuple[bool, torch.dtype, ChunkBytes, int]]:
+    """Returns what norm, head and loss of Megatron-core take on a rank with half of the vocabulary, and the bytes of
+    their input, for heads that are tied or not."""
+    from megatron.core.transformer import TransformerConfig
+
+    from ds_lgamp.integrations.megatron.layers import gpt_layers
+    from testing.deepspeed_rank import prepare_rank
+    from tests.integrations.megatron.on_cpu import start_megatron
+
+    prepare_rank()
+    start_megatron(2)
+    found = []
+    for tied, dtype in product((False, True), (torch.float32, torch.bfloat16)):
+        sizes = {"num_layers": 1, "hidden_size": HIDDEN, "num_attention_heads": 4, "use_cpu_initialization": True}
+        config = TransformerConfig(**sizes, tensor_model_parallel_size=2, sequence_parallel=splits_sequence)
+        norm = gpt_layers.FinalNorm(config, "local").to(dtype)
+        embedding, head = gpt_layers.WordEmbedding(config, WORDS, None), gpt_layers.LanguageModelHead(config, WORDS)
+        last = (embedding if tied else head).to(dtype)
+        logits_of = partial(gpt_layers.tied_logits, last) if tied else last
+        last.loss_chunk = PIECE
+        parameters = [*norm.parameters(), *last.parameters()]
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        labels = torch.randint(WORDS, (ROWS, TOKENS)), torch.ones(ROWS, TOKENS)
+        hidden = torch.randn(TOKENS // (2 if splits_sequence else 1), ROWS, HIDDEN, dtype=dtype)
+        existing = [*parameters, *(parameter.grad for parameter in parameters), *labels]
+
+        def compute(hidden, norm=norm, logits_of=logits_of, labels=labels):
+            return gpt_layers.language_model_loss(logits_of(norm(hidden)), labels)
+
+        taken = chunk_bytes(compute, hidden, [torch.ones(())], existing, 0, False, Way(recompute=False))
+        found.append((tied, dtype, taken, hidden.nbytes))
+    return found
+
+
+@pytest.mark.parametrize("splits_sequence", [True, False])
+def test_the_planner_knows_what_pieces_take_of_slices_of_the_vocabulary(splits_sequence):
+    for tied, dtype, taken, of_input in run_on_ranks(2, measure_ends, splits_sequence)[0]:
+        size = dtype.itemsize
+        model = replace(Model.gpt("gpt", 1, HIDDEN, 4, TOKENS, WORDS), tied_embeddings=tied)
+        software = Software(ElementBytes(size, size), fused=True, splits_sequence=splits_sequence, loss_chunk=PIECE)
+        told = end_bytes(model, ROWS, 2, software)
+        assert told.kept == pytest.approx(taken.saved, rel=0.005)
+        assert told.kept + told.forward - of_input == pytest.approx(taken.forward, rel=0.01)
+        assert told.backward >= taken.backward

@@ -17,7 +17,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ds_lgamp.cost.activations import rows_of_piece
 from ds_lgamp.integrations.split.outputs import works_by_rows
-from ds_lgamp.runtime.logits import Logits, deferred
+from ds_lgamp.runtime.logits import Entry, Logits, deferred
 from ds_lgamp.runtime.measure import PeakMemory
 from ds_lgamp.runtime.pieces import Head
 from ds_lgamp.runtime.recompute import SavedTensors
@@ -383,3 +383,24 @@ def test_a_head_whose_weight_is_computed_or_with_adapters_that_are_watched_gives
     assert works_by_rows(adapted)
     adapted.lora_A["default"].register_forward_hook(lambda *_: None)
     assert not works_by_rows(adapted)
+
+
+def test_hidden_states_are_gathered_once_and_only_where_all_ranks_together_have_more_rows_than_a_piece():
+    """Of two ranks with nine rows each."""
+    gathered: list[Tensor] = []
+
+    def gather(own: Tensor) -> Tensor:
+        gathered.append(own)
+        return torch.cat([own, own])
+
+    head, labels = Head.linear(nn.Linear(WIDTH, VOCABULARY).weight, None), torch.randint(VOCABULARY, (2 * LENGTH,))
+    hidden = torch.randn(LENGTH, WIDTH, requires_grad=True)
+    for piece in (2 * LENGTH, 0):
+        assert deferred(head, hidden, piece, Entry(gather, 2)) is None and not gathered
+    for piece in (2 * LENGTH - 1, 4):
+        logits = deferred(head, hidden, piece, Entry(gather, 2))
+        assert isinstance(logits, Logits) and logits.shape == (2 * LENGTH, VOCABULARY)
+        found = torch.autograd.grad(functional.cross_entropy(logits, labels), hidden)
+        whole = torch.autograd.grad(functional.cross_entropy(head(torch.cat([hidden, hidden])), labels), hidden)
+        torch.testing.assert_close(found, whole)
+    assert len(gathered) == 2

@@ -45,7 +45,7 @@ from ds_lgamp.integrations.megatron.layers.transformer_block import (
     refuse_missing_engine,
     unpacked,
 )
-from ds_lgamp.runtime.logits import Logits, deferred
+from ds_lgamp.runtime.logits import Entry, Logits, deferred
 from ds_lgamp.runtime.pieces import Head
 
 PositionType = Literal["rope", "learned_absolute"]
@@ -139,7 +139,7 @@ class WordEmbedding(nn.Module):
         self.end_of_document = end_of_document
         self.sequence_parallel = config.sequence_parallel
         self.loss_chunk: int | str | None = 0
-        self.has_whole_rows = config.tensor_model_parallel_size == 1
+        self.entry = _entry_of(config)
 
     def forward(self, tokens: Tensor) -> Hidden:
         hidden = self.word_embeddings(tokens).transpose(0, 1).contiguous()
@@ -201,30 +201,30 @@ class LanguageModelHead(nn.Module):
             config.hidden_size, vocab_size, config=config, init_method=config.init_method, bias=False
         )
         self.loss_chunk: int | str | None = 0
-        self.has_whole_rows = config.tensor_model_parallel_size == 1
+        self.entry = _entry_of(config)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        logits = _deferred(self, self.output_layer.weight, hidden)
+        logits = deferred(Head.linear(self.output_layer.weight, None), hidden, self.loss_chunk, self.entry)
         return self.output_layer(hidden)[0] if logits is None else logits
 
 
 def tied_logits(embedding: WordEmbedding, hidden: Tensor) -> Tensor:
     """Returns the logits [s, b, v] of the hidden state [s, b, h], with the weight of the word embedding."""
-    logits = _deferred(embedding, embedding.word_embeddings.weight, hidden)
+    weight, entry = embedding.word_embeddings.weight, embedding.entry
+    logits = deferred(Head.linear(weight, None), hidden, embedding.loss_chunk, entry)
     if logits is not None:
         return logits
-    if embedding.sequence_parallel:
-        hidden = gather_from_sequence_parallel_region(hidden)
-    else:
-        hidden = copy_to_tensor_model_parallel_region(hidden)
-    return nn.functional.linear(hidden, embedding.word_embeddings.weight)
+    return nn.functional.linear(hidden if entry is None else entry.gather(hidden), weight)
 
 
-def _deferred(layer: WordEmbedding | LanguageModelHead, weight: Tensor, hidden: Tensor) -> Tensor | None:
-    """Returns logits that are not computed, if the engine asks for them, and if this rank has all of the vocabulary."""
-    if not (layer.loss_chunk and layer.has_whole_rows):
+def _entry_of(config: TransformerConfig) -> Entry | None:
+    """Returns how the hidden state reaches this rank's slice of the head; None if there is one."""
+    ranks = config.tensor_model_parallel_size
+    if ranks == 1:
         return None
-    return deferred(Head.linear(weight, None), hidden, layer.loss_chunk)
+    if config.sequence_parallel:
+        return Entry(gather_from_sequence_parallel_region, ranks)
+    return Entry(copy_to_tensor_model_parallel_region, 1)
 
 
 def language_model_loss(logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:

@@ -5,7 +5,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -14,7 +14,11 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.utils import get_model_config
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
@@ -23,7 +27,7 @@ from ds_lgamp.integrations.megatron.loop.flags import refuse_flags, refuse_toget
 from ds_lgamp.integrations.megatron.loop.several_chunks import device_of, has_two_embeddings, refuse_common
 from ds_lgamp.integrations.megatron.loop.sharded.model import partition_of
 from ds_lgamp.runtime.chunk import Chunk, Tensors
-from ds_lgamp.runtime.logits import Logits, deferred
+from ds_lgamp.runtime.logits import Entry, Logits, deferred
 from ds_lgamp.runtime.pieces import Head
 from ds_lgamp.schedule.placement import Placement, place_chunks
 
@@ -173,7 +177,7 @@ class ModelChunk(Chunk):
 
 def _head_of(model: torch.nn.Module) -> GPTModel | None:
     """Returns the GPTModel in ``model`` if its head may be computed in pieces of rows: nobody has changed how it
-    computes logits and losses, and this rank has all of the vocabulary."""
+    computes logits and losses, and this rank's slice of them stays on it."""
     gpt = next((module for module in model.modules() if isinstance(module, GPTModel)), None)
     layer: Any = getattr(gpt, "output_layer", None)
     if gpt is None or type(layer) is not ColumnParallelLinear:
@@ -182,22 +186,23 @@ def _head_of(model: torch.nn.Module) -> GPTModel | None:
     is_stock = all(getattr(type(gpt), each.__name__) is each and each.__name__ not in vars(gpt) for each in methods)
     is_watched = layer._backward_hooks or layer._backward_pre_hooks or "forward" in vars(layer)
     config = gpt.config
-    is_whole = config.tensor_model_parallel_size == 1 and not layer.skip_bias_add
-    otherwise = config.defer_embedding_wgrad_compute or config.mtp_num_layers
-    return gpt if is_stock and is_whole and not is_watched and not otherwise else None
+    sliced = config.tensor_model_parallel_size > 1
+    travels = sliced and (layer.gather_output or layer.disable_grad_reduce)
+    otherwise = config.defer_embedding_wgrad_compute or config.mtp_num_layers or layer.skip_bias_add
+    return gpt if is_stock and not is_watched and not travels and not otherwise else None
 
 
 @contextmanager
 def deferring_logits(model: GPTModel, loss_chunk: int | str | None) -> Iterator[None]:
     """Inside the block, the logits of a model with labels are computed in pieces of rows where its loss is. Its loss
     is one of every token, so the backward computes each piece again, for the gradients that the script gives it."""
-    layer = model.output_layer
+    layer, entry = model.output_layer, _entry_of(model.output_layer)
     stock, stock_loss = layer.forward, model.compute_language_model_loss
 
-    def logits_of(hidden: torch.Tensor, weight: Any = None, **others: Any) -> Any:
+    def logits_of(hidden: torch.Tensor, weight: Any = None, runtime_gather_output: Any = None) -> Any:
         head = Head.linear(layer.weight if weight is None else weight, layer.bias)
-        logits = deferred(head, hidden, loss_chunk)
-        return stock(hidden, weight, **others) if logits is None else (logits, None)
+        logits = deferred(head, hidden, 0 if entry and runtime_gather_output else loss_chunk, entry)
+        return stock(hidden, weight, runtime_gather_output) if logits is None else (logits, None)
 
     def losses_of(labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         if not isinstance(logits, Logits):
@@ -211,6 +216,16 @@ def deferring_logits(model: GPTModel, loss_chunk: int | str | None) -> Iterator[
         yield
     finally:
         del layer.forward, model.compute_language_model_loss
+
+
+def _entry_of(layer: ColumnParallelLinear) -> Entry | None:
+    """Returns how hidden states reach this rank's slice of a head; None if there is one."""
+    ranks = layer.config.tensor_model_parallel_size
+    if ranks == 1:
+        return None
+    if layer.sequence_parallel:
+        return Entry(partial(gather_from_sequence_parallel_region, group=layer.tp_group), ranks)
+    return Entry(partial(copy_to_tensor_model_parallel_region, group=layer.tp_group), 1)
 
 
 _NAMES = {"backward": "backward-compute", "activation": "forward-recv", "gradient": "backward-recv"}

@@ -1,23 +1,42 @@
 """Layers of Megatron-core under DeepSpeed compute head and loss in pieces of rows."""
 
-from functools import partial
-from typing import Any
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from testing import ROOT
+from testing.forks import run_module
 from testing.pieces import watch_pieces
 from testing.ranks import run_on_ranks
+from tests.integrations.deepspeed.models import seed
+from tests.slow import slow_except
 
 PIECE, VOCABULARY, SEQUENCE = 5, 64, 16
-BF16 = "bf16, with losses in 32 bits"
+BF16, RECOMPUTED = "bf16, with losses in 32 bits", "a last chunk that is recomputed"
 
 
-def train_on_rank(cases: dict[str, tuple[bool, dict[str, Any]]]) -> dict[str, tuple[list[float], Any, list[int]]]:
-    """Trains by case. Returns losses, the loss of an evaluation with its logits' rows, and the rows of pieces."""
+class Found(NamedTuple):
+    losses: list[float]
+    evaluated: float
+    """The loss of an evaluation."""
+    norms: list[float]
+    pieces: list[int]
+    """Rows of every piece."""
+    maxima: int
+    """How often ranks looked for their largest logits together."""
+
+
+def train_on_rank(
+    cases: dict[str, tuple[bool, dict[str, Any]]], tensor_ranks: int = 1, sequence_parallel: bool = False
+) -> dict[str, Found]:
+    """Trains by case."""
     import deepspeed
     import torch.distributed as dist
     from deepspeed.pipe import PipelineModule
+    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
     from megatron.core.transformer import TransformerConfig
 
     import ds_lgamp
@@ -27,18 +46,19 @@ def train_on_rank(cases: dict[str, tuple[bool, dict[str, Any]]]) -> dict[str, tu
     from tests.integrations.megatron.on_cpu import start_megatron
 
     prepare_rank()
-    start_megatron()
+    start_megatron(tensor_ranks)
     ds_lgamp.install()
     found = {}
     for name, (tied, block) in cases.items():
         with pytest.MonkeyPatch.context() as patch, quiet():
-            pieces = watch_pieces(patch.setattr)
-            torch.manual_seed(7)
+            pieces, maxima = watch_pieces(patch.setattr), count_maxima(patch.setattr)
             sizes = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "use_cpu_initialization": True}
-            config = TransformerConfig(**sizes, hidden_dropout=0.0, attention_dropout=0.0)
+            slices = {"tensor_model_parallel_size": tensor_ranks, "sequence_parallel": sequence_parallel}
+            config = TransformerConfig(**sizes, **slices, hidden_dropout=0.0, attention_dropout=0.0)
             specs = gpt_layer_specs(config, VOCABULARY, SEQUENCE, "rope", tied)
             loss_fn = language_model_loss if name != "a loss of the script" else own_loss
-            module = PipelineModule(specs, num_stages=dist.get_world_size(), loss_fn=loss_fn)
+            topology = PipeModelDataParallelTopology(dist.get_world_size() // tensor_ranks, tensor_ranks, 1)
+            module = PipelineModule(specs, topology=topology, loss_fn=loss_fn, seed_layers=True, seed_fn=seed)
             settings = {
                 "train_micro_batch_size_per_gpu": 2,
                 "gradient_accumulation_steps": 4,
@@ -49,11 +69,29 @@ def train_on_rank(cases: dict[str, tuple[bool, dict[str, Any]]]) -> dict[str, tu
             }
             optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
             engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
-            losses = [float(engine.train_batch(iter(batches(step)))) for step in range(3)]
+            losses, norms = [], []
+            for step in range(3):
+                losses.append(float(engine.train_batch(iter(batches(step)))))
+                norms.append(float(engine.get_global_grad_norm()))
             evaluated = engine.eval_batch(iter(batches(9)))
             finish_engines()
-        found[name] = losses, float(evaluated), pieces
+        found[name] = Found(losses, float(evaluated), norms, pieces, len(maxima))
     return found
+
+
+def count_maxima(replace: Callable[[Any, str, Any], None]) -> list[None]:
+    """Returns a list that grows with every all-reduce of the largest numbers."""
+    import torch.distributed as dist
+
+    seen: list[None] = []
+    stock = dist.all_reduce
+
+    def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+        seen.extend([None] * (op == dist.ReduceOp.MAX and tensor.dim() > 0 and dist.get_world_size(group) > 1))
+        return stock(tensor, op, group, async_op)
+
+    replace(dist, "all_reduce", all_reduce)
+    return seen
 
 
 def own_loss(logits: torch.Tensor, labels: Any) -> torch.Tensor:
@@ -71,7 +109,7 @@ def batches(step: int) -> list[Any]:
 CASES: dict[str, tuple[bool, dict[str, Any]]] = {
     "untied": (False, {}),
     "tied": (True, {}),
-    "a last chunk that is recomputed": (False, {"schedule": "gpipe"}),
+    RECOMPUTED: (False, {"schedule": "gpipe"}),
     "nonfinite numbers are looked for": (False, {"nonfinite": "skip"}),
     "a loss of the script": (False, {}),
     BF16: (False, {}),
@@ -89,11 +127,117 @@ def test_layers_train_in_pieces_as_with_whole_logits(ranks):
         for rows in (PIECE, 0)
     )
     for name in CASES:
-        used = [rows for found in in_pieces for rows in found[name][2]]
-        assert not any(found[name][2] for found in whole)
+        used = [rows for found in in_pieces for rows in found[name].pieces]
+        assert not any(found[name].pieces for found in whole)
         assert (max(used, default=0) == PIECE) == (name != "a loss of the script"), name
         for found, expected in zip(in_pieces, whole):
-            # Rounded to 16 bits, losses of four would be off by up to a hundredth.
-            near = partial(pytest.approx, rel=2e-4 if name == BF16 else 1e-6)
-            assert found[name][0] == near(expected[name][0]), name
-            assert found[name][1] == near(expected[name][1]), name
+            assert_alike(found[name], expected[name], name == BF16)
+
+
+def assert_alike(found: Found, expected: Found, rounds: bool, tolerance: float = 1e-6) -> None:
+    """Compares losses and norms to a ``tolerance``, or to 16 bits."""
+    # Rounded to 16 bits, losses of four would be off by up to a hundredth.
+    for name, rounded in (("losses", 2e-4), ("evaluated", 2e-4), ("norms", 5e-3)):
+        near = pytest.approx(getattr(expected, name), rel=rounded if rounds else tolerance)
+        assert getattr(found, name) == near, name
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sequence_parallel"), slow_except([(2, True)], [(2, True), (2, False), (4, True)], several=True)
+)
+def test_ranks_with_slices_of_the_vocabulary_train_in_pieces_as_one_process_does(ranks, sequence_parallel):
+    """Two ranks have half of the words each. For every piece they find the largest logits together once, beside two
+    sums, and they exchange hidden states as with whole logits."""
+    cases = {name: case for name, case in CASES.items() if name != "a loss of the script"}
+    asked = {
+        rows: {name: (tied, {**block, "loss_chunk": rows}) for name, (tied, block) in cases.items()}
+        for rows in (PIECE, 0)
+    }
+    [alone] = run_on_ranks(1, train_on_rank, asked[0])
+    in_pieces, whole = (run_on_ranks(ranks, train_on_rank, asked[rows], 2, sequence_parallel) for rows in (PIECE, 0))
+    for name in cases:
+        for found, expected in zip(in_pieces, whole):
+            assert_alike(found[name], expected[name], name == BF16)
+            assert_alike(found[name], alone[name], name == BF16, 1e-5)
+            assert not expected[name].pieces
+        losses = 3 * 4 * (2 if name == RECOMPUTED else 1)
+        for found, expected in zip(in_pieces[-2:], whole[-2:]):
+            assert max(found[name].pieces) == PIECE and len(found[name].pieces) == losses * -(-2 * SEQUENCE // PIECE)
+            assert found[name].maxima - expected[name].maxima == len(found[name].pieces) - losses
+
+
+WORDS, LONG = 4096, 64
+SCRIPT = """
+import deepspeed
+from tests.integrations.megatron.layers.test_loss_in_pieces import with_half_of_the_words
+
+deepspeed.init_distributed("gloo")
+with_half_of_the_words({sequence_parallel})
+"""
+
+
+class Tokens(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, number: int) -> Any:
+        tokens = torch.arange(number, number + LONG) % WORDS
+        return tokens, (tokens, torch.ones(LONG))
+
+
+def with_half_of_the_words(sequence_parallel: bool) -> Any:
+    """Returns the engine of two ranks with slices of many words, whose logits need most memory if they are whole."""
+    import deepspeed
+    from deepspeed.pipe import PipelineModule
+    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+    from megatron.core.transformer import TransformerConfig
+
+    from ds_lgamp.integrations.megatron.layers.gpt_layers import gpt_layer_specs, language_model_loss
+    from tests.integrations.megatron.on_cpu import start_megatron
+
+    start_megatron(2)
+    sizes = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "use_cpu_initialization": True}
+    slices = {"tensor_model_parallel_size": 2, "sequence_parallel": sequence_parallel}
+    config = TransformerConfig(**sizes, **slices, hidden_dropout=0.0, attention_dropout=0.0)
+    specs = gpt_layer_specs(config, WORDS, LONG, "rope", False)
+    module = PipelineModule(specs, topology=PipeModelDataParallelTopology(1, 2, 1), loss_fn=language_model_loss)
+    settings = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4,
+        "zero_optimization": {"stage": 1},
+        "ds_lgamp": {"loss_chunk": 16},
+    }
+    optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+    return deepspeed.initialize(model=module, optimizer=optimizer, training_data=Tokens(), config=settings)[0]
+
+
+def measure_on_rank(sequence_parallel: bool) -> int:
+    """Returns the most bytes of live tensors in a step."""
+    import ds_lgamp
+    from ds_lgamp.runtime.measure import PeakMemory, live_tensors, storage_of
+    from testing.deepspeed_rank import prepare_rank, quiet
+
+    prepare_rank()
+    ds_lgamp.install()
+    others = {storage_of(tensor)._cdata: tensor for tensor in live_tensors()}
+    with quiet():
+        engine = with_half_of_the_words(sequence_parallel)
+    peaks = []
+    for _ in range(3):
+        with PeakMemory(each for each in live_tensors() if storage_of(each)._cdata not in others) as memory:
+            engine.train_batch()
+        peaks.append(memory.peak)
+    # The first step learns shapes, and gloo's threads may free a tensor late.
+    return min(peaks[1:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_explain_knows_what_pieces_of_slices_take(sequence_parallel, tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT.format(sequence_parallel=sequence_parallel))
+    words = ["ds_lgamp", "run", "--explain", "--json", "--ranks", "2", str(tmp_path / "script.py")]
+    ended = run_module(words, tmp_path, {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
+    assert ended.status == 0, ended.complaints
+    [rank] = json.loads(ended.output)["ranks"]
+    for measured in run_on_ranks(2, measure_on_rank, sequence_parallel):
+        assert rank["memory"]["peak"] == pytest.approx(measured, rel=0.01)

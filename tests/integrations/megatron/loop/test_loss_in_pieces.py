@@ -4,7 +4,7 @@ import pytest
 
 from testing.pieces import watch_pieces
 from testing.ranks import run_on_ranks
-from tests.integrations.megatron.training_loop import STOCK, Place, Step, prepare_process, train_all
+from tests.integrations.megatron.training_loop import STOCK, Place, Step, Training, prepare_process, train_all
 from tests.slow import slow_except
 
 PIECE = 3
@@ -63,7 +63,39 @@ def test_losses_and_norms_on_two_ranks_are_those_of_one_process(place):
         assert losses_and_norms(steps) == [pytest.approx(step, rel=1e-5) for step in losses_and_norms(alone)]
 
 
-def test_sliced_vocabularies_and_tokens_without_a_piece_are_left_alone():
-    sliced = Place(1, 4, "layered", tensor_ranks=2, loss_chunk=PIECE)
-    for [(steps, pieces)] in run_on_ranks(2, train_in_pieces, [sliced], before_init=prepare_process):
-        assert steps and not pieces
+SEQUENCES = (("sequence_parallel", True),)
+SLICED = {
+    Place(1, 4, "layered", tied=False, tensor_ranks=2, options=SEQUENCES, loss_chunk=PIECE): "untied",
+    Place(1, 4, "layered", tensor_ranks=2, options=ALONE["a fused cross entropy"].options, loss_chunk=PIECE): (
+        "a fused cross entropy"
+    ),
+    Place(1, 4, "layered", tied=False, tensor_ranks=2, options=FUSED, loss_chunk=PIECE): "untied",
+    Place(2, 2, "layered", tensor_ranks=2, options=SEQUENCES, loss_chunk=PIECE): "tied",
+}
+"""Places with two slices of the vocabulary, and which one of :data:`ALONE` trains as they do."""
+
+
+@pytest.mark.parametrize("place", slow_except([*SLICED][:2], [*SLICED]))
+def test_losses_and_norms_on_ranks_with_slices_of_the_vocabulary_are_those_of_one_process(place):
+    [[(expected, _)]] = run_on_ranks(1, train_in_pieces, [ALONE[SLICED[place]]], before_init=prepare_process)
+    ranks = run_on_ranks(place.ranks, train_in_pieces, [place], before_init=prepare_process)
+    assert all(max(pieces) == PIECE for [(_, pieces)] in ranks[-place.tensor_ranks :])
+    for [(steps, _)] in ranks:
+        assert losses_and_norms(steps) == [pytest.approx(step, rel=1e-5) for step in losses_and_norms(expected)]
+
+
+def gather_logits(place: Place) -> list[int]:
+    """Trains with heads that gather logits. Returns the rows of pieces."""
+    with pytest.MonkeyPatch.context() as patch:
+        pieces, training = watch_pieces(patch.setattr), Training(place)
+        for module in (module for model in training.models for module in model.modules()):
+            if hasattr(module, "output_layer"):
+                module.output_layer.gather_output = True
+        training.train()
+        return pieces
+
+
+def test_a_head_that_gathers_its_logits_is_left_alone():
+    """As of a GPTModel with ``parallel_output`` False."""
+    place = Place(1, 4, "layered", tensor_ranks=2, loss_chunk=PIECE)
+    assert run_on_ranks(2, gather_logits, place, before_init=prepare_process) == [[], []]
