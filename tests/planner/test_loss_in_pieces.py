@@ -12,12 +12,12 @@ import torch
 
 from ds_lgamp.cost.activations import ChunkBytes
 from ds_lgamp.cost.units import ElementBytes
+from ds_lgamp.integrations.deepspeed.explain.activations import Way, chunk_bytes
 from ds_lgamp.planner.activations import Software, end_bytes
 from ds_lgamp.planner.configuration import Configuration
 from ds_lgamp.planner.memory import of_rank
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.write import ds_config
-from ds_lgamp.runtime.chunk_memory import Way, chunk_bytes
 from testing.ranks import run_on_ranks
 from tests.planner import training
 from tests.planner.training import Case, measure_all_on_rank
