@@ -208,6 +208,11 @@ class LgampConfig(BaseModel):
     their second part as there are pipeline ranks; a number sets how many, because each holds the inputs and the
     gradients of results of its matrix products. Weights that anything else reads than torch.nn.functional.linear or
     torch.addmm belong to the first part. Without pipeline ranks nothing changes."""
+    overlap_exchanges: bool = False
+    """true: where tokens travel among ranks that divide experts, a rank computes another micro-batch meanwhile. Two
+    consecutive forwards of a chunk then run beside each other, with the same results to the bit, and the activations of
+    both take memory at once. So do forwards that backwards repeat; backwards run one by one. For layers of DeepSpeed's
+    AutoEP that draw no random numbers."""
     compile: Compile = False
     """true: torch.compile makes code of what layers compute, in the first batch; of a model that is no PipelineModule
     and no nn.Sequential, of its blocks. Equal layers share code. An object has options of torch.compile: backend, mode,
@@ -397,6 +402,18 @@ class LgampConfig(BaseModel):
                 raise ValueError(
                     f"split_backward is {self.split_backward}, but {key} is {getattr(self, key)!r}, which "
                     f"{causes[key][1]}; remove one of them"
+                )
+        if self.overlap_exchanges:
+            causes = {
+                "compile": (self.compile is not False, "compiles in one thread"),
+                "split_backward": (bool(self.split_backward), "keeps parts of backwards apart"),
+                "offload_activations": (self.offload_activations != "none", "brings inputs back one by one"),
+                "reproducible": (self.reproducible, "seeds generators before each layer of a micro-batch"),
+            }
+            for key in [key for key, (holds, _) in causes.items() if holds]:
+                raise ValueError(
+                    f"overlap_exchanges is True, but {key} is {getattr(self, key)!r}, which {causes[key][1]}; remove "
+                    "one of them"
                 )
         if self.compile is not False and self.reproducible:
             raise ValueError(

@@ -61,6 +61,16 @@ def test_a_trace_has_its_first_and_its_last_step(keys, steps):
             {"compile": True, "recompute": "auto", "recompute_memory": "1 GB"},
             "compile is True, but recompute is 'auto', which cannot measure compiled code; set recompute to 'full'",
         ),
+        (
+            {"overlap_exchanges": True, "reproducible": True},
+            "overlap_exchanges is True, but reproducible is True, which seeds generators before each layer",
+        ),
+        ({"overlap_exchanges": True, "compile": True}, "compile is True, which compiles in one thread; remove one"),
+        ({"overlap_exchanges": True, "split_backward": 2}, "split_backward is 2, which keeps parts of backwards apart"),
+        (
+            {"overlap_exchanges": True, "offload_activations": "cpu"},
+            "offload_activations is 'cpu', which brings inputs back one by one; remove one of them",
+        ),
         ({"compile": True, "reproducible": True}, "compile is True, whose code for the first shapes rounds otherwise"),
         ({"live_checkpoint": ""}, "ds_lgamp.live_checkpoint is ''"),
         ({"live_checkpoint": "live", "nonfinite": "abort"}, "nonfinite is 'abort', which finds a bad step when its"),

@@ -40,6 +40,8 @@ _DURATIONS = {
     "load": "time of one chunk's weights from host to device",
     "store": "time of one chunk's gradient from device to host",
     "weights": "time of one chunk's gathered weights from device to host, or back",
+    "exchange": "the part of --forward in which tokens travel among ranks that divide experts",
+    "exchanges": "in how many all-to-alls they do",
 }
 """Options of a program's durations, and what they mean."""
 _COUNTED = {
@@ -126,6 +128,11 @@ def _add_program(command: argparse.ArgumentParser) -> None:
         "gradients of weights",
     )
     command.add_argument(
+        "--overlap-exchanges",
+        action="store_true",
+        help="compute another micro-batch while tokens travel among ranks that divide experts",
+    )
+    command.add_argument(
         "--placement", choices=PLACEMENTS, help="default: contiguous for 1f1b and gpipe, vee for zbv, else modular"
     )
 
@@ -210,6 +217,7 @@ def _spec(options: argparse.Namespace) -> ProgramSpec:
         offload=Offload(options.offload == "parameters") if options.offload else None,
         stores_weights=options.regather == "host",
         split_backward=0 if options.split_backward is None else options.split_backward or options.pipeline_ranks,
+        overlaps_exchanges=options.overlap_exchanges,
     )
 
 
@@ -235,6 +243,10 @@ def _durations(options: argparse.Namespace) -> Durations:
         raise ValueError("--refresh and --combine belong to --node-shards; add it, or remove them")
     if options.regather == "network" and options.weights:
         raise ValueError("--weights belongs to --regather host; add it, or remove --weights")
+    if not options.overlap_exchanges and (options.exchange or options.exchanges):
+        raise ValueError("--exchange and --exchanges belong to --overlap-exchanges; add it, or remove them")
+    if options.exchange > options.forward:
+        raise ValueError(f"--exchange is {options.exchange:g}, a part of --forward {options.forward:g}; use less")
     durations = {name: getattr(options, name) for name in _DURATIONS}
     for name, duration in durations.items():
         if not 0 <= duration <= LONGEST:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from ds_lgamp.cost.state import Ledger, Step
-from ds_lgamp.schedule.actions import Action, Kind
+from ds_lgamp.schedule.actions import STARTED, Action, Kind
 from ds_lgamp.schedule.spec import SENDS_IN_FLIGHT
 
 Tensor = tuple[Kind, int, int]
@@ -133,6 +133,8 @@ class ActivationWalk:
 
     def __init__(self, actions: Sequence[Action], size: ActivationBytes, ledger: Ledger) -> None:
         self.size, self.ledger = size, ledger
+        self.beside: tuple[int, int] | None = None
+        """The micro-batch of a compute that has begun beside the one before it, and the bytes that it has taken."""
         self.host = Ledger()
         """What lies in the memory of the host."""
         chunks: defaultdict[Kind, set[int]] = defaultdict(set)
@@ -171,6 +173,7 @@ class ActivationWalk:
         return {
             Kind.FORWARD: self.forward,
             Kind.BACKWARD: self.backward,
+            **dict.fromkeys(STARTED, self.start),
             Kind.WEIGHTS_BACKWARD: self.second_part,
             Kind.RECV_FORWARD: lambda action: self.hold(_input_of(action), "receives"),
             Kind.RECV_BACKWARD: lambda action: self.hold((Kind.BACKWARD, action.chunk, action.micro_batch), "receives"),
@@ -214,9 +217,27 @@ class ActivationWalk:
         """Whether the executor computes the chunk of ``action`` again, from a stored input."""
         return action.recomputed and not self.size.by_layers
 
+    def start(self, action: Action) -> None:
+        """Takes, until its own action, the working memory of a compute that begins beside the one before it."""
+        size, forward = self.size_of(action), action.kind is Kind.START_FORWARD
+        if forward:
+            self.take_input(action)
+        self.beside = action.micro_batch, self.inputs[action.chunk] + (size.forward if forward else size.backward)
+        self.ledger.take("working", self.beside[1])
+
+    def ends(self, action: Action) -> bool:
+        """Whether a compute has begun beside the one before it. What that has taken is then counted as its own."""
+        micro_batch, amount = self.beside or (None, 0)
+        if micro_batch != action.micro_batch:
+            return False
+        self.ledger.free("working", amount)
+        self.beside = None
+        return True
+
     def forward(self, action: Action) -> None:
         _, chunk, micro_batch, _ = action
-        self.take_input(action)
+        if not self.ends(action):
+            self.take_input(action)
         size, result = self.size_of(action), (Kind.FORWARD, chunk, micro_batch)
         self.ledger.pass_by("working", self.inputs[chunk] + size.forward)
         if not self.repeats(action):
@@ -253,6 +274,7 @@ class ActivationWalk:
 
     def backward(self, action: Action) -> None:
         _, chunk, micro_batch, _ = action
+        self.ends(action)
         size, recomputed = self.size_of(action), self.repeats(action)
         copy = self.inputs[chunk] if recomputed else 0
         if chunk == self.last:

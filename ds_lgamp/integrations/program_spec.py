@@ -194,6 +194,7 @@ def program_spec(
             defers_gathers=settings.defer_gathers or (zero_stage > 0 and postpones),
             stores_inputs=settings.offload_activations != "none",
             recomputes=settings.recompute in ("full", "auto"),
+            overlaps_exchanges=settings.overlap_exchanges,
             returns_outputs=settings.outputs == "all",
             split_backward=pipeline_ranks if settings.split_backward is True else int(settings.split_backward),
             **others,

@@ -35,6 +35,10 @@ class End(NamedTuple):
     frozen: float = 0.0
 
 
+_EXCHANGES = 2
+"""All-to-alls of a forward through a layer with divided experts: tokens go to their experts, and results come back."""
+
+
 class Layer(NamedTuple):
     """What a layer takes for one micro-batch on one tensor-parallel rank, and what it holds there."""
 
@@ -46,7 +50,7 @@ class Layer(NamedTuple):
     frozen: float = 0.0
     """Parameters that do not train, and are none of the others."""
     exchange: float = 0.0
-    """Seconds of the two all-to-alls of a forward among ranks that divide experts: tokens go to their experts, and
+    """Seconds of the all-to-alls of a forward among ranks that divide experts: tokens go to their experts, and
     results come back. A backward has as many."""
 
 
@@ -101,7 +105,7 @@ class Work:
                 self.compute.layer(kind, of.micro_batch, ranks, of.fused_attention),
                 kind.divided_parameters,
             )
-            exchange = 2 * self._exchange(kind) if experts else 0.0
+            exchange = _EXCHANGES * self._exchange(kind) if experts else 0.0
             frozen = kind.layer_parameters if kind.adapters else 0
             found.append(Layer(seconds, (kind.trained_in_layer - experts) / ranks, experts, frozen, exchange))
         return found
@@ -281,6 +285,8 @@ class Work:
             if spec.stores_weights
             else (),
             input=[self._input_seconds] * spec.chunks if spec.stores_inputs else (),
+            exchange=[total(own, [layer.exchange for layer in layers]) for own in counts],
+            exchanges=[total(own, [_EXCHANGES * (layer.exchange > 0) for layer in layers]) for own in counts],
             weights_backward=later if spec.split_chunks else (),
         )
 

@@ -1,19 +1,21 @@
 """What an executor works with: its place in the pipeline, where data lie, and the state of the batch that runs."""
 
 import traceback
+from abc import abstractmethod
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
-from ds_lgamp.runtime.chunk import ParameterHolder, Tensors
+from ds_lgamp.runtime.chunk import Tensors
 from ds_lgamp.runtime.graph import StoredInputs
 from ds_lgamp.runtime.layer_state import Moment
+from ds_lgamp.runtime.measure import ChunkMeter
 from ds_lgamp.runtime.recompute import SavedTensors
 from ds_lgamp.runtime.split_backward import SecondParts
-from ds_lgamp.schedule.actions import COMPUTE, Action, Kind
+from ds_lgamp.schedule.actions import COMPUTE, STARTED, Action, Kind
 from ds_lgamp.schedule.placement import Placement
 from ds_lgamp.watch.this_rank import this_rank
 
@@ -40,6 +42,21 @@ class Graph(NamedTuple):
     """The state of the chunk's modules before this forward; None if the chunk is not recomputed."""
 
 
+class Begun(NamedTuple):
+    """A forward that has its input."""
+
+    action: Action
+    trains: bool
+    inputs: Any
+    """What it computes on."""
+    beginning: Tensors
+    """As that of :class:`Graph`, as ``state`` and ``saved``."""
+    state: Moment | None
+    saved: SavedTensors | None
+    meter: ChunkMeter | None
+    """What measures it, if anything does."""
+
+
 class ActionError(RuntimeError):
     """An action failed. The message names the rank and the action."""
 
@@ -58,6 +75,68 @@ class Position(NamedTuple):
     """This pipeline rank."""
     alike: tuple[int, ...] = ()
     """The global ranks with the same chunks, including this one."""
+
+
+class ParameterHolder(Protocol):
+    """Holds the parameters and gradients of the chunks: ZeroPartition, or a host's own data parallelism.
+
+    Every holder gathers and reduces. Programs of hierarchical shards also refresh and combine, and programs of
+    offloading also load and store: a holder that lacks these raises NotImplementedError, because a step without them
+    would go on with stale weights or without gradients.
+    """
+
+    @abstractmethod
+    def gather(self, chunk: int) -> None:
+        """Launches the gather of a chunk's parameters."""
+
+    @abstractmethod
+    def wait_gather(self, chunk: int) -> None: ...
+
+    @abstractmethod
+    def release(self, chunk: int) -> None: ...
+
+    @abstractmethod
+    def begin_backward(self, chunk: int) -> None:
+        """Prepares a chunk's gradients for a backward pass. The executor calls it before each one."""
+
+    @abstractmethod
+    def reduce(self, chunk: int) -> None:
+        """Launches the reduction of a chunk's final gradients."""
+
+    @abstractmethod
+    def wait_reduce(self, chunk: int) -> None: ...
+
+    def refresh(self, chunk: int) -> None:
+        """Launches the gather, between nodes, of what the last step updated of a chunk."""
+        raise _lacking(self, "hierarchical shards")
+
+    def wait_refresh(self, chunk: int) -> None:
+        raise _lacking(self, "hierarchical shards")
+
+    def combine(self, chunk: int) -> None:
+        """Launches the sum, between nodes, of a chunk's gradients."""
+        raise _lacking(self, "hierarchical shards")
+
+    def wait_combine(self, chunk: int) -> None:
+        raise _lacking(self, "hierarchical shards")
+
+    def load(self, chunk: int) -> None:
+        """Starts to load a chunk's weights from the host."""
+        raise _lacking(self, "offloading")
+
+    def wait_load(self, chunk: int) -> None:
+        raise _lacking(self, "offloading")
+
+    def store(self, chunk: int) -> None:
+        """Starts to copy a chunk's final gradients to the host."""
+        raise _lacking(self, "offloading")
+
+    def wait_store(self, chunk: int) -> None:
+        raise _lacking(self, "offloading")
+
+
+def _lacking(holder: ParameterHolder, what: str) -> NotImplementedError:
+    return NotImplementedError(f"{type(holder).__name__} cannot run a program with {what}: it has no action for that")
 
 
 class Storage(NamedTuple):
@@ -124,9 +203,12 @@ class BatchState:
     """The index of the last action that was executed when the script had its turn."""
     recomputes: bool = field(init=False)
     """Whether a backward computes its chunk again."""
+    overlaps: bool = field(init=False)
+    """Whether computes run beside each other's exchanges."""
 
     def __post_init__(self) -> None:
         self.recomputes = any(action.recomputed for action in self.program)
+        self.overlaps = any(action.kind in STARTED for action in self.program)
 
     def clear(self) -> None:
         """Drops all tensors of a batch that failed, except losses and labels."""

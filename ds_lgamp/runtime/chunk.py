@@ -1,15 +1,28 @@
-"""A chunk at run time: consecutive layers, called one after another; and who holds its parameters and gradients."""
+"""A chunk at run time: consecutive layers, called one after another, for one micro-batch or for two that take turns."""
 
-from abc import abstractmethod
+import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from contextlib import ExitStack, contextmanager
+from contextvars import copy_context
+from functools import cache, partial
+from queue import SimpleQueue
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
+from torch.overrides import _pop_mode as pop_function_mode
+from torch.overrides import _push_mode as push_function_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
+from torch.utils._python_dispatch import _pop_mode as pop_dispatch_mode
+from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.runtime.layer_state import LayerState
+from ds_lgamp.runtime.recompute import RandomSource, read_states
 
 Tensors = torch.Tensor | tuple[torch.Tensor, ...]
 """The value that a layer passes to the next one: a tensor or a tuple of tensors."""
@@ -164,63 +177,223 @@ def _refusal(value: object) -> str:
     return f"a chunk must return a tensor or a tuple of tensors, not {described}"
 
 
-class ParameterHolder(Protocol):
-    """Holds the parameters and gradients of the chunks: ZeroPartition, or a host's own data parallelism.
+class _Abandoned(BaseException):
+    """Ends the second compute because the first has failed. Layers that catch exceptions let it pass."""
 
-    Every holder gathers and reduces. Programs of hierarchical shards also refresh and combine, and programs of
-    offloading also load and store: a holder that lacks these raises NotImplementedError, because a step without them
-    would go on with stale weights or without gradients.
+
+class Turns:
+    """Two computes, of which one runs at a time. They swap at exchanges alone, and the first one begins. So ranks that
+    run the same two exchange in the same order.
+
+    The first one runs on the caller's thread, in :meth:`first`. The second one runs on a thread of its own, with what
+    torch and Python keep for the caller's thread; on an accelerator also on a stream of its own.
+
+    Args:
+        second: computes on ``inputs``, which the caller's stream has made.
+        check: raises if the two could have disturbed each other, once both are over.
     """
 
-    @abstractmethod
-    def gather(self, chunk: int) -> None:
-        """Launches the gather of a chunk's parameters."""
+    def __init__(self, second: Callable[[], None], inputs: Sequence[Tensor], check: Callable[[], None]) -> None:
+        self._may_run = threading.Semaphore(0), threading.Semaphore(0)
+        self._over, self._abandoned = [False, False], False
+        self._failure: BaseException | None = None
+        self._check = check
+        self._stream = _Stream(inputs)
+        _thread().put(partial(copy_context().run, self._run_second, second, _ambient(inputs)))
 
-    @abstractmethod
-    def wait_gather(self, chunk: int) -> None: ...
+    def first(self, compute: Callable[[], None]) -> None:
+        """Runs the first compute, and raises what the second one has raised until then."""
+        try:
+            with self._of_this_thread(0):
+                compute()
+        except BaseException:
+            self.abandon()
+            raise
 
-    @abstractmethod
-    def release(self, chunk: int) -> None: ...
+    def second(self) -> None:
+        """Runs the second compute to its end, and raises what it has raised."""
+        self._over[0] = True
+        if not self._over[1]:
+            self._let_run(1)
+        if self._failure is not None:
+            raise self._failure
+        self._stream.join()
+        self._check()
 
-    @abstractmethod
-    def begin_backward(self, chunk: int) -> None:
-        """Prepares a chunk's gradients for a backward pass. The executor calls it before each one."""
+    def abandon(self) -> None:
+        """Ends the second compute where it is."""
+        self._over[0] = self._abandoned = True
+        if not self._over[1]:
+            self._let_run(1)
 
-    @abstractmethod
-    def reduce(self, chunk: int) -> None:
-        """Launches the reduction of a chunk's final gradients."""
+    def swap(self, own: int) -> None:
+        """Lets the other compute run until its next exchange. ``own`` says which one calls: 0 or 1."""
+        if self._over[1 - own]:
+            return
+        self._let_run(1 - own)
+        if own == 1 and self._abandoned:
+            raise _Abandoned
+        if own == 0 and self._failure is not None:
+            raise self._failure
 
-    @abstractmethod
-    def wait_reduce(self, chunk: int) -> None: ...
+    def _let_run(self, other: int) -> None:
+        self._may_run[other].release()
+        self._may_run[1 - other].acquire()
 
-    def refresh(self, chunk: int) -> None:
-        """Launches the gather, between nodes, of what the last step updated of a chunk."""
-        raise _lacking(self, "hierarchical shards")
+    def _run_second(self, compute: Callable[[], None], ambient: Callable[[ExitStack], None]) -> None:
+        self._may_run[1].acquire()
+        try:
+            if not self._abandoned:
+                with ExitStack() as entered:
+                    ambient(entered)
+                    entered.enter_context(self._stream.current())
+                    entered.enter_context(self._of_this_thread(1))
+                    compute()
+        except BaseException as failure:
+            self._failure = failure
+        self._over[1] = True
+        self._may_run[0].release()
 
-    def wait_refresh(self, chunk: int) -> None:
-        raise _lacking(self, "hierarchical shards")
-
-    def combine(self, chunk: int) -> None:
-        """Launches the sum, between nodes, of a chunk's gradients."""
-        raise _lacking(self, "hierarchical shards")
-
-    def wait_combine(self, chunk: int) -> None:
-        raise _lacking(self, "hierarchical shards")
-
-    def load(self, chunk: int) -> None:
-        """Starts to load a chunk's weights from the host."""
-        raise _lacking(self, "offloading")
-
-    def wait_load(self, chunk: int) -> None:
-        raise _lacking(self, "offloading")
-
-    def store(self, chunk: int) -> None:
-        """Starts to copy a chunk's final gradients to the host."""
-        raise _lacking(self, "offloading")
-
-    def wait_store(self, chunk: int) -> None:
-        raise _lacking(self, "offloading")
+    @contextmanager
+    def _of_this_thread(self, own: int) -> Iterator[None]:
+        _turn.swap = partial(self.swap, own)
+        try:
+            yield
+        finally:
+            _turn.swap = None
 
 
-def _lacking(holder: ParameterHolder, what: str) -> NotImplementedError:
-    return NotImplementedError(f"{type(holder).__name__} cannot run a program with {what}: it has no action for that")
+_turn = threading.local()
+"""``swap`` lets the other one of two computes run; absent or None on a thread that takes no turns."""
+
+
+@contextmanager
+def exchanges_seen() -> Iterator[None]:
+    """Lets computes that take turns swap at each ``torch.distributed.all_to_all_single`` inside the block."""
+    all_to_all_single = dist.all_to_all_single
+
+    def exchange(
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        given = output, input, output_split_sizes, input_split_sizes, group
+        swap = getattr(_turn, "swap", None)
+        if swap is None or async_op:
+            return all_to_all_single(*given, async_op)
+        work = all_to_all_single(*given, True)
+        swap()
+        return None if work is None else work.wait()
+
+    dist.all_to_all_single = exchange
+    try:
+        yield
+    finally:
+        dist.all_to_all_single = all_to_all_single
+
+
+def watch(chunk: Chunk, number: int, sources: Sequence[RandomSource]) -> Callable[[], None]:
+    """Returns what raises RuntimeError if, since this call, layers of the chunk with this ``number`` have drawn random
+    numbers or kept anything that another forward could find: two that take turns would get each other's."""
+    states, changed = read_states(sources), chunk.state.watch()
+
+    def check() -> None:
+        drawn = [source.name for source, before in zip(sources, states) if not source.same(before, source.read())]
+        name = None if drawn else changed()
+        if drawn:
+            what, fix = f"draw or seed random numbers ({drawn[0]})", "switch dropout and noise off"
+        elif name is not None:
+            what, fix = f"change {name}", "let forwards leave it alone"
+        else:
+            return
+        raise RuntimeError(
+            f"layers of chunk {number} {what}, which two micro-batches that compute beside each other would mix up; "
+            f"{fix}, or set ds_lgamp.overlap_exchanges to false"
+        )
+
+    return check
+
+
+def _ambient(inputs: Sequence[Tensor]) -> Callable[[ExitStack], None]:
+    """Returns what gives another thread what torch keeps for this one."""
+    gradients, multithreading = torch.is_grad_enabled(), torch.autograd.is_multithreading_enabled()  # type: ignore[attr-defined]
+    optimizes, caches = torch._C._get_graph_executor_optimize(), torch.is_autocast_cache_enabled()
+    kinds = {"cpu", *(each.device.type for each in inputs)}
+    autocasts = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
+    functions = [torch._C._get_function_stack_at(place) for place in range(torch._C._len_torch_function_stack())]
+    dispatches, hooks = dispatch_modes(), torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+    def enter(entered: ExitStack) -> None:
+        torch.set_grad_enabled(gradients)
+        torch.autograd.set_multithreading_enabled(multithreading)
+        torch._C._set_graph_executor_optimize(optimizes)
+        torch.set_autocast_cache_enabled(caches)
+        for kind, dtype, enabled in autocasts:
+            torch.set_autocast_dtype(kind, dtype)
+            torch.set_autocast_enabled(kind, enabled)
+        if hooks is not None:
+            entered.enter_context(saved_tensors_hooks(*hooks))
+        # Entering a mode a second time would change it.
+        for mode in functions:
+            push_function_mode(mode)
+            entered.callback(pop_function_mode)
+        for mode in dispatches:
+            push_dispatch_mode(mode)
+            entered.callback(pop_dispatch_mode)
+
+    return enter
+
+
+class _Stream:
+    """The stream of the second compute; on the CPU, nothing."""
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        device = next((each.device for each in inputs if each.device.type != "cpu"), None)
+        self._module: Any = None if device is None else torch.get_device_module(device)
+        if self._module is None:
+            return
+        self._device = device
+        if device not in _streams:
+            _streams[device] = self._module.Stream(device)
+        self._own = _streams[device]
+        self._own.wait_stream(self._module.current_stream(device))
+        for each in inputs:
+            # The caller's stream may take their memory once the caller drops them.
+            each.record_stream(self._own)
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        if self._module is None:
+            yield
+            return
+        with self._module.device(self._device), self._module.stream(self._own):
+            yield
+
+    def join(self) -> None:
+        """Lets the caller's stream wait for this one."""
+        if self._module is not None:
+            self._module.current_stream(self._device).wait_stream(self._own)
+
+
+_streams: dict[Any, Any] = {}
+
+
+@cache
+def _thread() -> SimpleQueue[Callable[[], Any]]:
+    """Returns what the thread of second computes takes its work from. It stays, because the threads of OpenMP belong to
+    the thread that computes."""
+    waiting: SimpleQueue[Callable[[], Any]] = SimpleQueue()
+    threading.Thread(target=_work, args=(waiting,), daemon=True, name="ds_lgamp second compute").start()
+    return waiting
+
+
+# A fork has no thread but its own.
+os.register_at_fork(after_in_child=_thread.cache_clear)
+
+
+def _work(waiting: SimpleQueue[Callable[[], Any]]) -> None:
+    while True:
+        waiting.get()()

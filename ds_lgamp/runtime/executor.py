@@ -9,16 +9,20 @@ import torch
 import torch.distributed as dist
 from torch.autograd import profiler
 
-from ds_lgamp.runtime.batch import ANEW, ActionError, BatchState, Calls, Graph, Position, Storage
+from ds_lgamp.runtime.batch import ANEW, ActionError, BatchState, Begun, Calls, Graph, Position, Storage
 from ds_lgamp.runtime.chunk import (
     Chunk,
     Tensors,
+    Turns,
     as_leaves,
     as_tuple,
     cloned,
     detached,
     detached_outputs,
+    exchanges_seen,
     passed_on,
+    tensors_in,
+    watch,
 )
 from ds_lgamp.runtime.clocks import Stopwatch, Timing
 from ds_lgamp.runtime.compiled import has_compiled
@@ -40,7 +44,7 @@ from ds_lgamp.runtime.measure import ChunkMeter, NotedTensors
 from ds_lgamp.runtime.recompute import Draws, RandomSource, SavedTensors
 from ds_lgamp.runtime.split_backward import splitting
 from ds_lgamp.runtime.trace import Trace
-from ds_lgamp.schedule.actions import COMPUTE, Action, Kind
+from ds_lgamp.schedule.actions import COMPUTE, STARTED, Action, Kind
 from ds_lgamp.watch.this_rank import this_rank
 from ds_lgamp.watch.whereabouts import Neighbours, Place
 
@@ -94,6 +98,10 @@ class Executor:
         """Which kinds of batches have run: True for training, False for evaluation."""
         self._batch: BatchState
         """The current batch; between batches, the last one."""
+        self._started: Action | None = None
+        """What the next compute begins beside itself."""
+        self._second: tuple[Moment | None, Turns] | None = None
+        """The second of two computes beside each other, once both have begun, and what its action gets."""
         self._last_chunk = len(self.placement) - 1
 
     @contextmanager
@@ -114,7 +122,8 @@ class Executor:
         recomputes = batch.recomputes or (batch.training and self.meter is not None)
         as_written = torch.jit.optimized_execution(False) if recomputes else nullcontext()
         try:
-            with as_written, on_this_thread(), torch.set_grad_enabled(batch.training):
+            seen = exchanges_seen() if batch.overlaps else nullcontext()
+            with as_written, on_this_thread(), torch.set_grad_enabled(batch.training), seen:
                 yield
             self.current, batch.row = None, self.row
             ended = self.row >= len(self.program) - 1
@@ -127,6 +136,9 @@ class Executor:
             if ended and batch.training and self.trace is not None:
                 self.trace.end()
         except Exception as error:
+            if self._second is not None:
+                self._second[1].abandon()
+            self._second = self._started = None
             if self.trace is not None:
                 self.trace.stop()
             if not batch.training and dist.get_world_size() == 1 and self.current is not None:
@@ -183,10 +195,61 @@ class Executor:
         self.doing = kind
         return self.timing.time(kind)
 
+    def start(self, action: Action) -> None:
+        """Lets the next compute begin the one that ``action`` names beside itself."""
+        self._started = action._replace(kind=STARTED[action.kind])
+
     def forward(self, action: Action) -> None:
+        if self._second is not None:
+            compute = self._take_second()[1]
+        else:
+            compute = partial(self._run_forward, self._begin(action))
+            if self._started is not None:
+                other = self._begin(self._started)
+                compute = self._beside(other.inputs, None, partial(self._run_forward, other), compute)
+        self.doing = "forward"
+        with self.timing.time("forward"):
+            compute()
+
+    def _beside(
+        self, inputs: Any, state: Moment | None, second: Callable[[], None], first: Callable[[], None]
+    ) -> Callable[[], None]:
+        """Returns what computes ``first``, beside which the ``second`` compute runs where tokens travel, on ``inputs``.
+        Its own action computes the rest of that, and gets ``state``."""
+        started, self._started = self._started, None
+        assert started is not None, "START precedes the first of two computes"
+
+        def compute() -> None:
+            try:
+                second()
+            except Exception:
+                self.current = started
+                raise
+
+        turns = Turns(compute, tensors_in(inputs), watch(self.chunks[started.chunk], started.chunk, self.draws.sources))
+        self._second = state, turns
+        return partial(turns.first, first)
+
+    def _take_second(self) -> tuple[Moment | None, Callable[[], None]]:
+        """Returns what the second of two computes gets, and what computes the rest of it."""
+        assert self._second is not None, "the first one has begun it"
+        (state, turns), self._second = self._second, None
+        return state, turns.second
+
+    def _begin(self, action: Action) -> Begun:
+        """Takes the input of a forward, and what a recomputation of it needs."""
         _, chunk, micro_batch, recomputed = action
         batch = self._batch
-        inputs = self._take_input(chunk, micro_batch)
+        inputs: Any = None
+        if chunk == 0 or (chunk == self._last_chunk and micro_batch not in batch.labels):
+            inputs, labels = batch.load(micro_batch)
+            if self.placement[self._last_chunk] == self.rank:
+                batch.labels[micro_batch] = labels
+        if chunk > 0 and self.placement[chunk - 1] == self.rank:
+            inputs = batch.results.pop((Kind.FORWARD, chunk - 1, micro_batch))
+        elif chunk > 0:
+            with self._doing("activation"):
+                inputs = self.links.take_activations(chunk, micro_batch)
         state: Moment | None = None
         beginning: Tensors = ()
         trains = batch.training and chunk >= batch.first_trained
@@ -209,11 +272,17 @@ class Executor:
                 is_own = chunk > batch.first_trained and self.placement[chunk - 1] == self.rank
                 saved_here = is_own and batch.graphs[chunk - 1, micro_batch].state is None
                 beginning, inputs = begin_graph(cloned(inputs) if saved_here else inputs, self._marked)
+        return Begun(action, trains, inputs, beginning, state, saved, meter)
+
+    def _run_forward(self, begun: Begun) -> None:
+        """Computes a forward that has begun, keeps its graph, and hands over its result."""
+        action, trains, inputs, beginning, state, saved, meter = begun
+        _, chunk, micro_batch, _ = action
+        batch = self._batch
         hooks = nullcontext() if saved is None else saved.dropped()
         gradients = nullcontext() if trains == batch.training else torch.no_grad()
-        self.doing = "forward"
         metered = nullcontext() if meter is None else meter.begin(action, inputs)
-        with self.timing.time("forward"), gradients, hooks:
+        with gradients, hooks:
             with metered:
                 result = self._compute(action, inputs)
             if chunk == self._last_chunk:
@@ -221,7 +290,8 @@ class Executor:
             if trains:
                 if state is not None and state.values:
                     self.chunks[chunk].state.moved(state)
-                ends, places = self._ends(chunk, result), saved
+                ends = end_graph(result) if chunk < self._last_chunk else self._ends_of_last(result)
+                places = saved
                 if saved is not None and (self.compiled or has_compiled()):
                     # torch may run other code the next time, which saves other tensors.
                     places, ends = None, [None if end is None else ANEW for end in ends]
@@ -248,7 +318,7 @@ class Executor:
         _, chunk, micro_batch, _ = action
         batch = self._batch
         self.partition.begin_backward(chunk)
-        graph = batch.graphs.pop((chunk, micro_batch))
+        graph = batch.graphs.pop((chunk, micro_batch)) if self._second is None else batch.graphs[chunk, micro_batch]
         state: Moment | None = None
         if graph.state is not None:
             if not action.recomputed:
@@ -332,19 +402,6 @@ class Executor:
     def step(self, action: Action) -> None:
         self._calls.step()
 
-    def _take_input(self, chunk: int, micro_batch: int) -> Tensors:
-        batch = self._batch
-        if chunk == 0 or (chunk == self._last_chunk and micro_batch not in batch.labels):
-            first_input, labels = batch.load(micro_batch)
-            if self.placement[self._last_chunk] == self.rank:
-                batch.labels[micro_batch] = labels
-            if chunk == 0:
-                return first_input
-        if self.placement[chunk - 1] == self.rank:
-            return batch.results.pop((Kind.FORWARD, chunk - 1, micro_batch))
-        with self._doing("activation"):
-            return self.links.take_activations(chunk, micro_batch)
-
     def _compute(self, action: Action, inputs: Any) -> Any:
         """Returns the chunk's result; for the last chunk, the loss."""
         _, chunk, micro_batch, recomputed = action
@@ -360,10 +417,8 @@ class Executor:
             result = self._calls.loss_function(result, cloned(labels) if recomputed else labels)
         return result
 
-    def _ends(self, chunk: int, result: Any) -> Sequence[Any]:
-        """Returns where gradients enter the graph of a chunk's ``result``."""
-        if chunk < self._last_chunk:
-            return end_graph(result)
+    def _ends_of_last(self, result: Any) -> Sequence[Any]:
+        """Returns where gradients enter the graph of the last chunk's ``result``."""
         return end_outputs(result) if self._batch.returns_outputs else [result]
 
     def _recompute(self, backward: Action, graph: Graph, state: Moment) -> tuple[Graph, Moment | None]:
@@ -374,15 +429,40 @@ class Executor:
         before this call; None if nothing changes it.
         """
         _, chunk, micro_batch, _ = backward
-        inputs = graph.beginning
+        if self._second is not None:
+            current, restore = self._take_second()
+            restore()
+            return self._batch.graphs.pop((chunk, micro_batch)), current
         current = self.chunks[chunk].state.rewind(state)
+        if self._started is not None:
+            self._repeat_two((backward, graph), self._started, current)
+            return self._batch.graphs.pop((chunk, micro_batch)), current
         metered = nullcontext() if self.meter is None else self.meter.again(backward)
         with self.draws.again(chunk, micro_batch) as completely, metered:
-            if graph.saved is None:
-                graph = Graph(inputs, self._ends(chunk, self._compute(backward, inputs)), None, state)
-            else:
-                graph.saved.restore(partial(self._compute, backward, inputs), completely)
-        return graph, current
+            return self._repeat(backward, graph, completely), current
+
+    def _repeat(self, backward: Action, graph: Graph, completely: bool) -> Graph:
+        inputs, chunk = graph.beginning, backward.chunk
+        if graph.saved is None:
+            result = self._compute(backward, inputs)
+            ends = end_graph(result) if chunk < self._last_chunk else self._ends_of_last(result)
+            return Graph(inputs, ends, None, graph.state)
+        graph.saved.restore(partial(self._compute, backward, inputs), completely)
+        return graph
+
+    def _repeat_two(self, first: tuple[Action, Graph], second: Action, current: Moment | None) -> None:
+        """Begins to repeat the forwards of two backwards, and repeats the first one. Their graphs take the places of
+        those that they restore. Layers draw nothing and change only what counts, so that the ``current`` state comes
+        back after each."""
+        graphs = self._batch.graphs
+
+        def repeat(backward: Action, graph: Graph) -> None:
+            graphs[backward[1:3]] = self._repeat(backward, graph, False)
+
+        other = graphs[second[1:3]]
+        for backward in (first[0], second):
+            self.draws.forget(backward.chunk, backward.micro_batch)
+        self._beside(other.beginning, current, partial(repeat, second, other), partial(repeat, *first))()
 
     def _take_gradients(self, chunk: int, micro_batch: int, ends: Sequence[Any]) -> Sequence[torch.Tensor | None]:
         """Returns the gradients of the chunk's result. They travel while the caller recomputes."""
@@ -425,6 +505,7 @@ _WAITS = {
 }
 """What the partition waits for by a method of the same name, and how that is timed."""
 _EXECUTE: dict[Kind, Callable[[Executor, Action], None]] = {
+    **dict.fromkeys(STARTED, Executor.start),
     Kind.FORWARD: Executor.forward,
     Kind.BACKWARD: Executor.backward,
     Kind.WEIGHTS_BACKWARD: Executor.backward_of_weights,

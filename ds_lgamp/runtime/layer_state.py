@@ -4,14 +4,14 @@ A recomputation finds this state as the first forward found it, and leaves no tr
 counts once per micro-batch.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
 from torch.nn import Module
 
 from ds_lgamp.partition.memory import write
-from ds_lgamp.runtime.references import Held, Place, References, holders
+from ds_lgamp.runtime.references import Held, Place, References, counts_of, holders
 
 
 class Moment(NamedTuple):
@@ -56,6 +56,10 @@ class LayerState:
         """The places whose tensor a forward has left as it was. Buffers that checkpoints keep come with a copy: they
         may change after all, such as a moving average that begins after a warm-up."""
         self._forwards = 0
+        self._watched: References | None = None
+        """What was referred to when forwards began that must not change it."""
+        self._counts = {(id(holder.contents), key) for holder in self._roots for key in counts_of(holder)}
+        """The places of buffers that only count."""
 
     def read(self) -> Moment:
         """Reads the state before a forward."""
@@ -121,6 +125,13 @@ class LayerState:
         current = Moment(now, _copies(changing.items()))
         Moment(before.references, values).write()
         return current
+
+    def watch(self) -> Callable[[], str | None]:
+        """Returns what names something that has changed since this call, but for buffers that only count; None if
+        nothing has."""
+        if self._watched is None or not self._watched.hold():
+            self._watched = References.read(self._roots, self._counts, None)
+        return self._watched.changed
 
     def _refresh(self) -> References:
         """Reads what is referred to now, and which tensors have changed since this was last read."""

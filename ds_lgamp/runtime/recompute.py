@@ -150,7 +150,8 @@ class Draws:
         there. Raises RuntimeError if layers draw more or less often than in their forwards, from a source that was not
         read between those forwards.
         """
-        self.leave()
+        if self._open is not None:
+            self.leave()
         visit = self._visits.pop((chunk, micro_batch))
         if visit.repeated is None:
             visit.repeated = self._differing(visit)
@@ -165,6 +166,11 @@ class Draws:
             visit.repeated = {index: self.sources[index].read() for index in visit.repeated}
         if not visit.states:
             self._check(visit)
+
+    def forget(self, chunk: int, micro_batch: int) -> None:
+        """Leaves out a recomputation whose layers draw nothing, as the caller makes sure."""
+        self.leave()
+        self._visits.pop((chunk, micro_batch)).states.pop(micro_batch)
 
     def _differing(self, visit: "_Visit") -> dict[int, Any]:
         """Returns the state before the visit of each unread source that was drawn from during the visit or since."""

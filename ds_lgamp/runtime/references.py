@@ -5,6 +5,7 @@ from argparse import Namespace
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence, Set
 from functools import lru_cache
+from itertools import chain
 from operator import getitem, is_
 from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
@@ -29,6 +30,20 @@ def leave_out(packages: Iterable[str], attributes: Iterable[str]) -> None:
     if not _WITHOUT_STATE.issuperset(packages):
         _WITHOUT_STATE.update(packages)
         _holds_state.cache_clear()
+
+
+_COUNTS: set[str] = set()
+"""Buffers that only count."""
+
+
+def only_count(buffers: Iterable[str]) -> None:
+    """Lets buffers of these names only count: forwards add to them, in any order, and no forward reads them."""
+    _COUNTS.update(buffers)
+
+
+def counts_of(holder: "Holder") -> Set[str]:
+    """Returns the keys of buffers in ``holder`` that only count."""
+    return set() if holder.passing is None else _COUNTS & {*holder.contents.keys()}
 
 
 @lru_cache(None)
@@ -278,6 +293,17 @@ class References:
             and list(map(len, layout.containers)) == layout.lengths
             and (not layout.whole or layout.stands())
         )
+
+    def changed(self) -> str | None:
+        """Returns the name of something that is not as it was, but for tensors that may change in place; None if all
+        is."""
+        if self.hold():
+            return None
+        layout, watched = self._layout, {id(tensor) for tensor, _ in self._versions}
+        pairs = zip(layout.of, layout.keys, self._values, layout.read() or [])
+        moved = (f"{holder.name}.{key}" for holder, key, before, now in pairs if before is not now)
+        written = (held.name for held in self.tensors.values() if held.changed and id(held.tensor) in watched)
+        return next(chain(moved, written), "what they hold")
 
     def write(self) -> None:
         """Lets the holders refer to the same again."""

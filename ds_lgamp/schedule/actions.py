@@ -14,6 +14,10 @@ a later gather. ``SEND_F3.5`` sends the result
 of ``F3.5`` to the rank of chunk 4, where ``RECV_F4.5`` posts the receive. ``SEND_B3.5`` sends the gradient that
 ``B3.5`` computed to the rank of chunk 2, where ``RECV_B2.5`` posts the receive.
 
+Where exchanges overlap, ``START_F3.6`` begins ``F3.6`` beside ``F3.5``, which follows: while the tokens of one travel
+among ranks that divide experts, the other computes. ``F3.6`` then computes what is left of it. ``START_B3.6`` begins
+the forward that ``B3.6`` repeats beside that of ``B3.5``.
+
 Where backwards have two parts, ``B3.5`` computes the gradient of the chunk's input, which other ranks wait for, and
 ``W3.5`` later those of weights that matrix products read (zero bubble, arXiv 2401.10241).
 
@@ -33,6 +37,8 @@ class Kind(str, Enum):
     FORWARD = "F"
     BACKWARD = "B"
     WEIGHTS_BACKWARD = "W"
+    START_FORWARD = "START_F"
+    START_BACKWARD = "START_B"
     SEND_FORWARD = "SEND_F"
     RECV_FORWARD = "RECV_F"
     SEND_BACKWARD = "SEND_B"
@@ -69,6 +75,9 @@ class Kind(str, Enum):
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD})
 """Computes that need what another compute makes, and that visit a chunk. The second part of a backward needs neither
 messages nor weights."""
+STARTED = {Kind.START_FORWARD: Kind.FORWARD, Kind.START_BACKWARD: Kind.BACKWARD}
+"""The kind of compute that each kind of start begins beside the compute before it."""
+STARTS = {compute: start for start, compute in STARTED.items()}
 SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
 RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
 AWAITED = {
@@ -97,7 +106,7 @@ BETWEEN_NODES = frozenset({Kind.REFRESH, Kind.COMBINE})
 PARTITION = (COLLECTIVES | TRANSFERS | WAITS | {Kind.RELEASE, Kind.UPDATE}) - OF_INPUTS
 
 _TEXT = re.compile(
-    r"(?:(SEND_F|SEND_B|RECV_F|RECV_B|(?:WAIT_)?(?:STORE|LOAD)_A|F|B|W)(\d+)\.(\d+)"
+    r"(?:(START_F|START_B|SEND_F|SEND_B|RECV_F|RECV_B|(?:WAIT_)?(?:STORE|LOAD)_A|F|B|W)(\d+)\.(\d+)"
     r"|(RELEASE|(?:WAIT_)?(?:GATHER|REDUCE|REFRESH|COMBINE|(?:LOAD|STORE)(?:_W)?)|UPDATE)(\d+)"
     r"|RETURN(\d+)|(STEP))"
 )

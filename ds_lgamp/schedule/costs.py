@@ -47,6 +47,10 @@ class Durations(NamedTuple):
     """The copy of one chunk's input for one micro-batch, in either direction, if the host holds inputs."""
     weights: float = 0.0
     """The copy of all weights of one chunk, in either direction, if gathered weights wait on the host."""
+    exchange: float = 0.0
+    """The part of ``forward`` in which tokens travel among ranks that divide experts."""
+    exchanges: float = 0.0
+    """In how many all-to-alls they do."""
     weights_backward: float | None = None
     """The part of ``backward`` that may run later, if backwards have two parts; None if half of it."""
 
@@ -92,6 +96,10 @@ class Costs:
     """By chunk: its input for one micro-batch, between device and host."""
     weights: Sequence[float] = ()
     """By chunk: all its weights, between device and host."""
+    exchange: Sequence[float] = ()
+    """By chunk, as ``exchanges``: the part of its forward in which tokens travel among ranks that divide experts, and
+    in how many all-to-alls. Empty if nobody knows: then a program whose exchanges overlap hides none."""
+    exchanges: Sequence[float] = ()
     weights_backward: Sequence[float] = ()
     """By chunk: the part of its backward that may run later, if backwards have two parts; half of it if this is
     empty."""
@@ -115,7 +123,11 @@ class Costs:
     def check(self, spec: ProgramSpec) -> None:
         """Raises ValueError if a cost is missing, negative or not finite, or if there are too many."""
         for name, chunks in _by_chunk(spec).items():
-            _check_count(name, getattr(self, name), chunks, "chunk")
+            if getattr(self, name) or name not in ("exchange", "exchanges"):
+                _check_count(name, getattr(self, name), chunks, "chunk")
+        for part, whole in zip(self.exchange, self.forward):
+            if part > whole:
+                raise ValueError(f"exchange is {part}; it is a part of the forward, which takes {whole}")
         _check_count("tied", self.tied, spec.pipeline_ranks, "pipeline rank")
         if self.weights_backward:
             _check_count("weights_backward", self.weights_backward, spec.chunks, "chunk")
@@ -127,6 +139,24 @@ class Costs:
             for source, target in links_of(spec) - times.keys():
                 raise ValueError(f"{name} has no cost of the link from rank {source} to rank {target}; add it")
             _check_times(name, times.values())
+
+
+def overlapped(forward: float, exchange: float, exchanges: float) -> tuple[float, float]:
+    """Returns how long two forwards take that compute beside each other's exchanges: up to the end of the first one,
+    and from then on.
+
+    Exchanges cut a forward into equally long computes, which alternate. Beside each exchange the other forward
+    computes, so what lasts longer counts. Only the first and the last compute have nothing beside them.
+
+    Args:
+        forward: of one alone.
+        exchange: the part of it in which tokens travel, in so many ``exchanges``.
+    """
+    if not exchanges:
+        return forward, forward
+    compute = (forward - exchange) / (exchanges + 1)
+    longer = max(compute, exchange / exchanges)
+    return 2 * compute + (2 * exchanges - 1) * longer, longer
 
 
 def uniform_costs(spec: ProgramSpec, durations: Durations) -> Costs:
@@ -147,6 +177,7 @@ def _by_chunk(spec: ProgramSpec) -> dict[str, int]:
     chunks = spec.chunks
     return {
         **dict.fromkeys(("forward", "backward", "recompute", "gather", "reduce", "update"), chunks),
+        **dict.fromkeys(("exchange", "exchanges"), chunks),
         **dict.fromkeys(("refresh", "combine"), chunks if spec.hierarchy else 0),
         **dict.fromkeys(("load", "store"), chunks if spec.offload else 0),
         "input": chunks if spec.stores_inputs else 0,
@@ -169,6 +200,8 @@ def sized_costs(spec: ProgramSpec, of_layer: Durations, layers: Sequence[float],
         forward=[of_layer.forward * slow for slow in slowness],
         backward=[of_layer.backward * slow for slow in slowness],
         recompute=[of_layer.recompute * slow for slow in slowness],
+        exchange=[of_layer.exchange * slow for slow in slowness],
+        exchanges=[of_layer.exchanges * count for count in layers],
         weights_backward=[(of_layer.weights_backward or 0.0) * slow for slow in slowness if of_layer.weights_backward],
         gather=[of_layer.gather * count for count in layers],
         reduce=[of_layer.reduce * count for count in layers],

@@ -1,11 +1,12 @@
 """Builds a program from a compute order: the actions of every pipeline rank.
 
 Passes add them. Each takes the segments of a pipeline rank and returns them with new actions. Around each compute,
-actions come in this order: RELEASE, GATHER, RECV (posted before use), WAIT_GATHER and WAIT_REDUCE, the compute, its
-SEND, second parts of earlier backwards, and REDUCE if a chunk's gradient is final. The program ends with the last
-WAIT_REDUCEs, STEP, and the gathers that stages 1 and 2 do not defer. Where the optimizer updates chunks one by one,
-UPDATE follows the end of a reduction or precedes a GATHER. :mod:`ds_lgamp.schedule.transfers` says where RECV, LOAD and
-STORE come, :mod:`ds_lgamp.schedule.split_backward` where second parts of backwards come.
+actions come in this order: RELEASE, GATHER, RECV (posted before use), WAIT_GATHER and WAIT_REDUCE, START of the compute
+that runs beside it, the compute, its SEND, second parts of earlier backwards, and REDUCE if a chunk's gradient is
+final. The program ends with the last WAIT_REDUCEs, STEP, and the gathers that stages 1 and 2 do not defer. Where the
+optimizer updates chunks one by one, UPDATE follows the end of a reduction or precedes a GATHER.
+:mod:`ds_lgamp.schedule.transfers` says where RECV, LOAD and STORE come, :mod:`ds_lgamp.schedule.split_backward` where
+second parts of backwards come.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,6 +15,7 @@ from typing import NamedTuple
 from ds_lgamp.schedule.actions import (
     COLLECTIVES,
     COMPUTE,
+    STARTED,
     Action,
     Kind,
     Program,
@@ -28,6 +30,7 @@ from ds_lgamp.schedule.transfers import (
     add_final_updates,
     add_loads,
     add_postponed_updates,
+    add_starts,
     add_stored_inputs,
     add_stored_weights,
     add_stores,
@@ -51,7 +54,7 @@ def each_action(segments: Segments, lower: Callable[[Action], Iterable[Action]])
 
 def mark_recomputed(spec: ProgramSpec, rank: int, segments: Segments) -> Segments:
     """Marks the forwards and backwards that are recomputed."""
-    chunks, kept, marked = spec.recomputed_chunks, spec.kept, COMPUTE | {Kind.WEIGHTS_BACKWARD}
+    chunks, kept, marked = spec.recomputed_chunks, spec.kept, COMPUTE | {Kind.WEIGHTS_BACKWARD, *STARTED}
     return [
         [
             Action(kind, chunk, micro_batch, kind in marked and chunk in chunks and (chunk, micro_batch) not in kept)
@@ -347,6 +350,7 @@ PASSES = (
     add_loads,
     add_stores,
     add_stored_inputs,
+    add_starts,
 )
 """In the order they apply. All schedules share them."""
 _TIMED_PASSES = tuple(add for add in PASSES if add not in (add_receives, add_sends))

@@ -2,6 +2,8 @@
 
 - Forwards, backwards, hops, collectives and updates take time. Posts and sends are free.
 - Where a backward has two parts, the second one takes its time when it runs. Nobody waits for it.
+- Where exchanges overlap, both forwards of a pair begin when both have their inputs. What is left of the second one
+  when the first one ends is its time. A pair of backwards repeats both forwards so.
 - A hop delays only the receiver. A rank's messages leave one after another.
 - The gathers and reductions of a rank run one after another, as on one communicator, beside its compute. The program
   says when they are launched and awaited. They may share a network card with its messages
@@ -17,6 +19,7 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import mul
 
 from ds_lgamp.schedule.actions import (
     COLLECTIVES,
@@ -29,12 +32,13 @@ from ds_lgamp.schedule.actions import (
     receive_matching,
 )
 from ds_lgamp.schedule.card import Card, SharedCard, Span, Wait
-from ds_lgamp.schedule.costs import UNIT_DURATIONS, Costs, Durations, uniform_costs
+from ds_lgamp.schedule.costs import UNIT_DURATIONS, Costs, Durations, overlapped, uniform_costs
 from ds_lgamp.schedule.spec import ProgramSpec
 
 # A module's names are faster than the members of an Enum, and programs have millions of actions.
 _FORWARD, _BACKWARD = Kind.FORWARD, Kind.BACKWARD
 _SEND_FORWARD, _SEND_BACKWARD = Kind.SEND_FORWARD, Kind.SEND_BACKWARD
+_START_FORWARD, _START_BACKWARD = Kind.START_FORWARD, Kind.START_BACKWARD
 _RECV_FORWARD, _RECV_BACKWARD = Kind.RECV_FORWARD, Kind.RECV_BACKWARD
 _UPDATE, _RETURN, _WEIGHTS_BACKWARD = Kind.UPDATE, Kind.RETURN, Kind.WEIGHTS_BACKWARD
 
@@ -120,11 +124,15 @@ def simulate(
 
 
 def _ideal(spec: ProgramSpec, costs: Costs) -> float:
-    """Returns the compute time of a rank if work were spread evenly and no rank waited."""
-    cost = sum(costs.forward)
+    """Returns the compute time of a rank if work were spread evenly and no rank waited. Exchanges count as compute,
+    but for those that others may overlap."""
+    shares = [1.0] * spec.chunks
+    if spec.overlaps_exchanges and costs.exchange:
+        shares = [1 - exchange / whole if whole else 1.0 for exchange, whole in zip(costs.exchange, costs.forward)]
+    cost = sum(map(mul, costs.forward, shares))
     if not spec.forward_only:
         cost += sum(costs.backward[spec.first_trained :])
-        cost += sum(costs.recompute[chunk] for chunk in spec.recomputed_chunks)
+        cost += sum(costs.recompute[chunk] * shares[chunk] for chunk in spec.recomputed_chunks)
     cost *= spec.micro_batches
     for chunk, micro_batch in spec.kept:
         if chunk in spec.recomputed_chunks and micro_batch < spec.micro_batches:
@@ -211,6 +219,8 @@ class _Run:
         self.updates: list[list[Span]] = [[] for _ in program]
         self.awaited: list[tuple[_Way, int] | None] = [None] * len(program)
         """The input that each rank waits for: of which chunk and direction, and of which micro-batch."""
+        self.beside: list[dict[int, float]] = [{} for _ in program]
+        """How long each of the two forwards takes, by micro-batch, that each rank computes beside each other."""
         self.posted: set[Action] = set()
         self.blocked: dict[Action, int] = {}
         """The rank whose SEND waits for a RECV."""
@@ -229,7 +239,7 @@ class _Run:
         """Runs ``rank`` as far as it gets. Returns the ranks that this wakes."""
         woken: list[int] = []
         actions, card, spans, launched = self.program[rank], self.cards[rank], self.spans[rank], self.launched
-        row, now = self.position[rank], self.now[rank]
+        row, now, beside = self.position[rank], self.now[rank], self.beside[rank]
         self.awaited[rank] = None
         while row < len(actions):
             action = actions[row]
@@ -242,7 +252,8 @@ class _Run:
                     break
                 if now > start:
                     start = now
-                now = start + (way.recomputed_cost if recomputed else way.cost)
+                cost = way.recomputed_cost if recomputed else way.cost
+                now = start + (beside.pop(micro_batch) if beside else cost)
                 spans.append(Span(start, now, action))
                 if not way.crosses:
                     self.deliver(way, micro_batch, now, woken)
@@ -253,6 +264,19 @@ class _Run:
                     break
                 way = self.ways[kind][chunk]
                 self.deliver(way, micro_batch, card.send(now, way.message) + way.latency, woken)
+            elif kind is _START_FORWARD:
+                way = self.ways[_FORWARD][chunk]
+                start = way.arrivals[micro_batch]
+                if start is None:
+                    self.awaited[rank] = way, micro_batch
+                    break
+                now = max(now, start)
+                beside.update(zip((actions[row + 1].micro_batch, micro_batch), self.overlapped(chunk, way.cost)))
+            elif kind is _START_BACKWARD:
+                way = self.ways[_BACKWARD][chunk]
+                parts = self.overlapped(chunk, way.recomputed_cost - way.cost)
+                pair = actions[row + 1].micro_batch, micro_batch
+                beside.update((each, part + way.cost) for each, part in zip(pair, parts))
             elif kind is _RECV_FORWARD or kind is _RECV_BACKWARD:
                 if self.blocking_sends:
                     self.post(action, woken)
@@ -276,6 +300,14 @@ class _Run:
             row += 1
         self.position[rank], self.now[rank] = row, now
         return woken
+
+    def overlapped(self, chunk: int, forward: float) -> tuple[float, float]:
+        """Returns how long two forwards take that compute beside each other's exchanges. One that is repeated exchanges
+        for the same share of its time."""
+        costs, whole = self.costs, self.costs.forward[chunk]
+        if not costs.exchange or not whole:
+            return forward, forward
+        return overlapped(forward, costs.exchange[chunk] * forward / whole, costs.exchanges[chunk])
 
     def deliver(self, way: _Way, micro_batch: int, time: float, woken: list[int]) -> None:
         """Tells the consumer of a result when it has it."""

@@ -169,6 +169,10 @@ class ProgramSpec:
     (:mod:`ds_lgamp.schedule.split_backward`). 0 if every backward is whole."""
     whole_chunks: frozenset[int] = frozenset()
     """Chunks whose backwards have one part all the same."""
+    overlaps_exchanges: bool = False
+    """Whether consecutive forwards of a chunk compute beside each other's exchanges of tokens, in pairs, and so do the
+    forwards that consecutive backwards repeat. Pairs are the same on all data-parallel ranks, so the order of their
+    exchanges is, too."""
     returns_outputs: bool = False
     """Whether the script computes the loss from outputs, call by call (:func:`ds_lgamp.schedule.orders.by_calls`). Up
     to the RETURN of a call, programs with more calls are alike, because a script may end a batch early."""
@@ -185,6 +189,8 @@ class ProgramSpec:
         if self.stores_weights:
             _require(self.zero_stage == 3, "zero_stage", self.zero_stage, "only stage 3 gathers weights again")
             _require(self.hierarchy is None, "hierarchy", self.hierarchy, "shards of nodes are gathered inside a node")
+        if self.overlaps_exchanges:
+            self._require_overlap()
         _require(self.split_backward >= 0, "split_backward", self.split_backward, "use at least 0")
         _require(0 <= self.first_trained < self.chunks, "first_trained", self.first_trained, "name a chunk")
         _require(self.updates in UPDATES, "updates", self.updates, f"use one of {', '.join(UPDATES)}")
@@ -237,6 +243,12 @@ class ProgramSpec:
         _require(self.updates != "step", "updates", self.updates, 'offloading needs "reduction" or "next_step"')
         if self.zero_stage < 3:
             _require(self.defers_gathers, "defers_gathers", False, "nothing is loaded yet to gather; defer gathers")
+
+    def _require_overlap(self) -> None:
+        alone = "computes that overlap exchanges have two micro-batches at once"
+        _require(not self.kept, "kept", self.kept, alone)
+        _require(not self.split_backward, "split_backward", self.split_backward, f"{alone}; use 0")
+        _require(not self.stores_inputs, "stores_inputs", self.stores_inputs, f"{alone}; leave inputs on the device")
 
     def _require_interleaved(self) -> None:
         ranks = self.pipeline_ranks
@@ -294,6 +306,7 @@ class ProgramSpec:
         """Returns the forward-only spec on the same chunks. ``micro_batches`` defaults to this spec's."""
         count = self.micro_batches if micro_batches is None else micro_batches
         alone: dict[str, Any] = {"forward_only": True, "returns_outputs": False, "kept": frozenset()}
+        alone["overlaps_exchanges"] = False
         return replace(self, micro_batches=count, micro_batch_group=count, **alone)
 
     def segments(self, rank: int) -> Segments:
@@ -365,6 +378,13 @@ class ProgramSpec:
         if not self.split_backward or self.forward_only or self.pipeline_ranks == 1:
             return frozenset()
         return frozenset(range(self.first_trained + 1, self.chunks)) - self.whole_chunks
+
+    def overlaps(self, first: Action, second: Action) -> bool:
+        """Whether two consecutive computes could run beside each other's exchanges: forwards of a chunk, or backwards
+        that repeat them. The model's last chunk computes the loss, with memory for one micro-batch."""
+        alike = first.kind is second.kind and first.chunk == second.chunk < self.chunks - 1
+        computes = first.kind is Kind.FORWARD or (first.kind is Kind.BACKWARD and first.chunk in self.recomputed_chunks)
+        return self.overlaps_exchanges and alike and computes
 
     def is_final_backward(self, action: Action) -> bool:
         """Whether the chunk's gradient is reduced after this action.

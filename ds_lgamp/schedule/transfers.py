@@ -25,7 +25,18 @@ from functools import lru_cache
 from operator import itemgetter
 from typing import NamedTuple
 
-from ds_lgamp.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, Segments, computes_of, joined, receive_of
+from ds_lgamp.schedule.actions import (
+    COMPUTE,
+    RECEIVES,
+    SENDS,
+    STARTS,
+    Action,
+    Kind,
+    Segments,
+    computes_of,
+    joined,
+    receive_of,
+)
 from ds_lgamp.schedule.orders import first_turning_chunk
 from ds_lgamp.schedule.simulate import simulate
 from ds_lgamp.schedule.spec import NEAREST, RECEIVES_POSTED, Offload, ProgramSpec, Update
@@ -185,6 +196,27 @@ def _leaving(segments: Segments) -> set[Action]:
 
 def _of(kind: Kind, compute: Action | None) -> list[Action]:
     return [] if compute is None else [Action(kind, compute.chunk, compute.micro_batch)]
+
+
+def add_starts(spec: ProgramSpec, rank: int, segments: Segments) -> Segments:
+    """Adds START_F and START_B before the first of each two consecutive computes that overlap exchanges."""
+    if not spec.overlaps_exchanges:
+        return segments
+    lowered: Segments = []
+    for segment in segments:
+        started: dict[Action, Action] = {}
+        before: Action | None = None
+        for compute in computes_of(segment):
+            overlap = before is not None and spec.overlaps(before, compute)
+            if before is not None and overlap:
+                started[before] = compute._replace(kind=STARTS[compute.kind])
+            before = None if overlap else compute
+        lowered.append([])
+        for action in segment:
+            if action in started:
+                lowered[-1].append(started[action])
+            lowered[-1].append(action)
+    return lowered
 
 
 def add_postponed_updates(spec: ProgramSpec, rank: int, segments: Segments) -> Segments:
@@ -364,7 +396,10 @@ class _Clock(NamedTuple):
 @lru_cache(maxsize=1)
 def _clock(spec: ProgramSpec) -> _Clock:
     """Runs the computes and sends of all ranks on the clock. The programs of all ranks share the result."""
-    program = [joined(add_second_parts(spec, rank, spec.segments(rank))) for rank in range(spec.pipeline_ranks)]
+    program = [
+        joined(add_starts(spec, rank, add_second_parts(spec, rank, spec.segments(rank))))
+        for rank in range(spec.pipeline_ranks)
+    ]
     spans = simulate(spec, program, sends_at_once=True).spans
     starts = [[span.start for span in of_rank if span.action.kind in COMPUTE] for of_rank in spans]
     return _Clock(starts, {span.action[:3]: span.end for of_rank in spans for span in of_rank})

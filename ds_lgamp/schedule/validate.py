@@ -25,6 +25,7 @@ from ds_lgamp.schedule.rules.order import (
     check_order,
     check_receives,
     check_sends,
+    check_starts,
     cut,
 )
 from ds_lgamp.schedule.rules.weights import check_inputs, check_recomputation, check_weights
@@ -93,6 +94,7 @@ def _check_rank(spec: ProgramSpec, rank: int, stops: Sequence[Stop]) -> None:
     check_gradients(spec, stops)
     check_recomputation(spec, stops)
     check_inputs(spec, stops)
+    check_starts(spec, stops)
     check_layout(spec, stops)
 
 
@@ -176,6 +178,8 @@ class _Queues:
         starts once all ranks have come to it; None if there is none."""
         if action.kind is Kind.RETURN:
             return action
+        if action.kind is Kind.START_FORWARD:
+            action = action._replace(kind=Kind.FORWARD)
         if action.kind in COMPUTE:
             return send_matching(receive_of(action)) if self.spec.receives_input(action) else None
         if action.kind not in SENDS and action.kind not in RECEIVES:

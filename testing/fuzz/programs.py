@@ -59,6 +59,7 @@ def random_spec(random: Random) -> ProgramSpec:
         returns_outputs=returns_outputs,
         stores_weights=zero_stage == 3 and not hierarchical and random.random() < 0.5,
         split_backward=random.choice((0, 0, 1, 3)),
+        overlaps_exchanges=random.random() < 0.2,
         whole_chunks=frozenset(chunk for chunk in range(chunks) if random.random() < 0.1),
         kept=frozenset(pair for pair in product(range(chunks), range(micro_batches)) if random.random() < kept),
     )

@@ -152,9 +152,21 @@ def test_stages_1_and_2_offload_the_optimizer_only(capsys):
     assert told["loads"] == [4] and told["program"]["0"][:3] == ["LOAD0", "LOAD1", "WAIT_LOAD0"]
 
 
+def test_a_forward_beside_anothers_exchanges_takes_less(capsys):
+    lasting = ["--forward", "3", "--recompute", "3", "--micro-batches", "2", "--pipeline-ranks", "1"]
+    overlapping = [*lasting, "--overlap-exchanges"]
+    plain, hidden = (report(capsys, *overlapping, *more) for more in ([], ["--exchange", "1", "--exchanges", "2"]))
+    assert "START_F0.1" in hidden["program"]["0"] and "START_B0.1" in hidden["program"]["0"]
+    # On three of four chunks, two forwards hide all their exchanges, 1 each, and so do two that are repeated.
+    assert plain["step_time"] - hidden["step_time"] == pytest.approx(3 * 2 * 2)
+    assert hidden["bubble"] >= 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--exchange", "1"], "--exchange and --exchanges belong to --overlap-exchanges"),
+        (["--overlap-exchanges", "--exchange", "2"], "--exchange is 2, a part of --forward 1; use less"),
         (["--load", "1"], "--load and --store belong to --offload"),
         (["--refresh", "1"], "--refresh and --combine belong to --node-shards"),
         (["--offload", "parameters", "--zero-stage", "2"], "offloading of parameters needs 3"),

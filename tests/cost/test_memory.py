@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from ds_lgamp.cost.activations import ActivationBytes, ActivationMemory, ChunkBytes
 from ds_lgamp.cost.memory import rank_memory
 from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize
+from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.program import build_program, build_rank_program
 from ds_lgamp.schedule.spec import RANDOM_NUMBERS, ProgramSpec
 from tests.schedule.strategies import live_micro_batches, program_specs
@@ -29,10 +30,10 @@ SIZE = ActivationBytes(
 FP32 = ElementBytes()
 
 
-def two_chunks(pipeline_ranks, rank, micro_batches, zero_stage=0, resident_chunks=2, recomputes=True):
+def two_chunks(pipeline_ranks, rank, micro_batches, zero_stage=0, resident_chunks=2, recomputes=True, **rest):
     placement = (0, 1) if pipeline_ranks == 2 else (0, 0)
     counts = micro_batches, micro_batches
-    spec = ProgramSpec(placement, "layered", *counts, zero_stage, resident_chunks, recomputes=recomputes)
+    spec = ProgramSpec(placement, "layered", *counts, zero_stage, resident_chunks, recomputes=recomputes, **rest)
     return build_rank_program(spec, rank)
 
 
@@ -63,6 +64,21 @@ def test_a_forward_may_take_most():
     first, last = SIZE.chunks
     told = memory_of(two_chunks(1, 0, 2), replace(SIZE, chunks=[replace(first, forward=5000), last]))
     assert told.peak == 22 + 5 + 100 + 10 + 5000
+
+
+@pytest.mark.parametrize(("micro_batches", "pairs"), [(2, 1), (3, 1), (4, 2)])
+def test_where_exchanges_overlap_two_micro_batches_work_at_once(micro_batches, pairs):
+    """B0.0 needs most: all inputs, a gradient for each micro-batch, random states, and twice the copy of an input (10)
+    and working memory (1000). Without recomputation, forwards alone overlap."""
+    actions = two_chunks(1, 0, micro_batches, overlaps_exchanges=True)
+    assert sum(action.kind is Kind.START_BACKWARD for action in actions) == pairs
+    told = memory_of(actions, SIZE)
+    assert told.peak == 10 * micro_batches + 100 * micro_batches + 5 + 2 * (10 + 1000)
+    assert told.activations is not None and told.activations.working == 2 * (10 + 1000)
+    first, last = SIZE.chunks
+    size = replace(SIZE, chunks=[replace(first, forward=5000), last])
+    kept = memory_of(two_chunks(1, 0, micro_batches, recomputes=False, overlaps_exchanges=True), size)
+    assert kept.activations is not None and kept.activations.working == 2 * (10 + 5000)
 
 
 @pytest.mark.parametrize("keeps_result", [False, True])

@@ -3,7 +3,7 @@
 import pytest
 
 from ds_lgamp.integrations.megatron.loop.forward_backward import DistributedData
-from ds_lgamp.runtime.chunk import ParameterHolder
+from ds_lgamp.runtime.batch import ParameterHolder
 
 BETWEEN_NODES = ["refresh", "wait_refresh", "combine", "wait_combine"]
 TO_THE_HOST = ["load", "wait_load", "store", "wait_store"]

@@ -14,6 +14,7 @@ from tests.schedule.strategies import program_specs
         ("B3.5", Action(Kind.BACKWARD, 3, 5)),
         ("SEND_F3.5", Action(Kind.SEND_FORWARD, 3, 5)),
         ("RECV_B3.5", Action(Kind.RECV_BACKWARD, 3, 5)),
+        ("START_F3.5", Action(Kind.START_FORWARD, 3, 5)),
         ("GATHER3", Action(Kind.GATHER, 3)),
         ("RELEASE3", Action(Kind.RELEASE, 3)),
         ("REDUCE3", Action(Kind.REDUCE, 3)),

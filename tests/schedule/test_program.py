@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import example, given
 
-from ds_lgamp.schedule.actions import COMPUTE, RECEIVES, Action, Kind
+from ds_lgamp.schedule.actions import COMPUTE, RECEIVES, STARTED, Action, Kind
 from ds_lgamp.schedule.orders import micro_batch_groups
 from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.program import build_program, build_rank_program
@@ -99,6 +99,36 @@ def test_the_wrap_around_link_has_a_receive_for_all_that_pile_up_and_two_more(ra
         most = max(most, posted)
         posted -= action.kind is Kind.FORWARD and spec.receives_input(action)
     assert most == micro_batches - ranks + 2
+
+
+def test_where_exchanges_overlap_every_second_compute_of_a_chunk_starts_before_the_first():
+    """The last forward of an odd number is alone, and so are those of the last chunk, whose loss turns at once."""
+    spec = replace(layered(chunks=2, micro_batches=3, stage=0), overlaps_exchanges=True)
+    forwards, turn = "START_F0.1 F0.0 F0.1 F0.2", "F1.0 B1.0 F1.1 B1.1 F1.2 B1.2 REDUCE1"
+    backwards = "START_B0.1 B0.0 B0.1 B0.2 REDUCE0 WAIT_REDUCE1 WAIT_REDUCE0 STEP"
+    assert " ".join(map(str, build_program(spec)[0])) == f"{forwards} {turn} {backwards}"
+
+
+def test_without_recomputation_only_forwards_start_beside_each_other():
+    spec = replace(layered(chunks=2, micro_batches=3, stage=0), overlaps_exchanges=True, recomputes=False)
+    kinds = {action.kind for action in build_program(spec)[0]}
+    assert Kind.START_FORWARD in kinds and Kind.START_BACKWARD not in kinds
+    assert not {*STARTED} & {action.kind for action in build_program(spec.evaluation())[0]}
+
+
+def test_a_forward_that_starts_early_has_its_message_by_then():
+    spec = ProgramSpec((0, 1), "layered", 4, 4, 0, recomputes=False, overlaps_exchanges=True)
+    first = build_program(replace(spec, placement=(0, 1, 0, 1)))[1]
+    assert [*map(str, first[:4])] == ["RECV_F1.0", "RECV_F1.1", "RECV_F1.2", "START_F1.1"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("kept", frozenset({(0, 0)})), ("split_backward", 2), ("stores_inputs", True)]
+)
+def test_what_two_micro_batches_at_once_cannot_do_is_refused(field, value):
+    spec = ProgramSpec((0, 1), "layered", 4, 4, 0, overlaps_exchanges=True)
+    with pytest.raises(ValueError, match=f"{field} is .*: computes that overlap exchanges have two micro-batches"):
+        replace(spec, **{field: value})
 
 
 def test_stages_1_and_2_gather_behind_the_step_what_the_next_one_needs_first():

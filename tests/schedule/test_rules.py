@@ -44,6 +44,9 @@ SPECS = [
     replace(
         TWO, zero_stage=2, resident_chunks=1, split_backward=3, receives_on_arrival=True, whole_chunks=frozenset({3})
     ),
+    replace(TWO, micro_batches=7, micro_batch_group=7, overlaps_exchanges=True),
+    replace(TWO, micro_batches=5, zero_stage=3, overlaps_exchanges=True, receives_on_arrival=True),
+    replace(ALONE, micro_batches=6, micro_batch_group=5, overlaps_exchanges=True, recomputes=False),
     replace(TWO, schedule="interleaved_1f1b", micro_batch_group=4, zero_stage=3),
     ProgramSpec((0, 1, 2, 2, 1, 0), "zbv", 7, 7, 1, split_backward=3),
     ProgramSpec((0, 1, 2), "1f1b", 7, 7, 2, receives_on_arrival=True),

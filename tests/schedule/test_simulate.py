@@ -15,7 +15,7 @@ from ds_lgamp.schedule.actions import (
     Kind,
     awaited_by,
 )
-from ds_lgamp.schedule.costs import UNIT_DURATIONS, Durations
+from ds_lgamp.schedule.costs import UNIT_DURATIONS, Durations, uniform_costs
 from ds_lgamp.schedule.orders import default_placement, micro_batch_groups
 from ds_lgamp.schedule.placement import place_chunks
 from ds_lgamp.schedule.program import build_program
@@ -95,6 +95,51 @@ def test_the_turn_costs_no_time_while_a_hop_takes_at_most_half_of_a_forward_and_
         turning = simulate(spec, build_program(spec), durations).step_time
         patch.setitem(orders.ORDERS, "layered", forwards_first)
         assert turning <= simulate(spec, build_program(spec), durations).step_time * (1 + 1e-9)
+
+
+def taking_turns(compute: float, exchange: float, exchanges: int) -> list[float]:
+    """Returns when two forwards end that take turns: one computes until its tokens travel, then the other. Tokens
+    travel one after another."""
+    now = network = 0.0
+    arrived, done, ends, own = [0.0, 0.0], [0, 0], [0.0, 0.0], 0
+    while not all(ends):
+        now = max(now, arrived[own]) + compute
+        done[own] += 1
+        if done[own] > exchanges:
+            ends[own] = now
+        else:
+            network = arrived[own] = max(now, network) + exchange
+        if not ends[1 - own]:
+            own = 1 - own
+    return ends
+
+
+@given(st.floats(0.1, 9), st.floats(0, 9), st.integers(1, 5))
+def test_forwards_that_take_turns_hide_each_others_exchanges(compute, exchange, exchanges):
+    """Forwards of the first two micro-batches, and the forwards that their backwards repeat."""
+    spec = ProgramSpec((0, 0), "layered", 3, 3, 0, overlaps_exchanges=True)
+    forward = (exchanges + 1) * compute + exchanges * exchange
+    durations = Durations(forward, 1.0, recompute=forward, exchange=exchanges * exchange, exchanges=exchanges)
+    spans = simulate(spec, build_program(spec), durations).spans[0]
+    ends = taking_turns(compute, exchange, exchanges)
+    assert [spans[0].end, spans[1].end] == pytest.approx(ends)
+    first, second, _ = [span for span in spans if span.action.kind is Kind.BACKWARD and span.action.chunk == 0]
+    assert [first.end - first.start - 1, second.end - first.start - 2] == pytest.approx(ends)
+    assert spans[2].end - spans[2].start == pytest.approx(forward)
+
+
+def test_forwards_of_which_nobody_knows_the_exchanges_hide_none():
+    spec = ProgramSpec((0, 1, 0, 1), "layered", 4, 4, 0, overlaps_exchanges=True)
+    costs = replace(uniform_costs(spec, UNIT_DURATIONS), exchange=(), exchanges=())
+    alone = replace(spec, overlaps_exchanges=False)
+    beside, after = (simulate(each, build_program(each), costs).step_time for each in (spec, alone))
+    assert beside >= after
+
+
+def test_an_exchange_longer_than_its_forward_is_refused():
+    spec = ProgramSpec((0, 0), "layered", 3, 3, 0)
+    with pytest.raises(ValueError, match=r"exchange is 2.0; it is a part of the forward, which takes 1.0"):
+        simulate(spec, build_program(spec), uniform_costs(spec, Durations(exchange=2.0)))
 
 
 @given(program_specs(), st.integers(1, 9))

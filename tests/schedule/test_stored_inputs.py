@@ -16,7 +16,9 @@ from ds_lgamp.schedule.validate import ProgramError, validate
 from tests.schedule.strategies import program_specs
 
 LGA = ProgramSpec((0, 0, 0), "layered", 3, 3, 0, stores_inputs=True)
-storing_specs = program_specs().map(lambda spec: replace(spec, stores_inputs=True, forward_only=False, recomputes=True))
+storing_specs = program_specs().map(
+    lambda spec: replace(spec, stores_inputs=True, forward_only=False, recomputes=True, overlaps_exchanges=False)
+)
 
 
 def of_kind(actions, kind):

@@ -1,6 +1,7 @@
 """A micro-batch that a script gave to the engine: the arguments of one call of the model, what its blocks return, what
 a call shows, and which attributes of blocks it sets."""
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
@@ -283,11 +284,12 @@ class BatchCalls:
     def forget(self) -> None:
         """Ends the batch."""
         self.all: list[Call] = []
-        self.number = 0
+        self._now = _Now()
+
+    @property
+    def number(self) -> int:
         """The micro-batch that the layers compute."""
-        self._layer = 0
-        self._in_chunk: tuple[Sequence[Tensor], list[BlockArguments]] | None = None
-        """What travels through the chunk that runs, and what its blocks get. Both belong to the chunk's graph."""
+        return self._now.number
 
     @property
     def current(self) -> Call:
@@ -295,16 +297,17 @@ class BatchCalls:
 
     def before_layer(self, layer: int, micro_batch: int) -> None:
         """Makes ``micro_batch`` the current one."""
-        if (layer, micro_batch) != (self._layer + 1, self.number):
-            self._in_chunk = None
-        self._layer, self.number = layer, micro_batch
+        now = self._now
+        if (layer, micro_batch) != (now.layer + 1, now.number):
+            now.in_chunk = None
+        now.layer, now.number = layer, micro_batch
 
     def in_chunk(self, travels: Sequence[Tensor], compute: Callable[[], list[BlockArguments]]) -> list[BlockArguments]:
         """Returns what blocks get in the current micro-batch by what ``travels`` with its hidden states. ``compute`` is
         called once for consecutive layers."""
-        known = self._in_chunk
+        known = self._now.in_chunk
         if known is None or any(one is not other for one, other in zip(known[0], travels)):
-            self._in_chunk = known = travels, compute()
+            self._now.in_chunk = known = travels, compute()
         return known[1]
 
 
@@ -352,6 +355,15 @@ class SetAttributes:
 def _holder(module: nn.Module, name: str) -> dict[str, Any]:
     """Returns the dictionary in which a module has an attribute, which may be a buffer."""
     return module._buffers if name in module._buffers else vars(module)
+
+
+class _Now(threading.local):
+    """What the layers compute now. Two micro-batches that compute beside each other have a thread each."""
+
+    number = 0
+    layer = 0
+    in_chunk: tuple[Sequence[Tensor], list[BlockArguments]] | None = None
+    """What travels through the chunk that runs, and what its blocks get. Both belong to the chunk's graph."""
 
 
 def run_uncompiled(model: nn.Module, *positional: Any, **named: Any) -> Any:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.partition.memory import write
-from ds_lgamp.runtime.references import leave_out
+from ds_lgamp.runtime.references import leave_out, only_count
 
 
 class Named(NamedTuple):
@@ -310,8 +310,12 @@ def untouched(model: nn.Module) -> Iterator[Snapshot]:
 def leave_out_hosts() -> None:
     """Tells the runtime what of hosts layers hold that is no state of theirs."""
     packages = ("accelerate", "deepspeed", "megatron", "peft", "transformer_engine", "transformers")
-    # transformers says there that it has registered hooks, and a recomputation takes none away.
-    leave_out(packages, ["_output_capturing_hooks_installed"])
+    # transformers says there that it has registered hooks, and a recomputation takes none away; AutoEP, that it has
+    # checked types.
+    checked = ("_fused_combine_checked", "_fused_row_weighting_checked")
+    leave_out(packages, ["_output_capturing_hooks_installed", *checked])
+    # AutoEP counts there how many tokens each expert gets.
+    only_count(["tokens_per_expert"])
 
 
 def version_of(tensor: Tensor) -> int:

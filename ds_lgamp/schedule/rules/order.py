@@ -11,6 +11,8 @@ from ds_lgamp.schedule.actions import (
     OF_INPUTS,
     RECEIVES,
     SENDS,
+    STARTED,
+    STARTS,
     Action,
     Kind,
     Program,
@@ -162,7 +164,28 @@ def _sections(spec: ProgramSpec) -> list[set[Kind]]:
         reductions.add(Kind.UPDATE)
     of_first = [{Kind.SEND_FORWARD, Kind.SEND_BACKWARD}, {Kind.WEIGHTS_BACKWARD, Kind.REDUCE}]
     receives = {Kind.RECV_FORWARD, Kind.RECV_BACKWARD}
-    return [*of_first, releases, refreshes, gathers, {Kind.LOAD}, receives, arrivals, reductions]
+    return [*of_first, releases, refreshes, gathers, {Kind.LOAD}, receives, arrivals, reductions, {*STARTED}]
+
+
+def check_starts(spec: ProgramSpec, stops: Sequence[Stop]) -> None:
+    """If exchanges overlap, the second of two consecutive forwards of a chunk, or of backwards that repeat them, starts
+    directly before the first one, and a forward has its message by then. None is in two pairs, and none of the model's
+    last chunk is in one."""
+    begun = False
+    for stop, following in zip(stops, stops[1:]):
+        first, second = stop.action, following.action
+        due: list[Action] = []
+        if first is not None and second is not None and spec.overlaps_exchanges and not begun:
+            alike = first.kind is second.kind and first.chunk == second.chunk and first.chunk + 1 < spec.chunks
+            forwards = first.kind is Kind.FORWARD or (first.kind is Kind.BACKWARD and first.recomputed)
+            due = [second._replace(kind=STARTS[second.kind])] if alike and forwards else []
+        stop.require(due, "starts", *STARTED)
+        if due and stop.before[-1] != due[0]:
+            raise Fault(stop.row, f"{due[0]} must stand directly before {stop}")
+        late = following.of(Kind.RECV_FORWARD) if due and due[0].kind is Kind.START_FORWARD else []
+        if any(receive[1:3] == due[0][1:3] for receive in late):
+            raise Fault(following.row, f"the message for {following} is not there at {due[0]}")
+        begun = bool(due)
 
 
 def brought_by(spec: ProgramSpec) -> Kind | None:

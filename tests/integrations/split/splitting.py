@@ -36,7 +36,7 @@ def in_layers_apart(layers: OwnModelLayers, *arguments: Tensor) -> object:
 
     def alone(layer: nn.Module, hidden: object = None) -> object:
         call = Call(*layers.arguments(arguments, {}))
-        layers.calls.all, layers.calls._in_chunk = [call], None
+        layers.calls.all, layers.calls._now.in_chunk = [call], None
         return layer(call if hidden is None else hidden)
 
     first, *others = layers.modules

@@ -120,7 +120,7 @@ def test_the_graph_of_the_loss_is_looked_at_once(monkeypatch):
     layers = layers_of(make("Llama"))
     layers.calls.all = [Call(*layers.arguments((), micro_batch(0, 0, number))) for number in range(3)]
     for number, grad in enumerate((False, True, True)):
-        layers.calls.number = number
+        layers.calls._now.number = number
         with torch.set_grad_enabled(grad):
             layers.modules[-1](torch.zeros(2, 10, 32))
     assert looks == [True]

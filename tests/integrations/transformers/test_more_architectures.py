@@ -136,7 +136,7 @@ def in_layers(model: Any, layers: ModelLayers, arguments: dict[str, Tensor], apa
 
     def begin() -> Call:
         call = Call(*layers.arguments((), dict(arguments)))
-        layers.calls.all, layers.calls._in_chunk = [call], None
+        layers.calls.all, layers.calls._now.in_chunk = [call], None
         return call
 
     call = begin()

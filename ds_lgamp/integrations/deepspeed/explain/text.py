@@ -11,6 +11,8 @@ from ds_lgamp.cost.offload import HostMemory
 from ds_lgamp.cost.units import aligned, packed_bytes
 from ds_lgamp.integrations.deepspeed.engine.memory import LATER
 from ds_lgamp.integrations.deepspeed.explain.facts import Explanation, TokenFacts
+from ds_lgamp.schedule.actions import STARTED
+from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.spec import ProgramSpec
 
 _BUS = 31.5e9
@@ -309,6 +311,13 @@ def _words(facts: Explanation) -> str:
         sentences.append(
             f"Every message of hidden states takes {there} more along for the loss that balances experts, and every "
             f"message of gradients {back}."
+        )
+    if facts.spec.overlaps_exchanges:
+        program = [action.kind for actions in build_program(facts.spec) for action in actions]
+        begun, computes = (sum(map(program.count, kinds)) for kinds in (STARTED, STARTED.values()))
+        sentences.append(
+            f"While tokens travel among ranks that divide experts, another micro-batch computes: {begun} of {computes} "
+            "forwards and backwards of a pipeline begin beside the one before them."
         )
     if facts.spec.pipeline_ranks > 1:
         sentences.append("Layers of other pipeline ranks are taken as their specifications build them.")

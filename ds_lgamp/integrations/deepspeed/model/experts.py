@@ -189,6 +189,25 @@ def refuse_around_experts(
     if reason is not None and layers:
         complaint = f"ranks divide the experts of a layer (ep_size {layers[0].ep_size}), but {reason}"
     raise_everywhere(complaint, ConfigError)
+    if settings.overlap_exchanges:
+        _refuse_overlap(layers)
+
+
+def _refuse_overlap(layers: Sequence[DividedLayer]) -> None:
+    """Raises ConfigError on all ranks if no rank has experts that others need, or a layer keeps for itself what it
+    returns of a micro-batch."""
+    kinds = set[str]().union(*everyone({type(layer).__name__ for layer in layers}))
+    given = f"{BLOCK}.overlap_exchanges is True"
+    if others := kinds - {AutoEPMoELayer.__name__}:
+        raise ConfigError(
+            f"{given}, but layers keep the loss that balances experts of one micro-batch at a time ({min(others)}); "
+            "divide experts by expert_parallel with autoep_size, or remove overlap_exchanges"
+        )
+    if not kinds:
+        raise ConfigError(
+            f"{given}, but ranks divide no experts, so that no tokens travel; set autoep_size in expert_parallel to 2 "
+            "or more, or remove overlap_exchanges"
+        )
 
 
 def _complaint_about_ranks(layer: DividedLayer) -> str | None:

@@ -52,6 +52,11 @@ REFUSED_KEYS = {
         False,
         f"but in Megatron-LM's training loop each gradient reports to the reduction of all as one; {_WITH_DEEPSPEED}",
     ),
+    "overlap_exchanges": (
+        False,
+        "but Megatron-core's layers note losses of one micro-batch at a time; remove it, or train with DeepSpeed's "
+        "engine and expert_parallel",
+    ),
     "compile": (
         False,
         "but in Megatron-LM's training loop layers have fused kernels of their own, for which its flags ask; "

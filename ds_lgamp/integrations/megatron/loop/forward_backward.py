@@ -42,8 +42,7 @@ from ds_lgamp.integrations.megatron.loop.sharded.model import partition_of
 from ds_lgamp.integrations.program_spec import program_of, program_spec
 from ds_lgamp.partition.agreement import everyone, host_group
 from ds_lgamp.partition.zero_partition import ZeroPartition
-from ds_lgamp.runtime.batch import ActionError, BatchState, Calls, Position, Storage
-from ds_lgamp.runtime.chunk import ParameterHolder
+from ds_lgamp.runtime.batch import ActionError, BatchState, Calls, ParameterHolder, Position, Storage
 from ds_lgamp.runtime.compiled import notice_compilations
 from ds_lgamp.runtime.edges import pipeline_links, posts_on_arrival
 from ds_lgamp.runtime.executor import Executor
