@@ -267,6 +267,8 @@ class FlatStorage:
         if not self.frees_weights or not self.resident:
             return
         self.finish_gather()
+        # An update on the host may have made them old before.
+        self._guards.lift()
         for entry in self.parameters:
             entry.parameter.data = self._released
         if self._loaded is not None:

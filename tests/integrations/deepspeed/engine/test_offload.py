@@ -54,6 +54,7 @@ BLOCKS = {
     "inputs": {"offload_activations": "cpu"},
     "inputs on nvme": {"offload_activations": "nvme", "nvme_path": DISK["nvme_path"]},
     "1f1b": {"schedule": "1f1b"},
+    "two parts": {"chunks_per_rank": 2, "split_backward": True},
     "reproducible": {"reproducible": True},
 }
 FACTORS = {
@@ -133,6 +134,8 @@ TYPICAL = [
     {"kept": (3, "parameters on nvme"), "block": "groups", "optimizer": "fused", "precision": "without copies"}
     | {"clipping": 0.3},
 ]
+UPDATED_BEFORE_RELEASE = {**TYPICAL[0], "block": "two parts", "optimizer": "adamw"}
+"""With one data-parallel rank, a chunk's update may come while second parts of others keep it from its release."""
 
 
 def threads_of_updates():
@@ -150,7 +153,9 @@ def test_each_rank_updates_on_its_share_of_the_cores():
 
 
 @pytest.mark.parametrize(
-    ("grid", "cases"), [((1, 1), [*TYPICAL[:2], *TYPICAL[5:7]]), ((1, 2), TYPICAL[1:])], ids=["1 rank", "2 ranks"]
+    ("grid", "cases"),
+    [((1, 1), [*TYPICAL[:2], *TYPICAL[5:7]]), ((1, 2), TYPICAL[1:]), ((2, 1), [UPDATED_BEFORE_RELEASE])],
+    ids=["1 rank", "2 ranks", "2 pipeline ranks"],
 )
 def test_the_result_is_that_of_a_run_on_the_device(grid, cases):
     run_cases(grid, [{**case, "tied": True, "frozen": True} for case in cases])
