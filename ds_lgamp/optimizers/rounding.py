@@ -47,6 +47,8 @@ class Noise:
             key: names the parameter, what of it is rounded, and the update.
             place: the place of the first value in the parameter.
         """
+        # A GPU's own NaN has all low bits, so that a sum would carry into the sign and leave zero.
+        values.nan_to_num_(float("nan"), float("inf"), -float("inf"))
         begin = (crc32(key.encode()) + place) % RANDOM_NUMBERS
         bits = values.view(torch.int32).add_(self._numbers[begin : begin + values.numel()])
         # A sum has carried into the last bit of bf16, or it has not.

@@ -35,8 +35,10 @@ def test_what_bf16_has_stays(value):
     assert torch.equal(rounded(values).view(torch.int32), values.view(torch.int32))
 
 
-def test_nan_stays_nan():
-    assert rounded(torch.full((64,), float("nan"))).isnan().all()
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, -0x400000, -1])
+def test_nan_stays_nan(bits):
+    """Also a GPU's, which has all bits but the sign."""
+    assert rounded(torch.full((64,), bits, dtype=torch.int32).view(torch.float32)).isnan().all()
 
 
 def test_another_update_or_name_rounds_otherwise_and_a_cut_does_not():
