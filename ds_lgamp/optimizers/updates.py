@@ -44,10 +44,19 @@ def start_postponed(units: Iterable[Unit]) -> None:
 
 
 def has_other_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a function of the user has taken the place of the optimizer's step. A scheduler of torch wraps the step
-    of the class."""
-    own = vars(optimizer).get("step")
-    return own is not None and getattr(own, "__wrapped__", None) is not type(optimizer).step
+    """Whether a function of the user has taken the place of the optimizer's step, or of its class's. A scheduler of
+    torch wraps the step of the class, and torch wraps its function."""
+    kind: Any = type(optimizer)
+    own, function = vars(optimizer).get("step"), kind.step
+    if own is not None and getattr(own, "__wrapped__", None) is not function:
+        return True
+    known = {parent.__module__ for parent in kind.__mro__}
+    while function is not None:
+        module = getattr(function, "__globals__", {}).get("__name__", "")
+        if module not in known and not module.startswith("torch."):
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
 
 
 class Updates:

@@ -294,6 +294,13 @@ def refuse():
     engine.optimizer.optimizer.register_step_pre_hook(lambda *_: None)
     with pytest.raises(ActionError, match="stochastic_rounding is true, but a hook on the optimizer"):
         engine.train_batch(batches(0, engine))
+    stock = torch.optim.AdamW.step
+    torch.optim.AdamW.step = lambda *given: stock(*given)
+    try:
+        with pytest.raises(ActionError, match="stochastic_rounding is true, but .* a function in place of its step"):
+            engine_of(rounds=True).train_batch(batches(0, engine))
+    finally:
+        torch.optim.AdamW.step = stock
 
 
 def test_one_of_the_keys_alone_and_what_does_not_round_are_refused():
