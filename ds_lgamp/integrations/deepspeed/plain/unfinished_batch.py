@@ -16,6 +16,7 @@ from ds_lgamp.integrations.deepspeed.engine.training import Training
 from ds_lgamp.integrations.split.call import Arguments, BatchCalls
 from ds_lgamp.integrations.split.state import (
     CONTAINERS,
+    MISSING,
     OF_TORCH,
     Named,
     class_attributes,
@@ -146,6 +147,7 @@ class ModelSettings:
         self._model = model
         self._modules: list[nn.Module] = []
         self._parameters: list[nn.Parameter] = []
+        self._watched: list[Named] = []
         self._getters: list[tuple[Any, Any]] = []
         """What reads the watched values, and where."""
         self._holders: list[Any] = []
@@ -184,22 +186,22 @@ class ModelSettings:
         self._sizes = [*map(len, self._holders)]
         own = [Named(vars(each), [*_names(each)]) for each in (*self._modules, *objects.values())]
         others = [*(Named(each, [*each]) for each in buffers), *named_globals(self._model)]
-        watched = [each for each in (*own, *others, *class_attributes(self._model)) if each.names]
+        self._watched = [each for each in (*own, *others, *class_attributes(self._model)) if each.names]
         # The first name twice: with a single one, an itemgetter returns no tuple.
-        self._getters = [(itemgetter(names[0], *names), holder) for holder, names in watched]
-        found = [(_said_of(name), holder[name]) for holder, names in watched for name in names]
+        self._getters = [(itemgetter(names[0], *names), holder) for holder, names in self._watched]
+        found = [(_said_of(name), holder[name]) for holder, names in self._watched for name in names]
         containers = [each for each in found if type(each[1]) in CONTAINERS]
         tensors = [each for each in found if isinstance(each[1], Tensor)]
         self._containers, self._tensors = ([value for _, value in each] for each in (containers, tensors))
         self._words = [words for words, _ in (*found, *containers, *tensors)]
 
     def _read(self) -> list[Any]:
-        """Returns which parameters are frozen, all values, and what shows that one of them has changed in itself;
-        nothing if a value is gone."""
+        """Returns which parameters are frozen, all values, and what shows that one of them has changed in itself."""
         try:
             values = [value for get, holder in self._getters for value in get(holder)[1:]]
         except KeyError:
-            return []
+            # Somebody has deleted one, perhaps the forward.
+            values = [holder.get(name, MISSING) for holder, names in self._watched for name in names]
         return [
             *(each.requires_grad for each in self._parameters),
             *values,

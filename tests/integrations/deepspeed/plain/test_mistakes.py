@@ -2,6 +2,9 @@
 
 import math
 
+from torch import nn
+
+from ds_lgamp.integrations.deepspeed.plain.unfinished_batch import ModelSettings
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.plain import mistakes
 from tests.integrations.deepspeed.plain.training import MICRO_BATCHES
@@ -79,3 +82,23 @@ def test_what_would_be_lost_is_refused_on_every_rank():
     }.items():
         assert words in errors[what]
         assert words in others[what]
+
+
+class Scaled(nn.Linear):
+    given, scale = None, 1.0
+
+
+def test_changes_between_calls_are_found_after_a_forward_has_deleted_an_attribute():
+    model = Scaled(2, 2)
+    model.given, model.scale = 3, 1.0
+    settings = ModelSettings(model)
+    settings.begin()
+    del model.given
+    assert settings.changed() == "'given' of the model was"
+    settings.remember()
+    assert settings.changed() is None
+    model.scale = 2.0
+    assert settings.changed() == "'scale' of the model was"
+    settings.remember()
+    model.weight.requires_grad_(False)
+    assert settings.changed() == "the modes or frozen parameters of the model were"
