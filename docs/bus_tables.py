@@ -21,7 +21,7 @@ def moved() -> str:
 def updates() -> str:
     """Nanoseconds of an update on the host for each parameter, and how many times its bound that is, by threads."""
     cells = {"update": with_spread(".2f"), "update / bound": median(".2f"), "read and written": with_spread(".1f")}
-    headings = {"update": "update, ns", "read and written": "GB/s"}
+    headings = {"update": "update, ns", "update / bound": "update / bound", "read and written": "GB/s"}
     return pivot(
         read("host_update").rows, [("threads", setting("threads")), CONTENDER], metric, by_metric(cells), headings, 1
     )
