@@ -137,7 +137,9 @@ def test_a_layered_step_loads_so_much(chunks, micro_batches, group, resident):
 
 @given(offloaded_specs())
 def test_a_store_follows_the_last_reduction_and_an_update_its_store(spec):
-    for actions in build_program(spec):
+    program = build_program(spec)
+    validate(spec, program)
+    for actions in program:
         row = {action: index for index, action in enumerate(actions)}
         for action in actions:
             if action.kind is Kind.STORE:

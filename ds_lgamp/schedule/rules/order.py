@@ -143,11 +143,13 @@ def check_layout(spec: ProgramSpec, stops: Sequence[Stop]) -> None:
                 continue
             if action.kind not in places:
                 raise Fault(row, f"{action} does not belong here")
-            kind = Kind.REDUCE if row <= last_end and action.kind in sections[-1] else action.kind
-            if places[kind] < place:
+            own = places[action.kind]
+            if row <= last_end and own == places[Kind.WAIT_REDUCE]:
+                own = places[Kind.REDUCE]
+            if own < place:
                 order = ", ".join(" and ".join(sorted(kinds)) for kinds in sections)
                 raise Fault(row, f"{action} is out of order: {order} stand in this order")
-            place = places[kind]
+            place = own
 
 
 def _sections(spec: ProgramSpec) -> list[set[Kind]]:
