@@ -25,7 +25,7 @@ def test_a_sample_has_no_defect(subject):
 
 
 def test_a_case_depends_on_its_number_alone():
-    specs = [[programs.random_spec(Random(case)) for case in (0, 1, 2, 4)] for _ in range(2)]
+    specs = [[programs.random_spec(Random(case)) for case in (1, 2, 4, 6)] for _ in range(2)]
     assert specs[0] == specs[1]
 
 
