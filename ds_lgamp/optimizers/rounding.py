@@ -66,9 +66,9 @@ class _Piece(NamedTuple):
     """The place of its first element in the whole parameter."""
 
     def within(self, start: int, end: int) -> "_Piece":
-        """Returns what of it lies between ``start`` and ``end`` in the shard, as seen from ``start``; maybe nothing."""
+        """Returns what of it lies between ``start`` and ``end`` in the shard, as seen from ``start``."""
         first, last = max(self.start, start), min(self.end, end)
-        return _Piece(self.name, first - start, max(first, last) - start, self.place + first - self.start)
+        return _Piece(self.name, first - start, last - start, self.place + first - self.start)
 
 
 class RoundedSteps:
@@ -113,7 +113,8 @@ class RoundedSteps:
             count = 1 + self._count(segment.shard, before)
             for start in range(segment.start, segment.end, self._block):
                 end = min(start + self._block, segment.end)
-                pieces = [piece.within(start, end) for piece in self._pieces_of(unit)]
+                own = (piece for piece in self._pieces_of(unit) if piece.start < end and start < piece.end)
+                pieces = [piece.within(start, end) for piece in own]
                 block = slice(start - segment.start, end - segment.start)
                 weights, moments = self._step_block(shard, block, before, options[segment.group])
                 self._round(weights, shard[block], pieces, f"weights/{count}")

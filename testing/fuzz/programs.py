@@ -52,7 +52,7 @@ def random_spec(random: Random) -> ProgramSpec:
         updates=updates,
         receives_on_arrival=random.random() < 0.5,
         hierarchy=Hierarchy(2, random.random() < 0.5) if hierarchical else None,
-        offload=Offload(parameters=zero_stage == 3 and random.random() < 0.5) if offloaded else None,
+        offload=Offload(zero_stage == 3 and random.random() < 0.5, alone=random.random() < 0.5) if offloaded else None,
         stores_inputs=random.random() < 0.2,
         recomputes=random.random() < 0.8,
         first_trained=random.randrange(chunks) if random.random() < 0.2 else 0,

@@ -73,7 +73,8 @@ def offloads(zero_stage: int, updates: str) -> st.SearchStrategy[Offload | None]
     """Draws what the host may hold under a stage and a way to update."""
     if zero_stage == 0 or updates == "step":
         return st.none()
-    return st.sampled_from([None, Offload(), Offload(parameters=True)] if zero_stage == 3 else [None, Offload()])
+    parameters = (False, True) if zero_stage == 3 else (False,)
+    return st.sampled_from([None, *(Offload(each, alone=alone) for each in parameters for alone in (False, True))])
 
 
 def live_micro_batches(spec: ProgramSpec, chunk: int) -> int:
