@@ -79,8 +79,7 @@ def as_text(record: Record) -> str:
         config = " ".join(f"{key}={value}" for key, value in failure.config.items())
         lines.append(f"FAILED: {failure.contender} {config}: {failure.reason}")
     for target in record.targets:
-        verdict = "met" if target.met else "MISSED"
-        lines.append(f"{verdict}: {target.text}: {target.value:.6g}, limit {target.limit:.6g}")
+        lines.append(f"{target.verdict}: {target.text}: {target.value:.6g}, limit {target.limit:.6g}")
     return "\n".join(lines)
 
 

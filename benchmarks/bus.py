@@ -70,20 +70,21 @@ def enter(record: Record, micro_batches: int, load: float, seconds: dict[Key, li
     """Enters the rows of a number of micro-batches and a speed."""
     config: Config = {"micro_batches": micro_batches, "load_ms": round(1000 * load)}
     steps = {name: seconds[name, micro_batches, load] for name in (IN_MEMORY, LAYERED, OUTER)}
+    simulated = {}
     for name, found in steps.items():
         setting = setting_of(name, micro_batches)
         durations = setting.durations()._replace(load=load, store=load)
         spec = spec_in_order(name, setting)
         record.add(name, config, "step", [1000 * each for each in found], "ms")
-        record.add(name, config, "simulated", [1000 * simulate(spec, build_program(spec), durations).step_time], "ms")
+        simulated[name] = simulate(spec, build_program(spec), durations).step_time
+        record.add(name, config, "simulated", [1000 * simulated[name]], "ms")
     pairs = zip(steps[OUTER], steps[LAYERED])
     record.add(LAYERED, config, RATIO, [outer / layered for outer, layered in pairs], "ratio")
-    record.aim(
-        f"{micro_batches} micro-batches, {config['load_ms']} ms per load: step / "
-        f"({ALLOWED} x max(compute, bus, updates) + first load + last store)",
-        median(steps[LAYERED]) / (ALLOWED * longest(micro_batches, load, median(steps[IN_MEMORY])) + 2 * load),
-        1.0,
-    )
+    allowed = ALLOWED * longest(micro_batches, load, median(steps[IN_MEMORY])) + 2 * load
+    ratios = [step / allowed for step in steps[LAYERED]]
+    text = f"step / ({ALLOWED} x max(compute, bus, updates) + first load + last store)"
+    text = f"{micro_batches} micro-batches, {config['load_ms']} ms per load: {text}"
+    record.aim(text, median(ratios), 1.0, floor=simulated[LAYERED] / allowed, samples=ratios)
 
 
 def longest(micro_batches: int, load: float, compute: float) -> float:

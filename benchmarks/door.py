@@ -184,7 +184,8 @@ def _compare_by_hand(record: Record, pipeline_ranks: int, step: ModelSize, host:
         if size is step:
             ratios = [ours.wall / theirs.wall for ours, theirs in pairs]
             record.add(SCRIPT, config, "step / step by hand", ratios, "")
-            record.aim(f"step of a script / step by hand, {pipeline_ranks} x 1 ranks", median(ratios), LIMIT)
+            text = f"step of a script / step by hand, {pipeline_ranks} x 1 ranks"
+            record.aim(text, median(ratios), LIMIT, samples=ratios)
         else:
             per_action = 1e6 / (actions_of_all(pipeline_ranks, size.blocks))
             extra = [(ours.cpu - theirs.cpu) * per_action for ours, theirs in pairs]

@@ -71,7 +71,8 @@ def run(parameters: int = PARAMETERS, repetitions: int = REPETITIONS) -> Record:
             record.add(way.name, config, "update", each, "ns per parameter")
             record.add(way.name, config, "update / bound", ratios, "ratio")
             if way is WAYS[0]:
-                record.aim(f"update / bound, copies in fp32, threads = {threads}", median(ratios), LIMIT)
+                text = f"update / bound, copies in fp32, threads = {threads}"
+                record.aim(text, median(ratios), LIMIT, samples=ratios)
     return record
 
 

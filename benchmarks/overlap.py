@@ -156,9 +156,10 @@ def enter(record: Record, setting: Setting, policies: Sequence[tuple[int, int]],
             record.add(name, config, f"exposed {word}", longest, "ms")
             record.add(name, config, f"simulated exposed {word}", [max(timeline.exposed(kind)) * 1000], "ms")
         if policy[0] < 3 or policy[1] > 1:
-            hidden.append(median(bound))
+            hidden.append(bound)
     text = f"largest {BOUND}, {setting.pipeline_ranks} x {setting.data_ranks} ranks, 2 resident chunks"
-    record.aim(text, max(hidden), LIMIT)
+    worst = max(hidden, key=median)
+    record.aim(text, median(worst), LIMIT, samples=worst)
 
 
 def _measure_on_rank(setting: Setting, policies: Sequence[tuple[int, int]], repetitions: int) -> OnRank:

@@ -100,11 +100,11 @@ def _time(record: Record, layout: Layout, micro_batches: int, repetitions: int) 
     def enter(link: str, found: Found, seconds: float | None = None) -> None:
         _enter(record, {PART: SECONDS, **layout.config(micro_batches), "link": link}, found)
         compared = EXACT, HELD, next(iter(BITS))
-        exact, held, best = (median(duration.wall for duration in found[NAME][name]) for name in compared)
-        if seconds is None or seconds >= IS_LIMIT * exact:
-            for what, step, limit in (("in 8 bits", best, LIMITED), ("with copies on the host", held, FEWER)):
+        exact, held, best = ([duration.wall for duration in found[NAME][name]] for name in compared)
+        if seconds is None or seconds >= IS_LIMIT * median(exact):
+            for what, steps, limit in (("in 8 bits", best, LIMITED), ("with copies on the host", held, FEWER)):
                 name = f"{SECONDS}: step {what} / exact step, {link}, M = {micro_batches}"
-                record.aim(name, step / exact, ELSEWHERE if seconds is None else limit)
+                record.compare(name, steps, exact, ELSEWHERE if seconds is None else limit)
 
     enter(LOOPBACK, compete(*arguments))
     for link, (rate, speed) in RATES.items():

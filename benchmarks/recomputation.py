@@ -207,8 +207,8 @@ def aim(record: Record, model: Model, durations: dict[str, list[Duration]], held
     own = [name for name in walls if name.startswith(OURS)]
     ordered = [name for name in own if name != ONE_BY_ONE]
     # Contenders take turns, so the steps of a round have the same load.
-    longer = [median(map(truediv, walls[more], walls[less])) for less, more in pairwise(ordered)]
-    record.aim(f"{model.name}: largest step / step with less memory", max(longer), LIMIT)
+    longer = max((list(map(truediv, walls[more], walls[less])) for less, more in pairwise(ordered)), key=median)
+    record.aim(f"{model.name}: largest step / step with less memory", median(longer), LIMIT, samples=longer)
     left = (steps[HALF] - steps[NONE]) / (steps[FULL] - steps[NONE])
     record.aim(f"{model.name}: share of recomputation's cost at half of none's activations", left, 0.5)
     for name in walls:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,9 @@ class Row:
     unit: str
 
 
+MET, BELOW_FLOOR, IN_SPREAD, MISSED = "yes", "floor", "spread", "no"
+
+
 @dataclass(frozen=True)
 class Target:
     """A target; it is met if ``value`` is at most ``limit``."""
@@ -47,7 +51,24 @@ class Target:
     text: str
     value: float
     limit: float
-    met: bool
+    floor: float | None = None
+    """The same without this project's engine, or in the simulated order, which no engine can beat."""
+    spread: float = 0.0
+    """Half of the spread of ``value``."""
+
+    @property
+    def met(self) -> bool:
+        return self.value <= self.limit
+
+    @property
+    def verdict(self) -> str:
+        """``MET`` or ``MISSED``; ``BELOW_FLOOR`` if the floor misses the limit, too; ``IN_SPREAD`` if the miss is no
+        larger than the spread."""
+        if self.met:
+            return MET
+        if self.floor is not None and self.floor > self.limit:
+            return BELOW_FLOOR
+        return IN_SPREAD if self.value - self.spread <= self.limit else MISSED
 
 
 @dataclass(frozen=True)
@@ -74,9 +95,19 @@ class Record:
         spread = max(samples) - min(samples)
         self.rows.append(Row(contender, config, metric, statistics.median(samples), spread, unit))
 
-    def aim(self, text: str, value: float, limit: float) -> None:
-        """Enters a target: ``value`` must be at most ``limit``."""
-        self.targets.append(Target(text, value, limit, value <= limit))
+    def aim(
+        self, text: str, value: float, limit: float, *, floor: float | None = None, samples: Sequence[float] = ()
+    ) -> None:
+        """Enters a target: ``value`` must be at most ``limit``. The spread is that of ``samples``."""
+        self.targets.append(Target(text, value, limit, floor, (max(samples) - min(samples)) / 2 if samples else 0.0))
+
+    def compare(
+        self, text: str, ours: Sequence[float], theirs: Sequence[float], limit: float, *, floor: float | None = None
+    ) -> None:
+        """Enters a target: the quotient of two medians must be at most ``limit``. The spread is that of the quotients
+        by round: contenders take turns, so samples of a round have the same load."""
+        value = statistics.median(ours) / statistics.median(theirs)
+        self.aim(text, value, limit, floor=floor, samples=list(map(truediv, ours, theirs)))
 
     def fail(self, contender: str, config: Config, reason: str) -> None:
         """Enters that ``contender`` could not be measured."""

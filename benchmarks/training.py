@@ -155,33 +155,36 @@ def enter(record: Record, layout: Layout, micro_batches: int, recompute: bool, l
 def aim(record: Record, layout: Layout, link: str, runs: Sequence[Found]) -> None:
     """Enters the targets of one layout: the worst of ``runs``, which differ in recomputation."""
     where = f"{layout.pipeline_ranks} x {layout.data_ranks} ranks, width {layout.size.width}, {link}"
-    every = [_medians(durations) for groups in runs for durations in groups.values()]
-    worst = max(_ours(walls) / min(_peers(walls).values()) for walls in every)
-    record.aim(f"largest {RATIO}, {where}", worst, LIMIT)
-    bare = [_ours(walls) / walls[BARE] for walls in every if BARE in walls]
+    every = [_walls(durations) for groups in runs for durations in groups.values()]
+    _aim(record, f"largest {RATIO}, {where}", [(_ours(walls), _fastest_peer(walls)) for walls in every], LIMIT)
+    bare = [(_ours(walls), walls[BARE]) for walls in every if BARE in walls]
     if bare:
-        record.aim(f"largest step / bare loop's, {where}", max(bare), BARE_LIMIT)
+        _aim(record, f"largest step / bare loop's, {where}", bare, BARE_LIMIT)
 
 
-def _medians(durations: dict[str, list[Duration]]) -> dict[str, float]:
-    return {name: median(duration.wall for duration in each) for name, each in durations.items()}
+def _aim(record: Record, text: str, pairs: Sequence[tuple[list[float], list[float]]], limit: float) -> None:
+    """Enters the target of the largest quotient of all ``pairs``."""
+    record.compare(text, *max(pairs, key=lambda pair: median(pair[0]) / median(pair[1])), limit)
 
 
-def _ours(walls: dict[str, float]) -> float:
+def _walls(durations: dict[str, list[Duration]]) -> dict[str, list[float]]:
+    return {name: [duration.wall for duration in each] for name, each in durations.items()}
+
+
+def _ours(walls: dict[str, list[float]]) -> list[float]:
     """The faster schedule of ours, because a user would choose it."""
-    return min(wall for name, wall in walls.items() if name.startswith(OURS))
+    return min((each for name, each in walls.items() if name.startswith(OURS)), key=median)
 
 
-def _peers(walls: dict[str, float]) -> dict[str, float]:
-    return {name: wall for name, wall in walls.items() if not name.startswith(OURS)}
+def _fastest_peer(walls: dict[str, list[float]]) -> list[float]:
+    return min((each for name, each in walls.items() if not name.startswith(OURS)), key=median)
 
 
 def _closest(durations: dict[str, list[Duration]]) -> set[str]:
     """Names of ours, the bare loop, and the peers that came close to the fastest."""
-    walls = _medians(durations)
-    peers = _peers(walls)
-    slow = {name for name, wall in peers.items() if wall > CLOSE * min(peers.values()) and name != BARE}
-    return walls.keys() - slow
+    walls = _walls(durations)
+    limit = CLOSE * median(_fastest_peer(walls))
+    return {name for name, each in walls.items() if name.startswith(OURS) or name == BARE or median(each) <= limit}
 
 
 def _train_on_rank(

@@ -217,12 +217,14 @@ def enter(record: Record, place: Place, by_order: Mapping[str, Found], fast: Fou
     near = by_order[BY_ISLAND]
     ours = min((name for name in fast if name.startswith(OURS)), key=lambda name: _step(near[name]))
     where = f"{place.part}: {ours.removeprefix(f'{OURS}, ')}"
-    record.aim(f"{where}, step / bound", _step(near[ours]) / bounds[BY_ISLAND, ours], LIMIT)
+    bound, steps = bounds[BY_ISLAND, ours], [duration.wall for duration in near[ours]]
+    record.aim(f"{where}, step / bound", median(steps) / bound, LIMIT, samples=[step / bound for step in steps])
     if ALTERNATING in by_order:
         far = _step(by_order[ALTERNATING][ours])
-        record.aim(f"{where}, step / step of alternating ranks", _step(near[ours]) / far, 1 / GAIN)
+        text = f"{where}, step / step of alternating ranks"
+        record.aim(text, median(steps) / far, 1 / GAIN, floor=bound / far, samples=[step / far for step in steps])
     peers = min(_step(durations) for name, durations in near.items() if not name.startswith(OURS))
-    record.aim(f"{where}, step / fastest peer's", _step(near[ours]) / peers, 1)
+    record.aim(f"{where}, step / fastest peer's", median(steps) / peers, 1)
 
 
 def seconds_between(place: Place, durations: Sequence[Duration]) -> float:

@@ -84,8 +84,8 @@ def _time(record: Record, layout: Layout, micro_batches: int, repetitions: int) 
         for name, durations in found.items():
             config = {PART: REAL, "micro_batches": micro_batches, "order": order}
             record.add(name, config, "step", [each.wall for each in durations], "s")
-        ratio = median(each.wall for each in found[two]) / median(each.wall for each in found[whole])
-        record.aim(f"{REAL}: {order}, {micro_batches} micro-batches: two parts / whole", ratio, NOT_SLOWER)
+        walls = ([each.wall for each in found[name]] for name in (two, whole))
+        record.compare(f"{REAL}: {order}, {micro_batches} micro-batches: two parts / whole", *walls, NOT_SLOWER)
 
 
 def _measure(

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 
 from benchmarks import ELSEWHERE, NAMES, OF_BERT, ON_ACCELERATOR
+from benchmarks.record import BELOW_FLOOR, IN_SPREAD, MET, MISSED
 from docs import (
     bert_tables,
     bus_tables,
@@ -36,7 +37,9 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/overview.md": {"quickstart": tables.quickstart, "versions": versions_table},
     "docs/benchmarks.md": {
         "fastest": partial(tables.fastest, "training_slow", "training"),
-        "targets": tables.targets,
+        "targets-missed": partial(tables.targets, MISSED),
+        "targets-floor": partial(tables.targets, BELOW_FLOOR, IN_SPREAD),
+        "targets-met": partial(tables.targets, MET),
         **{
             f"machine-{name}": partial(tables.machine, name)
             for name in NAMES

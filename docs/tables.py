@@ -52,15 +52,29 @@ def _machine(arguments: str, described: Mapping[str, Any]) -> str:
     return "; ".join([sentence, *(f"{key}: {value}" for key, value in facts.items())]) + "."
 
 
-def targets() -> str:
-    """The targets of all benchmarks and the values that were reached."""
+def targets(*verdicts: str) -> str:
+    """The targets of all benchmarks with one of ``verdicts``, and the values that were reached."""
     rows = [
-        [name, target.text, f"{target.value:.5g}", f"{target.limit:.5g}", "yes" if target.met else "**no**"]
+        [
+            name,
+            target.text,
+            f"{target.value:.4g}",
+            f"{target.spread:.2g}",
+            f"{target.limit:.4g}",
+            _optional(target.floor),
+        ]
         for name in (*NAMES, GPU_DAY)
         if name not in (ON_ACCELERATOR, GPU_DAY) or is_recorded(name)
         for target in read(name).targets
+        if target.verdict in verdicts
     ]
-    return table(["benchmark", "target", "value", "limit", "met"], rows, numbers_from=2)
+    columns = ["benchmark", "target", "value", "±", "limit", "floor"]
+    used = [at for at in range(len(columns)) if any(row[at] for row in rows)]
+    return table([columns[at] for at in used], [[row[at] for at in used] for row in rows], numbers_from=2)
+
+
+def _optional(value: float | None) -> str:
+    return f"{value:.4g}" if value is not None else ""
 
 
 def communication(pipeline_ranks: int) -> str:

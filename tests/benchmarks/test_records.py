@@ -18,7 +18,22 @@ from benchmarks.contenders.lgamp import Layered
 from benchmarks.counting import Counted, Step, check_losses
 from benchmarks.memory import run as run_memory
 from benchmarks.model import ModelSize, reference_losses
-from benchmarks.record import OURS, PART, PARTS, RESULTS, TYPICAL, Record, finish, is_recorded, machine, read
+from benchmarks.record import (
+    BELOW_FLOOR,
+    IN_SPREAD,
+    MET,
+    MISSED,
+    OURS,
+    PART,
+    PARTS,
+    RESULTS,
+    TYPICAL,
+    Record,
+    finish,
+    is_recorded,
+    machine,
+    read,
+)
 from testing.forks import run_module
 from tests.slow import slow_except
 
@@ -32,8 +47,7 @@ def test_a_recorded_run_has_rows_targets_and_the_machine(name):
     for row in content["rows"]:
         assert list(row) == ["contender", "config", "metric", "median", "spread", "unit"] and row["spread"] >= 0
     for target in content["targets"]:
-        assert list(target) == ["text", "value", "limit", "met"]
-        assert target["met"] == (target["value"] <= target["limit"])
+        assert list(target) == ["text", "value", "limit", "floor", "spread"] and target["spread"] >= 0
     # These compare modes of ds_lgamp, or plans, and have no target.
     assert content["rows"] and (content["targets"] or name in ("gathers", "updates", "one_machine"))
 
@@ -46,7 +60,20 @@ def test_a_record_survives_its_file(results):
     finish(record)
     again = read("sample")
     assert again == record and "load_after" in again.machine
-    assert (again.rows[0].median, again.rows[0].spread, again.targets[0].met) == (2.0, 2.0, False)
+    assert (again.rows[0].median, again.rows[0].spread, again.targets[0].verdict) == (2.0, 2.0, MISSED)
+
+
+def test_a_target_is_met_or_missed_or_beyond_its_floor_or_its_spread():
+    record = Record("sample", {})
+    record.compare("met", [1.0, 2.0, 3.0], [2.0, 2.0, 2.0], 1.0, floor=0.9)
+    record.compare("missed", [3.0, 3.1, 3.2], [2.0, 2.0, 2.0], 1.0, floor=1.0)
+    record.compare("floor", [3.0, 3.1, 3.2], [2.0, 2.0, 2.0], 1.0, floor=1.1)
+    # Rounds differ in load, but their quotients do not.
+    record.compare("missed, under any load", [3.0, 6.0, 9.0], [2.0, 4.0, 6.0], 1.4)
+    record.compare("spread", [1.5, 3.0, 3.0], [2.0, 2.0, 2.0], 1.2)
+    record.aim("not a number", float("nan"), 1.0)
+    assert [target.verdict for target in record.targets] == [MET, MISSED, BELOW_FLOOR, MISSED, IN_SPREAD, MISSED]
+    assert [target.spread for target in record.targets] == pytest.approx([0.5, 0.05, 0.05, 0.0, 0.375, 0.0])
 
 
 def test_a_part_takes_its_own_place_and_leaves_the_others(results):
@@ -61,7 +88,7 @@ def test_a_part_takes_its_own_place_and_leaves_the_others(results):
         measured(part, seconds)
     again = read("unlike")
     assert {row.config[PART]: row.median for row in again.rows} == {"two": 2.0, "one": 3.0}
-    assert [target.met for target in again.targets] == [True, False] and len(again.failures) == 2
+    assert [target.verdict for target in again.targets] == [MET, MISSED] and len(again.failures) == 2
     assert list(again.machine[PARTS]) == ["two", "one"] and "commit" in again.machine[PARTS]["two"]
 
 
@@ -115,12 +142,10 @@ def peer_record(sent, held):
 
 
 @pytest.mark.parametrize(
-    ("sent", "held", "values"),
-    [(15, 1, [1, 0]), (16, 1, [0, 0]), (14, 1, [1, 1]), (15, 2, [0, 0]), (14, 3, [1, 0]), (13, 3, [1, 1])],
+    ("sent", "held", "less"), [(15, 1, 0), (16, 1, 0), (14, 1, 1), (15, 2, 0), (14, 3, 0), (13, 3, 1)]
 )
-def test_a_peer_is_compared_with_ours_that_holds_no_more(sent, held, values):
-    """Returns the values of two targets: peers that send no more than ds_lgamp, and peers that send less."""
-    assert peer_record(sent, held) == values
+def test_a_peer_is_compared_with_ours_that_holds_no_more(sent, held, less):
+    assert peer_record(sent, held) == [less]
 
 
 def test_memory_has_rows_of_all_and_the_formula_of_ours(monkeypatch):
