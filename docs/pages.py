@@ -139,7 +139,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/stacks.md": {
         name: partial(page_block, RECORDED.with_name(f"{name}.json")) for name in ("stacks", "accelerate", "programs")
     },
-    "docs/transformers.md": {"experts": partial(page_block, RECORDED.with_name("experts.json"), by_stage)},
+    "docs/experts.md": {"experts": partial(page_block, RECORDED.with_name("experts.json"), by_stage)},
     "docs/optimizers.md": {"machine": partial(tables.machine, "optimizers"), "optimizers": tables.optimizers},
     "docs/tracing.md": {"machine": partial(tables.machine, "tracing"), "tracing": tables.tracing},
     "docs/troubleshooting.md": {section: partial(messages.messages, section) for section in messages.SECTIONS},

@@ -1,4 +1,4 @@
-"""Runs the examples of docs/transformers.md and docs/own_models.md as the pages show them, but under
+"""Runs the examples of docs/transformers.md, docs/lora.md and docs/own_models.md as the pages show them, but under
 ``ds_lgamp run``."""
 
 import json
@@ -21,7 +21,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 OF_TRANSFORMERS, OWN = "transformers.md", "own_models.md"
-SCRIPT, LORA = blocks(OF_TRANSFORMERS, "python")
+(SCRIPT,), (LORA,) = blocks(OF_TRANSFORMERS, "python"), blocks("lora.md", "python")
 (OWN_SCRIPT,) = blocks(OWN, "python")
 STEPS = 2 * 64 // (2 * 4 * 2)
 """Two epochs of 64 samples: 2 ranks, 4 micro-batches of 2 samples each."""
