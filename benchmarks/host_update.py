@@ -2,8 +2,8 @@
 ``python -m benchmarks run host_update``.
 
 The engine's own updates step AdamW on a chunk in memory, with copies of its weights in fp32 or with all state in bf16.
-The bound is what as many bytes take that a multiplication in place reads and writes, with as many threads. All take
-turns.
+The bound is what as many bytes take that a multiplication in place reads and writes, with as many threads. The floor is
+torch's fused AdamW on the same tensors, and a copy that rounds the weights. All take turns.
 """
 
 from collections.abc import Callable
@@ -18,9 +18,8 @@ from torch.nn import Parameter
 from benchmarks.record import OURS, REPETITIONS, Config, Record, begin
 from ds_lgamp.optimizers.disk_updates import updates_of
 from ds_lgamp.partition.bus import Bus
-from ds_lgamp.partition.flat_storage import UnitParameter
 from ds_lgamp.partition.host import Host, HostThread
-from ds_lgamp.partition.policy import ZeroPolicy
+from ds_lgamp.partition.policy import UnitParameter, ZeroPolicy
 from ds_lgamp.partition.zero_partition import build_partition
 from testing.ranks import run_on_ranks
 
@@ -49,6 +48,7 @@ class Way(NamedTuple):
 
 # Copies in fp32 and moments are read and written, the gradient is read, and weights in bf16 are written.
 _COPIES, _HALF = 3 * 8 + 4 + 2, 3 * 4 + 2
+FLOOR = "torch's fused AdamW and a copy"
 WAYS = (
     Way(f"{OURS}, copies in fp32", _COPIES),
     Way(f"{OURS}, copies in fp32, clipped", _COPIES, factor=0.5),
@@ -65,14 +65,16 @@ def run(parameters: int = PARAMETERS, repetitions: int = REPETITIONS) -> Record:
         config: Config = {"threads": threads}
         rate = [8 * parameters / seconds / 1e9 for seconds in bound]
         record.add("multiplication in place", config, "read and written", rate, "GB/s")
-        for way in WAYS:
+        for way in (Way(FLOOR, _COPIES), *WAYS):
             ratios = [seconds / (way.bytes / 8 * least) for seconds, least in zip(found[way.name], bound)]
             each = [1e9 * seconds / parameters for seconds in found[way.name]]
             record.add(way.name, config, "update", each, "ns per parameter")
             record.add(way.name, config, "update / bound", ratios, "ratio")
-            if way is WAYS[0]:
+            if way.name == FLOOR:
+                floor = median(ratios)
+            elif way is WAYS[0]:
                 text = f"update / bound, copies in fp32, threads = {threads}"
-                record.aim(text, median(ratios), LIMIT, samples=ratios)
+                record.aim(text, median(ratios), LIMIT, floor=floor, samples=ratios)
     return record
 
 
@@ -80,7 +82,7 @@ def _measure(parameters: int, threads: int, repetitions: int) -> tuple[dict[str,
     """Returns the seconds of every update by way, and of as many multiplications in place."""
     torch.set_num_threads(threads)
     values = torch.ones(parameters)
-    updates = {way.name: _update_of(way, parameters) for way in WAYS}
+    updates = {FLOOR: _bare_update(parameters)} | {way.name: _update_of(way, parameters) for way in WAYS}
     found: dict[str, list[float]] = {name: [] for name in updates}
     bound: list[float] = []
     for repetition in range(repetitions + 1):
@@ -98,6 +100,20 @@ def _timed(act: Callable[[], object]) -> float:
     begun = perf_counter()
     act()
     return perf_counter() - begun
+
+
+def _bare_update(parameters: int) -> Callable[[], None]:
+    """Returns the update of as many parameters without an engine."""
+    weight = Parameter(torch.randn(parameters))
+    weight.grad = torch.full_like(weight, 1e-3)
+    rounded = torch.empty(parameters, dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW([weight], lr=1e-3, fused=True)
+
+    def update() -> None:
+        optimizer.step()
+        rounded.copy_(weight.detach())
+
+    return update
 
 
 def _update_of(way: Way, parameters: int) -> Callable[[], None]:

@@ -32,8 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.record import OURS, REPETITIONS, Config, Record, begin
 from benchmarks.virtual import bare, chunk
 from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources
-from ds_lgamp.partition.flat_storage import UnitParameter
-from ds_lgamp.partition.policy import ZeroPolicy
+from ds_lgamp.partition.policy import UnitParameter, ZeroPolicy
 from ds_lgamp.partition.zero_partition import build_partition
 from ds_lgamp.runtime.batch import BatchState, Calls, Position, Storage
 from ds_lgamp.runtime.chunk import Chunk

@@ -29,9 +29,8 @@ from benchmarks.virtual.bare import BareLoop
 from benchmarks.virtual.chunk import Setting, SleepingParts, TorchSplitChunk, VirtualChunk, loss_function, sleep_until
 from ds_lgamp.optimizers.updates import HostUpdates, Options, Updates, postpone, start_postponed
 from ds_lgamp.partition.bus import Bus
-from ds_lgamp.partition.flat_storage import UnitParameter
 from ds_lgamp.partition.host import Host, HostThread
-from ds_lgamp.partition.policy import ZeroPolicy
+from ds_lgamp.partition.policy import UnitParameter, ZeroPolicy
 from ds_lgamp.partition.unit import Unit
 from ds_lgamp.partition.zero_partition import build_partition
 from ds_lgamp.runtime.batch import BatchState, Calls, Position, Storage

@@ -15,8 +15,8 @@ from torch.nn import Parameter
 from ds_lgamp.cost.offload import room
 from ds_lgamp.optimizers.updates import HostUpdates, Options, Updates
 from ds_lgamp.partition.disk import Disk, aligned
-from ds_lgamp.partition.flat_storage import UnitParameter
 from ds_lgamp.partition.host import HostThread, Job
+from ds_lgamp.partition.policy import UnitParameter
 from ds_lgamp.partition.shards import Segment, is_elementwise
 from ds_lgamp.partition.unit import Unit
 from ds_lgamp.partition.zero_partition import ZeroPartition

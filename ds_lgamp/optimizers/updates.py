@@ -15,8 +15,8 @@ from torch.optim import optimizer as of_torch
 
 from ds_lgamp.optimizers.rounding import RoundedSteps
 from ds_lgamp.optimizers.tensors import TensorOptimizer
-from ds_lgamp.partition.flat_storage import UnitParameter
 from ds_lgamp.partition.host import ShardUpdate, Work, arriving
+from ds_lgamp.partition.policy import UnitParameter
 from ds_lgamp.partition.shards import Segment
 from ds_lgamp.partition.unit import Unit, parts_of
 from ds_lgamp.partition.zero_partition import ZeroPartition

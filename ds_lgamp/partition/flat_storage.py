@@ -2,11 +2,9 @@
 
 from collections.abc import Hashable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.nn import Parameter
 
 from ds_lgamp.cost.units import offsets, part_size
 from ds_lgamp.partition.bus import Transfer
@@ -14,42 +12,8 @@ from ds_lgamp.partition.collectives import start_all_gather
 from ds_lgamp.partition.guard import Guards, NotGatheredError
 from ds_lgamp.partition.host import LoadedPart, ShardUpdate, WholeCopy
 from ds_lgamp.partition.memory import in_pool
-from ds_lgamp.partition.policy import ZeroPolicy
+from ds_lgamp.partition.policy import UnitParameter, ZeroPolicy
 from ds_lgamp.partition.quantised import RoundedGather
-
-
-class UnitParameter(NamedTuple):
-    """A parameter of a unit."""
-
-    name: str
-    """Its global name, the same in every layout."""
-    parameter: Parameter
-    group: int | None
-    """The optimizer's parameter group; None if the optimizer does not own the parameter."""
-    sliced_dimension: int | None = None
-    """The dimension along which each tensor-parallel rank has a slice; None if each rank has the whole parameter."""
-    partial_gradient: bool = False
-    """Whether each tensor-parallel rank computes a part of the gradient, as under sequence parallelism."""
-    sharing: dist.ProcessGroup | None = None
-    """The data-parallel ranks that have it, if it is an expert's; None if all do."""
-    place_among_experts: tuple[int, int] = (0, 1)
-    """Which of how many equal slices along the first dimension it is, if other ranks have other experts of it."""
-    name_in_model: str | None = None
-    """Its name in the model of the script; None if that is the global one."""
-    group_of_script: int | None = None
-    """The group in which the script holds it, although it may be frozen; None if there is none."""
-
-    @property
-    def shown(self) -> str:
-        """What sentences call it."""
-        return self.name_in_model or self.name
-
-    @property
-    def segment_key(self) -> tuple[float, bool, bool]:
-        """The same for parameters of one segment. Its order is that of segments in the storage; parameters that the
-        optimizer does not own come last."""
-        group = float("inf") if self.group is None else self.group
-        return group, self.sliced_dimension is not None, self.partial_gradient
 
 
 class FlatStorage:

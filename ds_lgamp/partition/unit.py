@@ -11,8 +11,8 @@ from torch.nn import Parameter
 from ds_lgamp.cost.units import Travel
 from ds_lgamp.partition.bus import Transfer
 from ds_lgamp.partition.collectives import start_all_reduce
-from ds_lgamp.partition.flat_storage import FlatStorage, UnitParameter
-from ds_lgamp.partition.policy import ZeroPolicy
+from ds_lgamp.partition.flat_storage import FlatStorage
+from ds_lgamp.partition.policy import UnitParameter, ZeroPolicy
 from ds_lgamp.partition.quantised import is_packed
 from ds_lgamp.partition.shards import GradientReduction, MasterWeights, Segment
 

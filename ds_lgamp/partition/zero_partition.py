@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 
 from ds_lgamp.cost.units import UnitSize, aligned
-from ds_lgamp.partition.flat_storage import UnitParameter
 from ds_lgamp.partition.memory import outside_of_pools
-from ds_lgamp.partition.policy import ZeroPolicy
+from ds_lgamp.partition.policy import UnitParameter, ZeroPolicy
 from ds_lgamp.partition.quantised import is_packed
 from ds_lgamp.partition.shards import Segment
 from ds_lgamp.partition.unit import Unit

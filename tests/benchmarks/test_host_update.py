@@ -10,4 +10,5 @@ def test_every_way_has_its_time_and_its_ratio():
         for threads in host_update.THREADS:
             assert found[way.name, threads, "update"].median > 0
             assert found[way.name, threads, "update / bound"].median > 0
-    assert len(record.targets) == len(host_update.THREADS)
+    floors = [found[host_update.FLOOR, threads, "update / bound"].median for threads in host_update.THREADS]
+    assert [target.floor for target in record.targets] == floors

@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 from ds_lgamp.optimizers.updates import cut
-from ds_lgamp.partition.flat_storage import UnitParameter
-from ds_lgamp.partition.policy import NodeGroups, ZeroPolicy, node_groups
+from ds_lgamp.partition.policy import NodeGroups, UnitParameter, ZeroPolicy, node_groups
 from ds_lgamp.partition.unit import parts_of
 from ds_lgamp.partition.zero_partition import ZeroPartition, build_partition
 from ds_lgamp.runtime.measure import CollectiveCounter

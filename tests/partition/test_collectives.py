@@ -6,8 +6,7 @@ import torch
 import torch.distributed as dist
 
 from ds_lgamp.partition.collectives import start_all_reduce, start_reduce_scatter
-from ds_lgamp.partition.flat_storage import UnitParameter
-from ds_lgamp.partition.policy import ZeroPolicy, node_groups
+from ds_lgamp.partition.policy import UnitParameter, ZeroPolicy, node_groups
 from ds_lgamp.partition.unit import Unit
 from ds_lgamp.schedule.spec import Hierarchy
 from testing.ranks import run_on_ranks

@@ -12,10 +12,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ds_lgamp.optimizers.updates import postpone, start_postponed
 from ds_lgamp.partition import host
 from ds_lgamp.partition.bus import Bus
-from ds_lgamp.partition.flat_storage import UnitParameter
 from ds_lgamp.partition.guard import NotGatheredError
 from ds_lgamp.partition.host import Host, HostThread
-from ds_lgamp.partition.policy import ZeroPolicy
+from ds_lgamp.partition.policy import UnitParameter, ZeroPolicy
 from ds_lgamp.partition.unit import Unit
 
 ELEMENTS, SECONDS = 64, 10

@@ -5,8 +5,7 @@ import torch
 import torch.distributed as dist
 
 from ds_lgamp.cost.units import Travel, packed_bytes
-from ds_lgamp.partition.flat_storage import UnitParameter
-from ds_lgamp.partition.policy import ZeroPolicy
+from ds_lgamp.partition.policy import UnitParameter, ZeroPolicy
 from ds_lgamp.partition.quantised import as_stored, pack, unpack
 from ds_lgamp.partition.unit import Unit
 from ds_lgamp.runtime.measure import CollectiveCounter

@@ -13,10 +13,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ds_lgamp.cost.units import Travel
 from ds_lgamp.partition import flat_storage
 from ds_lgamp.partition.bus import Bus, Transfer
-from ds_lgamp.partition.flat_storage import UnitParameter
 from ds_lgamp.partition.guard import NotGatheredError
 from ds_lgamp.partition.host import Host, HostThread
-from ds_lgamp.partition.policy import ZeroPolicy
+from ds_lgamp.partition.policy import UnitParameter, ZeroPolicy
 from ds_lgamp.partition.unit import Unit
 from ds_lgamp.partition.zero_partition import build_partition
 

@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from ds_lgamp.partition.agreement import everyone, host_group
 from ds_lgamp.partition.bus import Bus
-from ds_lgamp.partition.flat_storage import UnitParameter
-from ds_lgamp.partition.policy import NodeGroups, ZeroPolicy, node_groups
+from ds_lgamp.partition.policy import NodeGroups, UnitParameter, ZeroPolicy, node_groups
 from ds_lgamp.partition.zero_partition import TiedParameters, ZeroPartition, build_partition
 from ds_lgamp.runtime.batch import Calls, Position, Storage
 from ds_lgamp.runtime.chunk import Chunk

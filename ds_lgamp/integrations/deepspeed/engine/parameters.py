@@ -21,9 +21,8 @@ from ds_lgamp.integrations.deepspeed.model.shared_tensors import Sharing, sharin
 from ds_lgamp.partition.agreement import everyone, raise_everywhere
 from ds_lgamp.partition.bus import Bus
 from ds_lgamp.partition.disk import Disk
-from ds_lgamp.partition.flat_storage import UnitParameter
 from ds_lgamp.partition.host import Host, HostThread
-from ds_lgamp.partition.policy import ZeroPolicy, node_groups
+from ds_lgamp.partition.policy import UnitParameter, ZeroPolicy, node_groups
 from ds_lgamp.partition.quantised import compute_with_parameters
 from ds_lgamp.partition.unit import Unit
 from ds_lgamp.partition.zero_partition import TiedParameters, ZeroPartition, build_partition

@@ -26,11 +26,7 @@ def as_text(facts: Explanation) -> str:
     return "\n\n".join(text for part in parts if (text := part(facts)))
 
 
-_UPDATES = {
-    "step": "",
-    "reduction": ", each update after its reduction",
-    "next_step": ", each update in the next step",
-}
+_UPDATES = {"reduction": ", each update after its reduction", "next_step": ", each update in the next step", "step": ""}
 _KEPT = {"none": "", "device": ", frozen weights whole on the device", "host": ", frozen weights whole on the host"}
 
 
@@ -297,15 +293,7 @@ def _words(facts: Explanation) -> str:
             f"The step of {facts.optimizer} itself sends at most {with_bytes(update.update_bytes_sent)} in "
             f"{update.update_collectives} collective(s) on a rank, beside those above."
         )
-    if facts.ranks[0].bus_bytes_loaded is not None:
-        loaded = max(rank.bus_bytes_loaded or 0 for rank in facts.ranks)
-        unloaded = max(rank.bus_bytes_stored or 0 for rank in facts.ranks)
-        together = facts.spec.micro_batch_group >= facts.spec.micro_batches and not facts.spec.returns_outputs
-        always = ", whatever the number of micro-batches" if together else ""
-        sentences.append(
-            f"Over a bus of {with_bytes(_BUS)}/s in each direction (PCIe 4.0 x16), a step's loads take at least "
-            f"{loaded / _BUS:.3g} s, its stores {unloaded / _BUS:.3g} s{always}."
-        )
+    sentences += _words_on_bus(facts)
     if any(facts.balance_bytes) and facts.spec.pipeline_ranks > 1:
         there, back = map(with_bytes, facts.balance_bytes)
         sentences.append(
@@ -321,11 +309,9 @@ def _words(facts: Explanation) -> str:
         )
     if facts.spec.pipeline_ranks > 1:
         sentences.append("Layers of other pipeline ranks are taken as their specifications build them.")
-    updated_on_host = facts.spec.offload is not None
-    if any(
-        (rank.memory.host or rank.memory if updated_on_host else rank.memory).optimizer_state is None
-        for rank in facts.ranks
-    ):
+    on_host = facts.spec.offload is not None
+    homes = [rank.memory.host or rank.memory if on_host else rank.memory for rank in facts.ranks]
+    if any(home.optimizer_state is None for home in homes):
         sentences.append("The optimizer's state is unknown and left out of the peak.")
     if facts.optimizer == LATER:
         sentences.append(
@@ -335,15 +321,25 @@ def _words(facts: Explanation) -> str:
     return "\n".join(sentences)
 
 
+def _words_on_bus(facts: Explanation) -> list[str]:
+    """Returns a sentence on the seconds of loads and stores; none without them."""
+    if facts.ranks[0].bus_bytes_loaded is None:
+        return []
+    loaded = max(rank.bus_bytes_loaded or 0 for rank in facts.ranks)
+    stored = max(rank.bus_bytes_stored or 0 for rank in facts.ranks)
+    together = facts.spec.micro_batch_group >= facts.spec.micro_batches and not facts.spec.returns_outputs
+    always = ", whatever the number of micro-batches" if together else ""
+    return [
+        f"Over a bus of {with_bytes(_BUS)}/s in each direction (PCIe 4.0 x16), a step's loads take at least "
+        f"{loaded / _BUS:.3g} s, its stores {stored / _BUS:.3g} s{always}."
+    ]
+
+
 def _words_on_activations(facts: Explanation) -> list[str]:
     sentences = []
     stored = "chunks with what autograd saves of them"
     if facts.settings.recompute in ("full", "auto"):
-        stored = (
-            "inputs of chunks"
-            if not facts.spec.kept
-            else "inputs of chunks, or chunks with what autograd saves of them"
-        )
+        stored = f"inputs of chunks, or {stored}" if facts.spec.kept else "inputs of chunks"
     passing = "layers" if all(rank.memory.update is not None for rank in facts.ranks) else "layers and the optimizer"
     if facts.activations_unknown is None:
         sentences.append(f"Stored activations are {stored}, a number. The peak includes their bytes.")

@@ -43,8 +43,8 @@ from ds_lgamp.integrations.deepspeed.model.module import (
 from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import share_values
 from ds_lgamp.partition.agreement import raise_everywhere
-from ds_lgamp.partition.flat_storage import UnitParameter
 from ds_lgamp.partition.memory import bytes_of
+from ds_lgamp.partition.policy import UnitParameter
 from ds_lgamp.runtime.recompute import undisturbed
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

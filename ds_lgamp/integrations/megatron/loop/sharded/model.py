@@ -18,8 +18,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.megatron.loop.several_chunks import device_of, refuse_common
 from ds_lgamp.partition.agreement import everyone
-from ds_lgamp.partition.flat_storage import UnitParameter
-from ds_lgamp.partition.policy import ZeroPolicy
+from ds_lgamp.partition.policy import UnitParameter, ZeroPolicy
 from ds_lgamp.partition.unit import Unit
 from ds_lgamp.partition.zero_partition import TiedParameters, ZeroPartition, build_partition
 
