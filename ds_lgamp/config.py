@@ -172,10 +172,10 @@ class LgampConfig(BaseModel):
     reductions cannot hide behind compute."""
     keep_frozen: Literal["auto", "device", "host", "none"] = "auto"
     """Where frozen weights lie at stage 3, such as the base of adapters. device: every rank keeps all that its chunks
-    use. host: every rank keeps a copy in its host's memory, which is loaded for each use. Both gather nothing frozen.
-    none: ranks shard and gather them as weights that train. auto: on the device if they take a quarter of its memory at
-    most, else on the host if they take a quarter of a rank's part of its memory at most, else none; none, too, with
-    offload_param."""
+    use. host: a copy in the memory of each machine, which its data-parallel ranks share, is loaded for each use. Both
+    gather nothing frozen. none: ranks shard and gather them as weights that train. auto: on the device if they take a
+    quarter of its memory at most, else on the host if they take a quarter of these ranks' part of its memory at most,
+    else none; none, too, with offload_param."""
     regather: Literal["network", "host"] = "network"
     """Where the weights of a chunk come from when a step needs them again at stage 3, as its backward does. network:
     from the other ranks, by a second gather. host: from a copy in this rank's host memory, which the first gather left

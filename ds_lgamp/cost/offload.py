@@ -170,7 +170,7 @@ def host_memory(
         part = unit.part(sharding)
         if unit.frozen:
             holds = unit.whole_on == "host" or (offload is not None and offload.parameters)
-            weights += size.weights_of(unit) * part if holds else 0
+            weights += size.weights_of(unit) * part // unit.home_shared_by if holds else 0
             continue
         weights += size.weights * part if size.weights < size.master else 0
         master += size.master * part

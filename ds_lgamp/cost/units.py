@@ -102,6 +102,8 @@ class UnitSize:
     ranks have."""
     whole_on: Literal["device", "host"] | None = None
     """Where every rank keeps the whole unit between uses, at any stage; None if ranks share it as others."""
+    home_shared_by: int = 1
+    """How many ranks of a machine share the memory on the host in which it is whole."""
     packed: int | None = None
     """Bytes of an element of packed weights, which no cast changes; None if weights have the type of the run."""
 

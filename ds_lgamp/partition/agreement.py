@@ -13,6 +13,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -79,6 +80,15 @@ def own_host_group(groups: Sequence[Sequence[int]], own: dist.ProcessGroup) -> d
 
 def _own(groups: Sequence[Sequence[int]], made: Sequence[dist.ProcessGroup]) -> dist.ProcessGroup | None:
     return next((group for ranks, group in zip(groups, made) if dist.get_rank() in ranks), None)
+
+
+def machine() -> str:
+    """Returns what processes on one machine have in common, with its clock and memory: since when it runs."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        # Not known to be another's.
+        return f"rank {dist.get_rank()}"
 
 
 def everyone(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

@@ -109,7 +109,8 @@ class FlatStorage:
         self._loaded: LoadedPart | None = None
         """This rank's part on the device, with its home on the host; None if the device holds the shard."""
         if policy.host is not None:
-            self._loaded = LoadedPart(policy.host, self.kept)
+            shares = policy.whole and policy.data_group.size() > 1
+            self._loaded = LoadedPart(policy.host, self.kept, policy.data_group if shares else None)
             self.shard = self._loaded.home
             if self.partitioned:
                 self._loaded.free()
@@ -118,6 +119,11 @@ class FlatStorage:
     def resident(self) -> bool:
         """Whether the full parameters have memory."""
         return self.flat.untyped_storage().nbytes() > 0
+
+    @property
+    def home_shared_by(self) -> int | None:
+        """How many ranks share the home of this rank's part on the host; None without one."""
+        return None if self._loaded is None else self._loaded.shared_by
 
     def contents(self) -> list[tuple[str, list[int], int | None]]:
         """Name, shape and optimizer group of the parameters, in the order of the storage."""

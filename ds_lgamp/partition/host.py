@@ -9,12 +9,14 @@ from threading import Event, Thread, current_thread
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from ds_lgamp.cost.offload import OnDisk
+from ds_lgamp.partition.agreement import everyone
 from ds_lgamp.partition.bus import Bus, Transfer, use_device
 from ds_lgamp.partition.collectives import followed
 from ds_lgamp.partition.disk import Disk
-from ds_lgamp.partition.memory import in_pool
+from ds_lgamp.partition.memory import common_copy, in_pool
 
 Work = Callable[[], Callable[[], None] | None]
 """What the thread calls. It may return what waiters call in turn, such as the wait for a write to the disk, so that the
@@ -175,12 +177,16 @@ class LoadedPart:
     Args:
         host: has the bus that carries it.
         part: on the device.
+        sharing: the ranks that have the same part, and on one machine may share its home; None if each has its own.
     """
 
-    def __init__(self, host: Host, part: torch.Tensor) -> None:
-        self.part = part
-        self.home = host.empty(part.numel(), part.dtype, host.on_disk.parameters).copy_(part)
-        """The same part on the host or its disk. Call :meth:`settle` before writing to it and :meth:`outdate` after."""
+    def __init__(self, host: Host, part: torch.Tensor, sharing: dist.ProcessGroup | None = None) -> None:
+        common = None if sharing is None else common_copy(part, sharing)
+        self.part, self._sharing = part, None if common is None else sharing
+        own = partial(host.empty, part.numel(), part.dtype, host.on_disk.parameters)
+        self.home, self.shared_by = (own().copy_(part), 1) if common is None else common
+        """The same part on the host or its disk, and how many ranks of this machine have it there together. Call
+        :meth:`settle` before writing to it and :meth:`outdate` after."""
         self.is_current = True
         """Whether the device has the values of the home."""
         self._bus, self._frees = host.bus, host.parameters
@@ -210,10 +216,13 @@ class LoadedPart:
         self.is_current = False
 
     def settle(self) -> None:
-        """Blocks the host until no load reads the home."""
+        """Blocks the host until no load reads the home. Collective over the ranks that share it, which then write the
+        same to it."""
         self.finish()
         if self._last is not None:
             self._last.done()
+        if self._sharing is not None:
+            everyone(None, self._sharing)
 
     def free(self) -> None:
         """Frees the part after its last use, if it has no memory between uses."""

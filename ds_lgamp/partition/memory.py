@@ -9,13 +9,18 @@
 """
 
 import inspect
+import os
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from ds_lgamp.partition.agreement import everyone, machine
 
 T = TypeVar("T")
 _whole_model = False
@@ -94,6 +99,46 @@ class HostRoom:
         if rest.numel():
             self._free.append(rest)
         return block[:needed].view(dtype)
+
+
+def common_copy(values: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, int] | None:
+    """Returns a copy of ``values``, which are the same on all ranks of ``group``, in memory that its ranks on this
+    machine have in common, and how many these are. Collective; returns None on every rank if one cannot have it, as in
+    containers that hide their processes from each other.
+
+    The memory has no name that could outlive the job: processes open what the first of them has created.
+    """
+    machines = everyone(machine(), group)
+    here = machines[group.rank()]
+    first = machines.index(here)
+    with ExitStack() as stack:
+        created, opened = None, None
+        with suppress(OSError):
+            if first == group.rank():
+                created = os.memfd_create("ds_lgamp")
+                stack.callback(os.close, created)
+                os.ftruncate(created, values.nbytes)
+        paths = everyone(f"/proc/{os.getpid()}/fd/{created}", group)
+        with suppress(OSError, RuntimeError):
+            opened = torch.from_file(paths[first], shared=True, size=values.numel(), dtype=values.dtype, device="cpu")
+            if created is not None:
+                opened.copy_(values)
+        able = everyone(opened is not None and _pinned(opened, values.device), group)
+    return (opened, machines.count(here)) if opened is not None and all(able) else None
+
+
+def _pinned(memory: Tensor, device: torch.device) -> bool:
+    """Pins ``memory`` for copies to ``device``, until nothing refers to it. Returns whether that worked; a CPU needs
+    none."""
+    if device.type == "cpu":
+        return True
+    if device.type != "cuda":
+        return False
+    driver, address = torch.cuda.cudart(), memory.data_ptr()
+    if int(driver.cudaHostRegister(address, memory.nbytes, 0)):
+        return False
+    weakref.finalize(memory, driver.cudaHostUnregister, address)
+    return True
 
 
 def shared_size(needed: int) -> int:

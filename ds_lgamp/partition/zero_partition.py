@@ -385,5 +385,8 @@ def unit_sizes(partition: ZeroPartition, home_of_frozen: Literal["device", "host
         divided = unit.policy.mean_ranks // unit.policy.data_group.size()
         whole_on = None if unit.trains or home_of_frozen == "none" else home_of_frozen
         packed = (entry.parameter.dtype.itemsize for entry in unit.storage.parameters if is_packed(entry.parameter))
-        sizes.append(replace(size, expert_ranks=divided, whole_on=whole_on, packed=next(packed, None)))
+        # Who imagines a partition has no homes, and takes one machine for that of all ranks.
+        sharers = (unit.storage.home_shared_by or unit.policy.data_group.size()) if whole_on == "host" else 1
+        size = replace(size, expert_ranks=divided, whole_on=whole_on, home_shared_by=sharers)
+        sizes.append(replace(size, packed=next(packed, None)))
     return sizes

@@ -9,8 +9,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ds_lgamp.partition.agreement import everyone, host_group
-from ds_lgamp.runtime.node import machine
+from ds_lgamp.partition.agreement import everyone, host_group, machine
 
 EXPOSED_WAITS = ("data", "gather", "reduce", "activation", "gradient", "send", "load", "store")
 """What each wait is for: micro-batches (data), parameters (gather), the end of reductions (reduce), results of

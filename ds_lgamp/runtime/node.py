@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ds_lgamp.partition.agreement import everyone, own_of_disjoint
+from ds_lgamp.partition.agreement import everyone, machine, own_of_disjoint
 from ds_lgamp.partition.collectives import start_all_gather
 
 NODE = "DS_LGAMP_NODE"
@@ -30,15 +30,6 @@ _SYSTEM = Path("/sys")
 def node_name() -> str:
     """Returns the name of the node that this process is on."""
     return os.environ.get(NODE) or socket.gethostname()
-
-
-def machine() -> str:
-    """Returns what processes with the same clock have in common: since when their machine runs."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text()
-    except OSError:
-        # Not known to be another's.
-        return f"rank {dist.get_rank()}"
 
 
 def interfaces() -> list[str]:

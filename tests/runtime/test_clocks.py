@@ -4,8 +4,8 @@ import time
 
 import torch.distributed as dist
 
+from ds_lgamp.partition.agreement import machine
 from ds_lgamp.runtime.clocks import common_zero
-from ds_lgamp.runtime.node import machine
 from testing.ranks import run_on_ranks
 
 AHEAD = 1000.0

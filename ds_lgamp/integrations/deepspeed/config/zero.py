@@ -25,6 +25,7 @@ from ds_lgamp.integrations.deepspeed.config.precision import parameter_dtype
 from ds_lgamp.integrations.deepspeed.model.module import Layout, announced_tensors, layer_prefix, over_data, prefix_of
 from ds_lgamp.integrations.program_spec import HPZ, MICS, shard_groups
 from ds_lgamp.partition.agreement import everyone, raise_everywhere
+from ds_lgamp.partition.memory import common_copy
 from ds_lgamp.runtime.node import memory_of, node_name
 from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.placement import Placement
@@ -151,6 +152,7 @@ def home_of_frozen(settings: LgampConfig, config: Any, layout: Layout, module: P
     if not weights:
         return "none"
     memory = _memory_of_a_rank()
+    memory["host"] *= _ranks_with_one_home(module)
     if asked == "auto":
         homes: Iterator[Home] = (home for home in memory if weights <= FOR_FROZEN * memory[home])
         return next(homes, "none")
@@ -275,6 +277,14 @@ def _memory_of_a_rank() -> dict[Home, float]:
     ranks = Counter(name for name, _, _ in seen)
     host = min(size / ranks[name] for name, _, size in seen)
     return {"device": host if device.type == "cpu" else min(size for _, size, _ in seen), "host": host}
+
+
+def _ranks_with_one_home(module: PipelineModule) -> int:
+    """Returns how many data-parallel ranks of a machine can share frozen weights on the host, on the machine with
+    fewest. Collective over all ranks."""
+    device = get_accelerator().current_device_name()
+    common = common_copy(torch.zeros(1, device=device), module._grid.get_data_parallel_group())
+    return min(everyone(1 if common is None else common[1]))
 
 
 def share_of_host(config: Any, offload: Offload, placement: Placement) -> Offload:

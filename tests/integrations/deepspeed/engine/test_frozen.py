@@ -82,7 +82,9 @@ def sizes_of(partition):
         copies = 1 if unit.tie_group is None else unit.tie_group.size()
         home = ("device" if unit.policy.host is None else "host") if unit.policy.whole else None
         numel = sum(n for n, _ in numels)
-        sizes.append(UnitSize(numel, owned, chunks, unit.tied, copies, not unit.trains, whole_on=home))
+        sharers = unit.policy.data_group.size() if home == "host" else 1
+        size = UnitSize(numel, owned, chunks, unit.tied, copies, not unit.trains, whole_on=home, home_shared_by=sharers)
+        sizes.append(size)
     return sizes
 
 
@@ -124,7 +126,9 @@ def check_memory(case, engine):
     ]
     storages = {each.untyped_storage()._cdata: each.untyped_storage() for each in stored}
     assert told.weights == sum(storage.nbytes() for storage in storages.values()), case
-    assert (told.host.weights if told.host else 0) == sum(unit.storage.shard.nbytes for unit in on_host), case
+    assert (told.host.weights if told.host else 0) == sum(
+        unit.storage.shard.nbytes // unit.storage.home_shared_by for unit in on_host
+    ), case
     if engine.grid.data_parallel_id == 0:
         state = engine.optimizer.state.values()
         assert told.optimizer_state == sum(values["momentum_buffer"].nbytes for values in state), case

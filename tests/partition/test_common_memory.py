@@ -1,0 +1,96 @@
+"""Ranks of one machine share the memory in which the host has what all of them have whole."""
+
+import time
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_lgamp.partition import memory
+from ds_lgamp.partition.bus import Bus
+from ds_lgamp.partition.host import Host, HostThread, LoadedPart
+from ds_lgamp.partition.memory import common_copy
+from testing.ranks import run_on_ranks
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16, torch.uint8]
+
+
+def write_and_read():
+    """Returns what each of two ranks reads in the memory that they share after the other has written."""
+    found = []
+    for dtype, size in product(DTYPES, (1, 1000)):
+        values = torch.arange(size).to(dtype)
+        common = common_copy(values, dist.group.WORLD)
+        assert common is not None
+        copy, sharers = common
+        assert torch.equal(copy, values) and copy.dtype == dtype and copy.data_ptr() != values.data_ptr()
+        dist.barrier()
+        if dist.get_rank() == 1:
+            copy.fill_(7)
+        dist.barrier()
+        found.append((sharers, bool((copy == 7).all())))
+    return found
+
+
+def test_what_one_rank_writes_the_other_reads():
+    assert run_on_ranks(2, write_and_read) == [[(2, True)] * 2 * len(DTYPES)] * 2
+
+
+def parts_of(machine=None, opens=True):
+    """Returns how many ranks share the home of a part, and its values, on a rank whose ``machine`` has another name, or
+    that cannot open what others have created."""
+
+    def refuse(*_, **__):
+        raise OSError("no such process")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if machine is not None:
+            patch.setattr(memory, "machine", lambda: machine)
+        if not opens:
+            patch.setattr(torch, "from_file", refuse)
+        host = Host(Bus(CPU), HostThread(CPU), parameters=True)
+        part = LoadedPart(host, torch.arange(10.0), dist.group.WORLD)
+    part.settle()
+    return part.shared_by, part.home.tolist()
+
+
+def on_machines(names):
+    return parts_of(names[dist.get_rank()])
+
+
+def unless_last_opens():
+    return parts_of(opens=dist.get_rank() < dist.get_world_size() - 1)
+
+
+@pytest.mark.parametrize(
+    ("run", "sharers"),
+    [
+        (partial(on_machines, "aab"), [2, 2, 1]),
+        (partial(on_machines, "aba"), [2, 1, 2]),
+        (unless_last_opens, [1, 1, 1]),
+    ],
+)
+def test_ranks_of_other_machines_and_those_that_cannot_share_have_memory_of_their_own(run, sharers):
+    assert run_on_ranks(3, run) == [(number, torch.arange(10.0).tolist()) for number in sharers]
+
+
+def load_while_another_writes():
+    """Returns what the slower of two ranks has loaded, and loads once more after both have written."""
+    part = LoadedPart(Host(Bus(CPU), HostThread(CPU), parameters=True), torch.zeros(10), dist.group.WORLD)
+    slow = dist.get_rank() == 1
+    part.outdate()
+    part.start(partial(time.sleep, 0.5) if slow else None)
+    part.settle()
+    before = part.part.clone()
+    part.home.fill_(1)
+    part.outdate()
+    part.start(None)
+    part.finish()
+    return before.tolist(), part.part.tolist()
+
+
+def test_nobody_writes_while_another_rank_loads():
+    assert run_on_ranks(2, load_while_another_writes) == [([0.0] * 10, [1.0] * 10)] * 2
