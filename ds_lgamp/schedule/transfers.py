@@ -95,6 +95,8 @@ def _with_loads(offload: Offload, actions: Sequence[Action], known: set[int]) ->
     gathers = _gathers_by_visit(actions)
     loads = [[chunk for chunk in visit if chunk in new] for visit, new in zip(gathers, _new(gathers, offload, known))]
     lowered = [Action(Kind.LOAD, chunk) for chunk in loads[0]] if loads else []
+    # A single data-parallel rank awaits its reductions where they begin.
+    after_loads = _AFTER_LOADS - {Kind.WAIT_REDUCE} if offload.alone else _AFTER_LOADS
     visited, visit = None, -1
     for action in actions:
         if action.kind is Kind.GATHER and action.chunk in loads[visit + 1]:
@@ -102,7 +104,7 @@ def _with_loads(offload: Offload, actions: Sequence[Action], known: set[int]) ->
         elif action.kind in COMPUTE and action.chunk != visited:
             visited, visit = action.chunk, visit + 1
             row = len(lowered)
-            while row > 0 and lowered[row - 1].kind in _AFTER_LOADS:
+            while row > 0 and lowered[row - 1].kind in after_loads:
                 row -= 1
             following = loads[visit + 1] if visit + 1 < len(loads) else []
             lowered[row:row] = [Action(Kind.LOAD, chunk) for chunk in following]

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -169,6 +170,16 @@ def test_a_single_data_parallel_rank_stores_a_gradient_as_soon_as_it_is_final():
     assert texts(spec).endswith(f"B1.1 {ends} WAIT_STORE0 UPDATE0 STEP")
     several = replace(spec, offload=Offload(parameters=True))
     assert "REDUCE1 RELEASE1 B0.0 WAIT_REDUCE1 STORE1 B0.1" in texts(several)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_every_program_of_a_few_chunks_and_groups_is_valid(alone):
+    for chunks, resident, group, when, parameters in product(
+        (2, 3, 4), (1, 2, 3), (1, 2, 3), ("reduction", "next_step"), (False, True)
+    ):
+        groups = {"micro_batch_group": group, "resident_chunks": resident}
+        spec = layered(chunks, 3, offload=Offload(parameters, alone=alone), updates=when, **groups)
+        validate(spec, build_program(spec))
 
 
 def test_an_early_store_shortens_the_step_of_a_slow_bus():

@@ -25,6 +25,21 @@ def test_a_sample_has_no_defect(subject):
     assert tally.kinds.total() == count and kinds <= tally.kinds.keys()
 
 
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    [
+        # "zero_optimization": true, which DeepSpeed takes for stage 1.
+        (7300305, "trained"),
+        # A single data-parallel rank that offloads parameters, and takes one micro-batch at a time.
+        (7300761, "trained"),
+        # A type of "autotp_size" with which DeepSpeed fails without a block, too.
+        (7300789, "stock DeepSpeed's error"),
+    ],
+)
+def test_cases_that_were_defects(case, kind):
+    assert [*RUNS["configs"](1, seed=case).kinds] == [kind]
+
+
 def test_a_case_depends_on_its_number_alone():
     def specs():
         for case in range(20):

@@ -182,8 +182,9 @@ def travel_of(settings: LgampConfig, given: Mapping[str, Any], config: Any) -> T
         given: ds_config.json, as the user wrote it.
         config: the DeepSpeedConfig.
     """
-    section, stage = given.get("zero_optimization") or {}, int(config.zero_config.stage)
-    asked = [name for name in QUANTISED if section.get(name)]
+    section, stage = given.get("zero_optimization"), int(config.zero_config.stage)
+    # DeepSpeed still takes true for stage 1.
+    asked = [name for name in QUANTISED if isinstance(section, Mapping) and section.get(name)]
     if settings.quantised_gradient_bits != 8 and GRADIENTS not in asked:
         raise ConfigError(
             f"{BLOCK}.quantised_gradient_bits is {settings.quantised_gradient_bits}, but "

@@ -251,6 +251,7 @@ class ModelEngine(LgampDoor):
     def _evaluate(self, arguments: Arguments) -> Any:
         """Returns the model's output for the call of this rank."""
         training = self.lgamp
+        self._unfinished.evaluated()
         with training.in_batch(training=False):
             self._begin(Next.EVALUATE, [arguments])
             batch = training.batch_state(self.program_spec.evaluation(self.num_stages), self._load, self._own_name)

@@ -27,6 +27,7 @@ from ds_lgamp.integrations.split.state import (
     version_of,
 )
 from ds_lgamp.integrations.transformers.models import whole_to_layers
+from ds_lgamp.partition.agreement import raise_everywhere
 from ds_lgamp.runtime.batch import BatchState
 from ds_lgamp.schedule.actions import Action, Kind
 from ds_lgamp.schedule.orders import chunks_of
@@ -44,6 +45,8 @@ class UnfinishedBatch:
         """Other objects among the arguments, each with the number of its micro-batch and a copy of its attributes."""
         self._changed: tuple[str, int] | None = None
         """What of the model was changed, and after which micro-batch; None if nothing was."""
+        self._evaluated: int | None = None
+        """After which micro-batch the script first evaluated the model; None if it has not."""
 
     def add(self, call: Arguments) -> Arguments:
         """Adds a micro-batch. Returns its copy."""
@@ -62,10 +65,29 @@ class UnfinishedBatch:
         """Called once the model has computed all micro-batches so far. It may have changed its own attributes."""
         self._settings.remember()
 
+    def evaluated(self) -> None:
+        """Called when the script evaluates the model."""
+        if self.calls and self._evaluated is None:
+            self._evaluated = len(self.calls) - 1
+
+    def refuse_early_evaluation(self) -> None:
+        """Called once forwards that were put off have run. Raises ConfigError if an evaluation inside the batch should
+        have seen what they changed. Collective over all ranks, which evaluate together."""
+        if self._evaluated is None:
+            return
+        complaint = None
+        if (what := self._settings.changed()) is not None:
+            complaint = (
+                f"{what} changed by forwards in training, which a {BLOCK} block computes when the batch is complete, "
+                f"but the model was evaluated after micro-batch {self._evaluated} of {len(self.calls)} was given to "
+                "engine(...); evaluate between batches"
+            )
+        raise_everywhere(complaint, ConfigError)
+
     def clear(self) -> None:
         for each in (self.calls, self._versions, self._objects):
             each.clear()
-        self._changed = None
+        self._changed = self._evaluated = None
 
     def check(self) -> None:
         """Raises ConfigError if a tensor or another object was changed since it was given, or if the model is another

@@ -1,6 +1,7 @@
 """Loops that reuse what they give the engine, or set something on the model between two calls. The functions run on
 ranks."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,11 +30,11 @@ class Gpt(nn.Module):
         self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
         self.blocks = nn.ModuleList(Attention(causal=True) for _ in range(3))
         self.dropout, self.temperature, self.config = nn.Dropout(0.0), 1.0, SimpleNamespace(scale=1.0)
-        self.calls, self.table, self.activation = 0, {"scale": 1.0}, torch.tanh
+        self.calls, self.counted, self.table, self.activation = 0, 1, {"scale": 1.0}, torch.tanh
         self.register_buffer("filled", torch.ones(()))
 
     def forward(self, batch: Any) -> Tensor:
-        self.calls += 1
+        self.calls += self.counted
         tokens, labels = _read(batch)
         hidden = self.dropout(self.embedding(tokens))
         for block in self.blocks:
@@ -141,3 +142,63 @@ def _change(change: str, block: dict[str, Any]) -> tuple[str, float]:
         engine.step()
         total += loss.item()
     return error, total
+
+
+class Averaging(nn.Module):
+    """A block that subtracts a mean, which its forwards in training move if it ``moves``."""
+
+    def __init__(self, moves: bool) -> None:
+        super().__init__()
+        self.inner, self.moves = Attention(causal=True), moves
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.training and self.moves:
+            self.mean.lerp_(hidden.detach().mean((0, 1)), 0.5)
+        return self.inner(hidden) - self.mean
+
+
+def _averaging(moves: bool) -> Gpt:
+    torch.manual_seed(0)
+    model = Gpt()
+    model.blocks[2], model.counted = Averaging(moves), 0
+    return model
+
+
+def _evaluated_after(call: int, model: nn.Module, train: Any, tokens: list[Any]) -> float:
+    """Gives ``train`` each micro-batch, and evaluates the ``model`` after one call. Returns its loss."""
+    found = math.nan
+    for number, each in enumerate(tokens):
+        model.train()
+        train(each)
+        if number == call:
+            model.eval()
+            with torch.no_grad():
+                found = model(tokens[0]).item()
+    return found
+
+
+def evaluate_inside_batches(block: dict[str, Any], moves: bool) -> tuple[float, list[float | str]]:
+    """Evaluates a model after each of the calls of a batch and after the one of the last batch. Returns what the model
+    alone has after the first call, and what the engine has after each, or the error."""
+    prepare_rank()
+    ds_lgamp.install()
+    rank, found = dist.get_rank(), []
+    tokens = [dict(zip(("tokens", "labels"), micro_batch("", rank, number))) for number in range(MICRO_BATCHES)]
+    whole = [dict(zip(("tokens", "labels"), micro_batch("", other, 0))) for other in range(dist.get_world_size())]
+    plain = _averaging(moves)
+    for each in whole:
+        plain(each)
+    plain.eval()
+    for call in range(MICRO_BATCHES):
+        engine = initialize(_averaging(moves), configuration(3, block))
+
+        def train(each: Any, engine: Any = engine) -> None:
+            engine.backward(engine(each))
+            engine.step()
+
+        try:
+            found.append(_evaluated_after(call, engine, train, tokens))
+        except ConfigError as refusal:
+            found.append(str(refusal))
+    return plain(tokens[0]).item(), found

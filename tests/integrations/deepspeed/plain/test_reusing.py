@@ -31,3 +31,22 @@ def test_settings_may_change_between_batches_but_not_between_calls(block):
         if change != "p":
             unused = change in ("new", "object", "activation")
             assert total == pytest.approx(plain * (1 if unused else 2), rel=1e-6), change
+
+
+@pytest.mark.parametrize(
+    ("ranks", "block", "moves"),
+    [
+        (1, {}, False),
+        (2, {"pipeline_ranks": 2}, True),
+        (1, {"outputs": "all"}, True),
+        pytest.param(2, {"pipeline_ranks": 2, "outputs": "all"}, True, marks=pytest.mark.slow),
+    ],
+)
+def test_an_evaluation_inside_a_batch_sees_what_forwards_have_changed_or_is_refused(ranks, block, moves):
+    for plain, (after_first, after_last) in run_on_ranks(ranks, reusing.evaluate_inside_batches, block, moves):
+        if moves and "outputs" not in block:
+            assert "'mean' of the model was changed by forwards in training" in after_first
+            assert "the model was evaluated after micro-batch 0 of 2 was given to engine(...); evaluate" in after_first
+        else:
+            assert after_first == pytest.approx(plain, rel=1e-6)
+        assert isinstance(after_last, float)
