@@ -1,4 +1,5 @@
-"""The published sdist and wheel install beside an existing torch and deepspeed and leave them unchanged."""
+"""The published sdist is the repository. The wheel made from it is the package, works without the repository, and leaves
+torch and deepspeed as they are."""
 
 import json
 import os
@@ -12,20 +13,43 @@ from pathlib import Path
 import pytest
 
 import ds_lgamp
-from testing import ROOT
+from testing import ROOT, SCRIPTS
+from testing.launching import ON_CPU
 
-FOLDERS = ("ds_lgamp", "benchmarks", "docs", "example_configs", "launch", "testing", "tests")
-FILES = ("LICENSE", "NOTICE", "README.md", "pyproject.toml")
+FOLDERS = (
+    ".ci",
+    ".github",
+    "benchmarks",
+    "docs",
+    "ds_lgamp",
+    "example_configs",
+    "launch",
+    "patches",
+    "testing",
+    "tests",
+)
+FILES = (
+    ".gitignore",
+    "CHANGELOG.md",
+    "CITATION.cff",
+    "CONTRIBUTING.md",
+    "LICENSE",
+    "MANIFEST.in",
+    "NOTICE",
+    "README.md",
+    "SECURITY.md",
+    "pyproject.toml",
+)
 
 
-def run(*words: object, cwd: Path) -> str:
+def run(*words: object, cwd: Path, **variables: str) -> str:
     """Returns the output of a command that runs outside the checkout, without the surrounding settings of pip and
-    Python."""
+    Python, but with ``variables``."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON"))}
     done = subprocess.run(
         list(map(str, words)),
         cwd=cwd,
-        env={**kept, "PIP_CONFIG_FILE": os.devnull},
+        env={**kept, "PIP_CONFIG_FILE": os.devnull, **variables},
         capture_output=True,
         text=True,
         timeout=180,
@@ -48,10 +72,10 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def built(source):
-    """Returns the folder with the sdist, and the wheel made from that sdist."""
-    packages = {path.relative_to(source).as_posix() for path in (source / "ds_lgamp").rglob("*") if path.is_file()}
+    """Returns the folder with the sdist and the wheel made from that sdist, and the names of all source files."""
+    files = {path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()}
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", source / "dist", cwd=source)
-    return source / "dist", packages
+    return source / "dist", files
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +118,7 @@ def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(built, wheel
     names = set(zipfile.ZipFile(wheel).namelist())
     information = f"ds_lgamp-{ds_lgamp.__version__}.dist-info"
     packages = {name for name in names if not name.startswith(f"{information}/")}
-    assert packages == built[1]
+    assert packages == {name for name in built[1] if name.startswith("ds_lgamp/")}
     assert {
         "ds_lgamp/py.typed",
         "ds_lgamp/schedule/orders.py",
@@ -105,11 +129,19 @@ def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(built, wheel
     assert {f"{information}/licenses/LICENSE", f"{information}/licenses/NOTICE"} <= names
 
 
-def test_the_sdist_can_be_read_and_built_by_itself(built):
+def test_the_sdist_is_the_whole_repository(built):
     (path,) = built[0].glob("*.tar.gz")
     with tarfile.open(path) as archive:
-        names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {*FILES, *built[1]} <= names
+        names = {member.name.partition("/")[2] for member in archive if member.isfile()}
+    added = {name for name in names if not name.startswith("ds_lgamp.egg-info/")} - {"PKG-INFO", "setup.cfg"}
+    assert added == built[1]
+
+
+def test_the_copied_sources_are_all_that_git_tracks(built):
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("this is no git checkout")
+    assert {name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()} <= built[1]
 
 
 @pytest.mark.slow
@@ -137,6 +169,32 @@ def test_the_installed_package_is_the_wheels_not_the_checkouts(environment, tmp_
 def test_the_installed_command_simulates_a_schedule(environment, tmp_path):
     report = json.loads(run(environment / "bin" / "ds_lgamp", "schedule", "--json", cwd=tmp_path))
     assert report["valid"] and len(report["program"]) == 4
+
+
+@pytest.mark.slow
+def test_the_installed_command_plans_and_draws_in_an_empty_folder(environment, tmp_path):
+    command = environment / "bin" / "ds_lgamp"
+    assert f"ds_lgamp {ds_lgamp.__version__}\n" == run(command, "--version", cwd=tmp_path)
+    words = ["plan", "--model", "llama-8b", "--cluster", "a100", "--gpus", "16", "--batch-size", "64", "--json"]
+    assert "layered" in run(command, *words, cwd=tmp_path)
+    run(command, "schedule", "--html", "page.html", cwd=tmp_path)
+    page = (tmp_path / "page.html").read_text()
+    for file in (ROOT / "ds_lgamp" / "view" / "page").glob("*.js"):
+        assert file.read_text().strip() in page
+
+
+@pytest.mark.slow
+def test_two_ranks_train_with_a_block_alone_and_explain_it_in_an_empty_folder(environment, tmp_path):
+    shutil.copy(SCRIPTS / "public_example.py", tmp_path / "train.py")
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "zero_optimization": {"stage": 3}}
+    (tmp_path / "ds_config.json").write_text(json.dumps({**config, "ds_lgamp": {}}))
+    script = ["train.py", "--deepspeed_config", "ds_config.json"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    told = run(environment / "bin" / "python", *torchrun, *script, cwd=tmp_path, **ON_CPU)
+    engine, *losses = told.split("RESULT ")[1].split()
+    assert engine == "LgampEngine" and len(losses) == 5
+    explained = run(environment / "bin" / "ds_lgamp", "run", "--explain", "--ranks", "2", *script, cwd=tmp_path)
+    assert "2 pipeline x 1 data-parallel ranks, schedule layered" in explained
 
 
 @pytest.mark.slow

@@ -108,7 +108,7 @@ STARTS = {
     ),
     "another version of ds_lgamp": (
         lambda: with_version(agreement, "__version__", "0.0.9", initialize),
-        "the version of ds_lgamp is 0.1.0 on ranks 0, 1 and 3 and 0.0.9 on rank 2; install the same version",
+        f"the version of ds_lgamp is {ds_lgamp.__version__} on ranks 0, 1 and 3 and 0.0.9 on rank 2; install the same",
     ),
     "another version of torch": (
         lambda: with_version(torch, "__version__", "2.0.0", initialize),
