@@ -1,5 +1,5 @@
-"""The published sdist is the repository. The wheel made from it is the package, works without the repository, and leaves
-torch and deepspeed as they are."""
+"""The published sdist is the repository. The wheel made from it is the package, works without the repository, and
+leaves torch and deepspeed as they are."""
 
 import json
 import os

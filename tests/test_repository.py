@@ -49,7 +49,7 @@ def places(pattern: re.Pattern) -> list[str]:
     [
         ("LICENSE", ["Apache License", "Version 2.0, January 2004"]),
         ("NOTICE", ["extends DeepSpeed", "Megatron-core", "patent US12585929B2"]),
-        ("CHANGELOG.md", ["keepachangelog.com", "\n## [Unreleased]\n", "\n### Added\n"]),
+        ("CHANGELOG.md", ["\n## [Unreleased]\n", f"\n## [{ds_lgamp.__version__}] - 20", "### Upgrade"]),
         ("CONTRIBUTING.md", ["## Test", "-m full", "## Add a schedule"]),
         ("SECURITY.md", ["Report a vulnerability", "Supported versions", "checkpoint that you do not trust"]),
     ],
