@@ -12,6 +12,8 @@ from testing import ROOT
 PATCHES = ROOT / "patches"
 PACKAGES = {"deepspeed": "deepspeed", "megatron-core": "megatron"}
 """The package of each distribution."""
+CODE_ALONE = "--exclude=tests/*"
+"""The option of ``git apply`` for installed hosts, which have no tests."""
 
 
 def patch_folders() -> list[Path]:
@@ -34,18 +36,28 @@ def other_versions() -> str:
     return "; ".join(misfit(folder) for each in unfit for folder in each)
 
 
-def copy_patched(patches: Path, target: Path) -> None:
-    """Copies the installed host of a folder of patches into ``target`` and applies them there. Fails if a patch is off
-    by a line."""
+def copy_host(patches: Path, target: Path) -> None:
+    """Copies the installed host of a folder of patches into ``target``."""
     name, _ = patches.name.rsplit("-", 1)
     package = PACKAGES[name]
     shutil.copytree(Path(str(distribution(name).locate_file(package))), target / package)
+
+
+def apply_patch(patch: Path, target: Path, choice: str) -> None:
+    """Applies to ``target`` what ``choice``, an option of ``git apply``, leaves of a patch. Fails if it is off by a
+    line."""
+    # Inside the repository of a parent folder, git would silently apply nothing.
+    environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(target.resolve().parent)}
+    command = ["git", "apply", "--verbose", choice, str(patch)]
+    done = subprocess.run(command, cwd=target, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "offset" not in done.stderr, done.stderr
+
+
+def copy_patched(patches: Path, target: Path) -> None:
+    """Copies the installed host of a folder of patches into ``target`` and applies them there, but for their tests."""
+    copy_host(patches, target)
     for patch in sorted(patches.glob("*.patch")):
-        apply = ["git", "apply", "--verbose", str(patch)]
-        # Inside the repository of a parent folder, git would silently apply nothing.
-        environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(target.resolve().parent)}
-        done = subprocess.run(apply, cwd=target, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0 and "offset" not in done.stderr, done.stderr
+        apply_patch(patch, target, CODE_ALONE)
 
 
 def use_patched(folder: Path) -> None:
