@@ -32,6 +32,8 @@ from ds_lgamp.partition.guard import absent
 from ds_lgamp.watch.launcher import attempt
 from ds_lgamp.watch.this_rank import this_rank
 
+_set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+"""From torch 2.14 on, the public function; the other one then warns."""
 _PATIENCE = timedelta(days=1)
 """How long a rank that has ended its script waits for those that go on alone, as a rank 0 that evaluates or uploads.
 The lifeline notices at once when a rank is gone."""
@@ -87,7 +89,7 @@ def agree_at_the_end() -> None:
 
 def _agree_on_the_end() -> None:
     if dist.is_initialized():
-        dist.distributed_c10d._set_pg_timeout(_PATIENCE, host_group())
+        _set_timeout(_PATIENCE, host_group())
         agree(Next.END)
 
 
