@@ -49,7 +49,7 @@ def places(pattern: re.Pattern) -> list[str]:
     [
         ("LICENSE", ["Apache License", "Version 2.0, January 2004"]),
         ("NOTICE", ["extends DeepSpeed", "Megatron-core", "patent US12585929B2"]),
-        ("CHANGELOG.md", ["\n## [Unreleased]\n", f"\n## [{ds_lgamp.__version__}] - 20", "### Upgrade"]),
+        ("CHANGELOG.md", ["keepachangelog.com", "\n## [Unreleased]\n", "\n### Upgrade notes\n"]),
         ("CONTRIBUTING.md", ["## Test", "-m full", "## Add a schedule"]),
         ("SECURITY.md", ["Report a vulnerability", "Supported versions", "checkpoint that you do not trust"]),
     ],
@@ -64,6 +64,8 @@ def test_the_citation_names_this_version_and_the_paper():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["cff-version"] == "1.2.0"
     assert citation["title"] == "ds_lgamp" and citation["version"] == ds_lgamp.__version__
+    released = f"\n## [{ds_lgamp.__version__}] - {citation['date-released']}\n"
+    assert released in (ROOT / "CHANGELOG.md").read_text()
     assert citation["message"] and citation["authors"] == [{"name": "The ds_lgamp contributors"}]
     (paper,) = citation["references"]
     assert paper["url"].endswith("2106.02679") and paper["authors"][0]["family-names"] == "Lamy-Poirier"
