@@ -16,6 +16,7 @@ LINK = re.compile(r"\]\(([^()\s]+)\)|(?:src|href)=\"([^\"]+)\"")
 ELSEWHERE = ("http://", "https://", "mailto:", "#")
 MACHINE_PATH = re.compile(r"(?<![\w.$}])/(?:work|root|home|Users|tmp)/")
 PLACE = re.compile(r"`([\w/]+\.py): (\w+)`")
+POINTER = re.compile(r'(docs/\w+\.md)((?:, "[^"]+"(?: and "[^"]+")*)?)')
 UNFINISHED = re.compile(r"\bTO[D]O\b")
 
 
@@ -102,6 +103,16 @@ def test_every_relative_link_of_a_document_leads_to_a_file():
                 target = path.parent / link.partition("#")[0]
                 if not link.startswith(ELSEWHERE) and not target.exists():
                     dead.append(f"{path.relative_to(ROOT)}: {link}")
+    assert not dead
+
+
+def test_the_changelog_names_pages_and_sections_that_exist():
+    text = (ROOT / "CHANGELOG.md").read_text().replace("\n  ", " ")
+    dead = []
+    for page, sections in POINTER.findall(text):
+        headings = re.findall(r"^#+ (.*)$", (ROOT / page).read_text(), re.MULTILINE) if (ROOT / page).exists() else []
+        if not headings or not set(re.findall(r'"([^"]+)"', sections)) <= set(headings):
+            dead.append(page + sections)
     assert not dead
 
 
