@@ -2,7 +2,9 @@
 
 import ast
 
-from docs.messages import PACKAGE, VALUE, Module, messages, raised
+import pytest
+
+from docs.messages import PACKAGE, VALUE, Module, messages, modules, raised
 
 PASSED_ON = {
     ("checkpoint/files.py", "(DamageError if is_damage else CheckpointError)(sentence)"),
@@ -43,9 +45,17 @@ def test_every_statement_that_raises_is_looked_at():
     assert set(left) <= {"SystemExit", "StopIteration", "_Reached"}
 
 
-def test_messages_of_every_form_are_found(tmp_path, monkeypatch):
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """An empty folder in place of the package, whose modules are then read anew."""
     monkeypatch.setattr("docs.messages.PACKAGE", tmp_path)
-    (tmp_path / "module.py").write_text(
+    modules.cache_clear()
+    yield tmp_path
+    modules.cache_clear()
+
+
+def test_messages_of_every_form_are_found(package):
+    (package / "module.py").write_text(
         """
 KEY = "key"
 LATER = "{} is late; hurry"
@@ -69,7 +79,7 @@ def function(value):
     raise
 """
     )
-    found = [place.texts for place in Module(tmp_path / "module.py").raised()]
+    found = [place.texts for place in Module(package / "module.py").raised()]
     advice = (f"key is {VALUE}; change it", f"key is {VALUE}; change that")
     assert found == [
         (f"first: {VALUE}", f"second: {VALUE}"),
@@ -80,16 +90,15 @@ def function(value):
     ]
 
 
-def test_a_name_has_the_same_text_wherever_a_message_has_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("docs.messages.PACKAGE", tmp_path)
-    (tmp_path / "module.py").write_text(
+def test_a_name_has_the_same_text_wherever_a_message_has_it(package):
+    (package / "module.py").write_text(
         """
 def function(value):
     key = "one" if value else "other"
     raise ValueError(f"{key} is {value}; remove {key}")
 """
     )
-    (place,) = Module(tmp_path / "module.py").raised()
+    (place,) = Module(package / "module.py").raised()
     assert place.texts == (f"one is {VALUE}; remove one", f"other is {VALUE}; remove other")
 
 
