@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.runtime.layer_state import LayerState
 from ds_lgamp.runtime.recompute import RandomSource, read_states
+from ds_lgamp.watch.this_rank import this_rank
 
 Tensors = torch.Tensor | tuple[torch.Tensor, ...]
 """The value that a layer passes to the next one: a tensor or a tuple of tensors."""
@@ -190,14 +191,14 @@ class Turns:
 
     Args:
         second: computes on ``inputs``, which the caller's stream has made.
-        check: raises if the two could have disturbed each other, once both are over.
+        watch: tells whether the two disturb each other.
     """
 
-    def __init__(self, second: Callable[[], None], inputs: Sequence[Tensor], check: Callable[[], None]) -> None:
+    def __init__(self, second: Callable[[], None], inputs: Sequence[Tensor], watch: "Watch") -> None:
         self._may_run = threading.Semaphore(0), threading.Semaphore(0)
         self._over, self._abandoned = [False, False], False
         self._failure: BaseException | None = None
-        self._check = check
+        self._watch = watch
         self._stream = _Stream(inputs)
         _thread().put(partial(copy_context().run, self._run_second, second, _ambient(inputs)))
 
@@ -218,19 +219,25 @@ class Turns:
         if self._failure is not None:
             raise self._failure
         self._stream.join()
-        self._check()
+        self._watch.check()
+
+    def has_raised(self, error: BaseException) -> bool:
+        """Whether the second compute has."""
+        return error is self._failure
 
     def abandon(self) -> None:
         """Ends the second compute where it is."""
         self._over[0] = self._abandoned = True
-        if not self._over[1]:
+        # A signal may have ended the wait of the first one, so that both run until now.
+        while not self._over[1]:
             self._let_run(1)
 
     def swap(self, own: int) -> None:
         """Lets the other compute run until its next exchange. ``own`` says which one calls: 0 or 1."""
-        if self._over[1 - own]:
-            return
-        self._let_run(1 - own)
+        if not self._over[1 - own]:
+            if self._watch.closely:
+                self._watch.check()
+            self._let_run(1 - own)
         if own == 1 and self._abandoned:
             raise _Abandoned
         if own == 0 and self._failure is not None:
@@ -238,10 +245,15 @@ class Turns:
 
     def _let_run(self, other: int) -> None:
         self._may_run[other].release()
-        self._may_run[1 - other].acquire()
+        self._wait(1 - other)
+
+    def _wait(self, own: int) -> None:
+        self._may_run[own].acquire()
+        # What this thread waits for is what the rank waits for.
+        this_rank.whereabouts.thread = threading.get_ident()
 
     def _run_second(self, compute: Callable[[], None], ambient: Callable[[ExitStack], None]) -> None:
-        self._may_run[1].acquire()
+        self._wait(1)
         try:
             if not self._abandoned:
                 with ExitStack() as entered:
@@ -295,14 +307,24 @@ def exchanges_seen() -> Iterator[None]:
         dist.all_to_all_single = all_to_all_single
 
 
-def watch(chunk: Chunk, number: int, sources: Sequence[RandomSource]) -> Callable[[], None]:
-    """Returns what raises RuntimeError if, since this call, layers of the chunk with this ``number`` have drawn random
-    numbers or kept anything that another forward could find: two that take turns would get each other's."""
-    states, changed = read_states(sources), chunk.state.watch()
+class Watch:
+    """Finds out whether layers of a chunk have, since it was made, drawn random numbers or kept anything that another
+    forward could find: two that take turns would get each other's.
 
-    def check() -> None:
-        drawn = [source.name for source, before in zip(sources, states) if not source.same(before, source.read())]
-        name = None if drawn else changed()
+    Args:
+        number: that of the chunk.
+        closely: whether to look at each exchange, too, where layers may keep what they then take away.
+    """
+
+    def __init__(self, chunk: Chunk, number: int, sources: Sequence[RandomSource], closely: bool) -> None:
+        self.closely, self._number, self._sources = closely, number, sources
+        self._states, self._changed = read_states(sources), chunk.state.watch(closely)
+
+    def check(self) -> None:
+        """Raises RuntimeError if they have."""
+        pairs = zip(self._sources, self._states)
+        drawn = [source.name for source, before in pairs if not source.same(before, source.read())]
+        name = None if drawn else self._changed()
         if drawn:
             what, fix = f"draw or seed random numbers ({drawn[0]})", "switch dropout and noise off"
         elif name is not None:
@@ -310,17 +332,16 @@ def watch(chunk: Chunk, number: int, sources: Sequence[RandomSource]) -> Callabl
         else:
             return
         raise RuntimeError(
-            f"layers of chunk {number} {what}, which two micro-batches that compute beside each other would mix up; "
-            f"{fix}, or set ds_lgamp.overlap_exchanges to false"
+            f"layers of chunk {self._number} {what}, which two micro-batches that compute beside each other would mix "
+            f"up; {fix}, or set ds_lgamp.overlap_exchanges to false"
         )
-
-    return check
 
 
 def _ambient(inputs: Sequence[Tensor]) -> Callable[[ExitStack], None]:
     """Returns what gives another thread what torch keeps for this one."""
     gradients, multithreading = torch.is_grad_enabled(), torch.autograd.is_multithreading_enabled()  # type: ignore[attr-defined]
     optimizes, caches = torch._C._get_graph_executor_optimize(), torch.is_autocast_cache_enabled()
+    threads = torch.get_num_threads()
     kinds = {"cpu", *(each.device.type for each in inputs)}
     autocasts = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
     functions = [torch._C._get_function_stack_at(place) for place in range(torch._C._len_torch_function_stack())]
@@ -331,6 +352,8 @@ def _ambient(inputs: Sequence[Tensor]) -> Callable[[ExitStack], None]:
         torch.autograd.set_multithreading_enabled(multithreading)
         torch._C._set_graph_executor_optimize(optimizes)
         torch.set_autocast_cache_enabled(caches)
+        if threads != torch.get_num_threads():
+            torch.set_num_threads(threads)
         for kind, dtype, enabled in autocasts:
             torch.set_autocast_dtype(kind, dtype)
             torch.set_autocast_enabled(kind, enabled)

@@ -1,9 +1,10 @@
 """Executes a pipeline rank's program, action by action."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from ds_lgamp.runtime.chunk import (
     Chunk,
     Tensors,
     Turns,
+    Watch,
     as_leaves,
     as_tuple,
     cloned,
@@ -22,7 +24,6 @@ from ds_lgamp.runtime.chunk import (
     exchanges_seen,
     passed_on,
     tensors_in,
-    watch,
 )
 from ds_lgamp.runtime.clocks import Stopwatch, Timing
 from ds_lgamp.runtime.compiled import has_compiled
@@ -47,6 +48,15 @@ from ds_lgamp.runtime.trace import Trace
 from ds_lgamp.schedule.actions import COMPUTE, STARTED, Action, Kind
 from ds_lgamp.watch.this_rank import this_rank
 from ds_lgamp.watch.whereabouts import Neighbours, Place
+
+
+class Second(NamedTuple):
+    """The second of two computes beside each other."""
+
+    action: Action
+    state: Moment | None
+    """What its action gets."""
+    turns: Turns
 
 
 class Executor:
@@ -100,8 +110,10 @@ class Executor:
         """The current batch; between batches, the last one."""
         self._started: Action | None = None
         """What the next compute begins beside itself."""
-        self._second: tuple[Moment | None, Turns] | None = None
-        """The second of two computes beside each other, once both have begun, and what its action gets."""
+        self._second: Second | None = None
+        """The second of two computes beside each other, once both have begun."""
+        self._pairs = Counter[int]()
+        """How many pairs of computes each chunk has begun."""
         self._last_chunk = len(self.placement) - 1
 
     @contextmanager
@@ -122,8 +134,8 @@ class Executor:
         recomputes = batch.recomputes or (batch.training and self.meter is not None)
         as_written = torch.jit.optimized_execution(False) if recomputes else nullcontext()
         try:
-            seen = exchanges_seen() if batch.overlaps else nullcontext()
-            with as_written, on_this_thread(), torch.set_grad_enabled(batch.training), seen:
+            turns = self._taking_turns() if batch.overlaps else nullcontext()
+            with as_written, on_this_thread(), torch.set_grad_enabled(batch.training), turns:
                 yield
             self.current, batch.row = None, self.row
             ended = self.row >= len(self.program) - 1
@@ -136,9 +148,6 @@ class Executor:
             if ended and batch.training and self.trace is not None:
                 self.trace.end()
         except Exception as error:
-            if self._second is not None:
-                self._second[1].abandon()
-            self._second = self._started = None
             if self.trace is not None:
                 self.trace.stop()
             if not batch.training and dist.get_world_size() == 1 and self.current is not None:
@@ -211,6 +220,20 @@ class Executor:
         with self.timing.time("forward"):
             compute()
 
+    @contextmanager
+    def _taking_turns(self) -> Iterator[None]:
+        """Lets computes take turns inside the block. None is left at its end, whatever ends it."""
+        try:
+            with exchanges_seen():
+                yield
+        except BaseException as error:
+            if self._second is not None:
+                self._second.turns.abandon()
+                if self._second.turns.has_raised(error):
+                    self.current = self._second.action
+            self._second = self._started = None
+            raise
+
     def _beside(
         self, inputs: Any, state: Moment | None, second: Callable[[], None], first: Callable[[], None]
     ) -> Callable[[], None]:
@@ -218,22 +241,17 @@ class Executor:
         Its own action computes the rest of that, and gets ``state``."""
         started, self._started = self._started, None
         assert started is not None, "START precedes the first of two computes"
-
-        def compute() -> None:
-            try:
-                second()
-            except Exception:
-                self.current = started
-                raise
-
-        turns = Turns(compute, tensors_in(inputs), watch(self.chunks[started.chunk], started.chunk, self.draws.sources))
-        self._second = state, turns
-        return partial(turns.first, first)
+        chunk, before = started.chunk, self._pairs[started.chunk]
+        self._pairs[chunk] += 1
+        # Looking takes time, and layers hardly begin late to keep what they take away again.
+        watch = Watch(self.chunks[chunk], chunk, self.draws.sources, closely=not before & (before + 1))
+        self._second = Second(started, state, Turns(second, tensors_in(inputs), watch))
+        return partial(self._second.turns.first, first)
 
     def _take_second(self) -> tuple[Moment | None, Callable[[], None]]:
         """Returns what the second of two computes gets, and what computes the rest of it."""
         assert self._second is not None, "the first one has begun it"
-        (state, turns), self._second = self._second, None
+        (_, state, turns), self._second = self._second, None
         return state, turns.second
 
     def _begin(self, action: Action) -> Begun:

@@ -5,6 +5,7 @@ counts once per micro-batch.
 """
 
 from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -42,7 +43,8 @@ class LayerState:
     def __init__(self, modules: Iterable[tuple[str, Module]]) -> None:
         modules = list({id(module): (name, module) for name, module in modules}.values())
         self._roots = [holder for name, module in modules for holder in holders(name, module)]
-        self._with_buffers = [module for _, module in modules if len(module._buffers)]
+        self._modules = [module for _, module in modules]
+        self._with_buffers = [module for module in self._modules if len(module._buffers)]
         self._modes: list[bool] = []
         """Which modules with buffers were in training mode when the state was last read. A batch norm changes its
         buffers only in training mode."""
@@ -126,12 +128,30 @@ class LayerState:
         Moment(before.references, values).write()
         return current
 
-    def watch(self) -> Callable[[], str | None]:
+    def watch(self, closely: bool) -> Callable[[], str | None]:
         """Returns what names something that has changed since this call, but for buffers that only count; None if
-        nothing has."""
+        nothing has.
+
+        Args:
+            closely: whether to compare values, too, because not everything raises the version of a tensor that it
+                writes to. The host waits for the device then.
+        """
         if self._watched is None or not self._watched.hold():
             self._watched = References.read(self._roots, self._counts, None)
-        return self._watched.changed
+        watched, modes = self._watched, [module.training for module in self._modules]
+        generators = [(name, each, each.get_state()) for name, each in watched.generators()]
+        tensors = watched.tensors.items() if closely else ()
+        copies = _copies((at, held.tensor) for at, held in tensors if at not in self._counts)
+
+        def changed() -> str | None:
+            name = watched.changed()
+            if name is None and modes != [module.training for module in self._modules]:
+                name = "which modules train"
+            drawn = (name for name, each, state in generators if not torch.equal(state, each.get_state()))
+            written = (watched.tensors[at].name for at, pair in copies.items() if not _same_values(*pair))
+            return name or next(chain(drawn, written), None)
+
+        return changed
 
     def _refresh(self) -> References:
         """Reads what is referred to now, and which tensors have changed since this was last read."""
@@ -171,6 +191,11 @@ class LayerState:
                     "checkpoints keep, or set ds_lgamp.recompute to 'none'"
                 )
         return values
+
+
+def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether tensors have the same values. Numbers that are none count as the same."""
+    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _copies(tensors: Iterable[tuple[Place, torch.Tensor]]) -> dict[Place, tuple[torch.Tensor, torch.Tensor]]:

@@ -294,6 +294,13 @@ class References:
             and (not layout.whole or layout.stands())
         )
 
+    def generators(self) -> Iterator[tuple[str, torch.Generator]]:
+        """Yields torch's generators that something refers to, by names."""
+        layout = self._layout
+        for holder, key, value in [*zip(layout.of, layout.keys, self._values), *layout.without_places]:
+            if isinstance(value, torch.Generator):
+                yield f"{holder.name}.{key}", value
+
     def changed(self) -> str | None:
         """Returns the name of something that is not as it was, but for tensors that may change in place; None if all
         is."""
@@ -303,7 +310,8 @@ class References:
         pairs = zip(layout.of, layout.keys, self._values, layout.read() or [])
         moved = (f"{holder.name}.{key}" for holder, key, before, now in pairs if before is not now)
         written = (held.name for held in self.tensors.values() if held.changed and id(held.tensor) in watched)
-        return next(chain(moved, written), "what they hold")
+        sized = (holder.name for holder, size in zip(layout.holders, layout.lengths) if len(holder.contents) != size)
+        return next(chain(moved, written, sized), "what they hold")
 
     def write(self) -> None:
         """Lets the holders refer to the same again."""

@@ -129,7 +129,10 @@ def waits_in(program: Sequence[Action], row: int, doing: str, neighbours: Neighb
         return _unfinished_sends(program, row, owners) if doing == "send" else ()
     action = program[row]
     if doing in ("activation", "gradient"):
-        return (_message(program, action, doing, owners),)
+        # The first of two forwards beside each other waits for the inputs of both.
+        before = program[row - 1] if doing == "activation" and row > 0 else action
+        beside = [before._replace(kind=Kind.FORWARD)] if before.kind is Kind.START_FORWARD else []
+        return tuple(_message(program, compute, doing, owners) for compute in (action, *beside))
     if doing == "send":
         if action.kind not in SENDS:
             return _unfinished_sends(program, row, owners)

@@ -78,12 +78,14 @@ class Ranks:
     def doing(self, rank, action):
         """Returns what ``rank`` does while it waits in ``action``; "" if it need not wait."""
         if action.kind in (Kind.FORWARD, Kind.BACKWARD) and self.spec.receives_input(action):
-            post = receive_of(action)
-            peer, kind = self.peer(rank, post), send_matching(post).kind
-            number = self.of_link(rank, post).index(post) + 1
-            lost = self.lost is not None and self.lost[:3] == (peer, kind, rank) and self.lost[3] <= number
-            if self.did[peer][kind, rank] < number or lost:
-                return "activation" if action.kind is Kind.FORWARD else "gradient"
+            before = self.actions(rank)[self.rows[rank] - 1]
+            beside = [before._replace(kind=Kind.FORWARD)] if before.kind is Kind.START_FORWARD else []
+            for post in map(receive_of, [action, *beside]):
+                peer, kind = self.peer(rank, post), send_matching(post).kind
+                number = self.of_link(rank, post).index(post) + 1
+                lost = self.lost is not None and self.lost[:3] == (peer, kind, rank) and self.lost[3] <= number
+                if self.did[peer][kind, rank] < number or lost:
+                    return "activation" if action.kind is Kind.FORWARD else "gradient"
         if action.kind in SENDS:
             peer = self.peer(rank, action)
             posted = self.did[peer][receive_matching(action).kind, rank]
@@ -327,6 +329,18 @@ def test_a_standing_travels_as_a_line(job, data):
 def test_a_rank_that_computes_waits_for_nobody():
     program = [Action(Kind.FORWARD, 0, 0)]
     assert waits_in(program, 0, "forward", Neighbours((0, 1), (0,))) == ()
+
+
+def test_the_first_of_two_forwards_beside_each_other_waits_for_the_inputs_of_both():
+    spec = ProgramSpec((0, 1, 0), "layered", 2, 2, 0, overlaps_exchanges=True)
+    stopped = 0, build_program(spec)[0].index(Action(Kind.FORWARD, 0, 1, recomputed=True))
+    standings = Ranks(spec, 1, stopped).standings()
+    assert standings[1].place == "in F1.0"
+    stall = find(standings[1], standings, {})
+    assert (stall.cause, stall.culprits) == (Cause.WORK, (0,))
+    assert "for the activation that rank 0 sends after F0.0 and for the activation that rank 0 sends after F0.1" in (
+        stall.sentence
+    )
 
 
 def test_a_sender_waits_until_all_but_the_last_two_messages_may_be_taken():
