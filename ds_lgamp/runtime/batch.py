@@ -9,9 +9,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from ds_lgamp.runtime.chunk import Tensors
+from ds_lgamp.runtime.chunk import Moment, Tensors
 from ds_lgamp.runtime.graph import StoredInputs
-from ds_lgamp.runtime.layer_state import Moment
 from ds_lgamp.runtime.measure import ChunkMeter
 from ds_lgamp.runtime.recompute import SavedTensors
 from ds_lgamp.runtime.split_backward import SecondParts

@@ -1,29 +1,21 @@
-"""A chunk at run time: consecutive layers, called one after another, for one micro-batch or for two that take turns."""
+"""A chunk at run time: consecutive layers, called one after another, and what their modules keep between forwards
+besides parameters: buffers, and plain attributes such as counters.
 
-import os
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from contextvars import copy_context
-from functools import cache, partial
-from queue import SimpleQueue
-from typing import Any, Protocol, runtime_checkable
+A recomputation finds this state as the first forward found it, and leaves no trace in it. So what a forward counts, it
+counts once per micro-batch.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
-from torch.overrides import _pop_mode as pop_function_mode
-from torch.overrides import _push_mode as push_function_mode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
-from torch.utils._python_dispatch import _pop_mode as pop_dispatch_mode
-from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ds_lgamp.runtime.layer_state import LayerState
-from ds_lgamp.runtime.recompute import RandomSource, read_states
-from ds_lgamp.watch.this_rank import this_rank
+from ds_lgamp.partition.memory import write
+from ds_lgamp.runtime.references import Held, Place, References, counts_of, holders
 
 Tensors = torch.Tensor | tuple[torch.Tensor, ...]
 """The value that a layer passes to the next one: a tensor or a tuple of tensors."""
@@ -178,245 +170,189 @@ def _refusal(value: object) -> str:
     return f"a chunk must return a tensor or a tuple of tensors, not {described}"
 
 
-class _Abandoned(BaseException):
-    """Ends the second compute because the first has failed. Layers that catch exceptions let it pass."""
+class Moment(NamedTuple):
+    """The state at one moment."""
+
+    references: References
+    values: dict[Place, tuple[torch.Tensor, torch.Tensor]]
+    """Tensors that forwards change in place, with copies of their values."""
+
+    def write(self) -> None:
+        """Brings the state back."""
+        if not self.references.hold():
+            self.references.write()
+        if self.values:
+            with torch.no_grad():
+                for tensor, value in self.values.values():
+                    # Raises no version: that says what other code changes.
+                    write(tensor.data, value)
 
 
-class Turns:
-    """Two computes, of which one runs at a time. They swap at exchanges alone, and the first one begins. So ranks that
-    run the same two exchange in the same order.
-
-    The first one runs on the caller's thread, in :meth:`first`. The second one runs on a thread of its own, with what
-    torch and Python keep for the caller's thread; on an accelerator also on a stream of its own.
-
-    Args:
-        second: computes on ``inputs``, which the caller's stream has made.
-        watch: tells whether the two disturb each other.
-    """
-
-    def __init__(self, second: Callable[[], None], inputs: Sequence[Tensor], watch: "Watch") -> None:
-        self._may_run = threading.Semaphore(0), threading.Semaphore(0)
-        self._over, self._abandoned = [False, False], False
-        self._failure: BaseException | None = None
-        self._watch = watch
-        self._stream = _Stream(inputs)
-        _thread().put(partial(copy_context().run, self._run_second, second, _ambient(inputs)))
-
-    def first(self, compute: Callable[[], None]) -> None:
-        """Runs the first compute, and raises what the second one has raised until then."""
-        try:
-            with self._of_this_thread(0):
-                compute()
-        except BaseException:
-            self.abandon()
-            raise
-
-    def second(self) -> None:
-        """Runs the second compute to its end, and raises what it has raised."""
-        self._over[0] = True
-        if not self._over[1]:
-            self._let_run(1)
-        if self._failure is not None:
-            raise self._failure
-        self._stream.join()
-        self._watch.check()
-
-    def has_raised(self, error: BaseException) -> bool:
-        """Whether the second compute has."""
-        return error is self._failure
-
-    def abandon(self) -> None:
-        """Ends the second compute where it is."""
-        self._over[0] = self._abandoned = True
-        # A signal may have ended the wait of the first one, so that both run until now.
-        while not self._over[1]:
-            self._let_run(1)
-
-    def swap(self, own: int) -> None:
-        """Lets the other compute run until its next exchange. ``own`` says which one calls: 0 or 1."""
-        if not self._over[1 - own]:
-            if self._watch.closely:
-                self._watch.check()
-            self._let_run(1 - own)
-        if own == 1 and self._abandoned:
-            raise _Abandoned
-        if own == 0 and self._failure is not None:
-            raise self._failure
-
-    def _let_run(self, other: int) -> None:
-        self._may_run[other].release()
-        self._wait(1 - other)
-
-    def _wait(self, own: int) -> None:
-        self._may_run[own].acquire()
-        # What this thread waits for is what the rank waits for.
-        this_rank.whereabouts.thread = threading.get_ident()
-
-    def _run_second(self, compute: Callable[[], None], ambient: Callable[[ExitStack], None]) -> None:
-        self._wait(1)
-        try:
-            if not self._abandoned:
-                with ExitStack() as entered:
-                    ambient(entered)
-                    entered.enter_context(self._stream.current())
-                    entered.enter_context(self._of_this_thread(1))
-                    compute()
-        except BaseException as failure:
-            self._failure = failure
-        self._over[1] = True
-        self._may_run[0].release()
-
-    @contextmanager
-    def _of_this_thread(self, own: int) -> Iterator[None]:
-        _turn.swap = partial(self.swap, own)
-        try:
-            yield
-        finally:
-            _turn.swap = None
-
-
-_turn = threading.local()
-"""``swap`` lets the other one of two computes run; absent or None on a thread that takes no turns."""
-
-
-@contextmanager
-def exchanges_seen() -> Iterator[None]:
-    """Lets computes that take turns swap at each ``torch.distributed.all_to_all_single`` inside the block."""
-    all_to_all_single = dist.all_to_all_single
-
-    def exchange(
-        output: Tensor,
-        input: Tensor,
-        output_split_sizes: Any = None,
-        input_split_sizes: Any = None,
-        group: dist.ProcessGroup | None = None,
-        async_op: bool = False,
-    ) -> Any:
-        given = output, input, output_split_sizes, input_split_sizes, group
-        swap = getattr(_turn, "swap", None)
-        if swap is None or async_op:
-            return all_to_all_single(*given, async_op)
-        work = all_to_all_single(*given, True)
-        swap()
-        return None if work is None else work.wait()
-
-    dist.all_to_all_single = exchange
-    try:
-        yield
-    finally:
-        dist.all_to_all_single = all_to_all_single
-
-
-class Watch:
-    """Finds out whether layers of a chunk have, since it was made, drawn random numbers or kept anything that another
-    forward could find: two that take turns would get each other's.
+class LayerState:
+    """Watches the state of modules.
 
     Args:
-        number: that of the chunk.
-        closely: whether to look at each exchange, too, where layers may keep what they then take away.
+        modules: by their names, without the modules in them.
     """
 
-    def __init__(self, chunk: Chunk, number: int, sources: Sequence[RandomSource], closely: bool) -> None:
-        self.closely, self._number, self._sources = closely, number, sources
-        self._states, self._changed = read_states(sources), chunk.state.watch(closely)
+    def __init__(self, modules: Iterable[tuple[str, Module]]) -> None:
+        modules = list({id(module): (name, module) for name, module in modules}.values())
+        self._roots = [holder for name, module in modules for holder in holders(name, module)]
+        self._modules = [module for _, module in modules]
+        self._with_buffers = [module for module in self._modules if len(module._buffers)]
+        self._modes: list[bool] = []
+        """Which modules with buffers were in training mode when the state was last read. A batch norm changes its
+        buffers only in training mode."""
+        self._last: References | None = None
+        """What was referred to when it was last read."""
+        self._copied: list[Place] = []
+        """The places of which every forward gets a copy, while nothing else has changed."""
+        self._in_place: set[Place] = set()
+        """The places whose tensor has changed in place."""
+        self._still: dict[Place, tuple[Held, torch.Tensor] | None] = {}
+        """The places whose tensor a forward has left as it was. Buffers that checkpoints keep come with a copy: they
+        may change after all, such as a moving average that begins after a warm-up."""
+        self._forwards = 0
+        self._watched: References | None = None
+        """What was referred to when forwards began that must not change it."""
+        self._counts = {(id(holder.contents), key) for holder in self._roots for key in counts_of(holder)}
+        """The places of buffers that only count."""
 
-    def check(self) -> None:
-        """Raises RuntimeError if they have."""
-        pairs = zip(self._sources, self._states)
-        drawn = [source.name for source, before in pairs if not source.same(before, source.read())]
-        name = None if drawn else self._changed()
-        if drawn:
-            what, fix = f"draw or seed random numbers ({drawn[0]})", "switch dropout and noise off"
-        elif name is not None:
-            what, fix = f"change {name}", "let forwards leave it alone"
-        else:
+    def read(self) -> Moment:
+        """Reads the state before a forward."""
+        modes, references = [module.training for module in self._with_buffers], self._last
+        if modes != self._modes:
+            self._modes, references = modes, None
+            self._in_place.clear()
+            self._still.clear()
+        if references is None or not references.hold():
+            references = self._refresh()
+        self._forwards += 1
+        copied = self._copied
+        if not self._forwards & (self._forwards - 1):
+            # Compares all buffers once more. The host waits for the device then, which becomes rare.
+            copied = copied + [place for place in self._copies_of(references) if place not in copied]
+        if not copied:
+            return Moment(references, {})
+        return Moment(references, _copies((place, references.tensors[place].tensor) for place in copied))
+
+    def moved(self, before: Moment) -> None:
+        """Leaves in ``before`` only copies of what forwards change. The caller has just run a forward.
+
+        Raises RuntimeError if the forward has changed a tensor unseen that an earlier one left alone.
+        """
+        references, values = before
+        if self._in_place.issuperset(values):
             return
-        raise RuntimeError(
-            f"layers of chunk {self._number} {what}, which two micro-batches that compute beside each other would mix "
-            f"up; {fix}, or set ds_lgamp.overlap_exchanges to false"
-        )
+        tensors = references.tensors
+        new = [place for place in values if place not in self._in_place]
+        seen = {place for place in new if tensors[place].changed}
+        # Compares values, because not everything raises the version of a tensor that it writes to: native batch norm
+        # does not, and who writes to a tensor's "data" does not either.
+        unseen = {place for place in new if place not in seen and not torch.equal(*values[place])}
+        self._change(tensors, seen | unseen)
+        showing = {place[0] for place in seen}
+        for place in new:
+            if place not in self._in_place:
+                value = values.pop(place)[1]
+                self._still[place] = None if tensors[place].passing else (tensors[place], value)
+            elif place in unseen and place in self._still and place[0] not in showing:
+                raise RuntimeError(
+                    f"{tensors[place].name} was changed unseen after a forward had left it alone, and recomputations "
+                    "may have changed it once more; let the module write to the buffer itself, not to its data, or set "
+                    "ds_lgamp.recompute to 'none'"
+                )
+        self._refresh()
+
+    def rewind(self, before: Moment) -> Moment | None:
+        """Brings ``before`` back for a recomputation. Returns the state as it was; None if forwards have changed
+        nothing since, so that the recomputation will not either.
+
+        Raises RuntimeError if a tensor has changed in place since, and no copy is kept of it.
+        """
+        now, values = self._last, before.values
+        if now is None or not now.hold():
+            now = self._refresh()
+        if now is before.references and not values:
+            return None
+        if now is not before.references:
+            values = {**self._late_values(before), **values}
+        changing = {place: tensor for place, (tensor, _) in values.items()}
+        changing.update((place, held.tensor) for place, held in now.tensors.items() if place in self._in_place)
+        current = Moment(now, _copies(changing.items()))
+        Moment(before.references, values).write()
+        return current
+
+    def watch(self, closely: bool) -> Callable[[], str | None]:
+        """Returns what names something that has changed since this call, but for buffers that only count; None if
+        nothing has.
+
+        Args:
+            closely: whether to compare values, too, because not everything raises the version of a tensor that it
+                writes to. The host waits for the device then.
+        """
+        if self._watched is None or not self._watched.hold():
+            self._watched = References.read(self._roots, self._counts, None)
+        watched, modes = self._watched, [module.training for module in self._modules]
+        generators = [(name, each, each.get_state()) for name, each in watched.generators()]
+        tensors = watched.tensors.items() if closely else ()
+        copies = _copies((at, held.tensor) for at, held in tensors if at not in self._counts)
+
+        def changed() -> str | None:
+            name = watched.changed()
+            if name is None and modes != [module.training for module in self._modules]:
+                name = "which modules train"
+            drawn = (name for name, each, state in generators if not torch.equal(state, each.get_state()))
+            written = (watched.tensors[at].name for at, pair in copies.items() if not _same_values(*pair))
+            return name or next(chain(drawn, written), None)
+
+        return changed
+
+    def _refresh(self) -> References:
+        """Reads what is referred to now, and which tensors have changed since this was last read."""
+        self._last = now = References.read(self._roots, self._in_place, self._last)
+        tensors, copies = now.tensors, self._copies_of(now)
+        self._change(tensors, {place for place, (still, _) in copies.items() if still.changed})
+        self._copied = [place for place in tensors if place in self._in_place or place not in self._still]
+        return now
+
+    def _change(self, tensors: dict[Place, Held], changed: set[Place]) -> None:
+        """Enters places whose tensor changes. Where one buffer of a module does, its others may do it unseen, so all of
+        them count as changed."""
+        modules = {place[0] for place in changed if tensors[place].is_buffer}
+        self._in_place |= changed | {place for place in tensors if place[0] in modules}
+
+    def _copies_of(self, references: References) -> dict[Place, tuple[Held, torch.Tensor]]:
+        """Returns the copies of tensors that ``references`` refers to."""
+        found = {place: self._still.get(place) for place in references.tensors}
+        return {
+            place: copy
+            for place, copy in found.items()
+            if copy is not None and copy[0].tensor is references.tensors[place].tensor
+        }
+
+    def _late_values(self, before: Moment) -> dict[Place, tuple[torch.Tensor, torch.Tensor]]:
+        """Returns the values that ``before`` has no copies of, although they have changed since."""
+        values, copies = {}, self._copies_of(before.references)
+        for place, held in before.references.tensors.items():
+            if place in before.values or not (held.changed or place in self._in_place):
+                continue
+            if place in copies and copies[place][0].version == held.version:
+                values[place] = held.tensor, copies[place][1]
+            elif held.changed:
+                raise RuntimeError(
+                    f"{held.name} was changed in place after a forward had left it alone, so that a recomputation "
+                    "cannot start from its value; let every forward change it or none, make it a buffer that "
+                    "checkpoints keep, or set ds_lgamp.recompute to 'none'"
+                )
+        return values
 
 
-def _ambient(inputs: Sequence[Tensor]) -> Callable[[ExitStack], None]:
-    """Returns what gives another thread what torch keeps for this one."""
-    gradients, multithreading = torch.is_grad_enabled(), torch.autograd.is_multithreading_enabled()  # type: ignore[attr-defined]
-    optimizes, caches = torch._C._get_graph_executor_optimize(), torch.is_autocast_cache_enabled()
-    threads = torch.get_num_threads()
-    kinds = {"cpu", *(each.device.type for each in inputs)}
-    autocasts = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
-    functions = [torch._C._get_function_stack_at(place) for place in range(torch._C._len_torch_function_stack())]
-    dispatches, hooks = dispatch_modes(), torch._C._autograd._top_saved_tensors_default_hooks(False)
-
-    def enter(entered: ExitStack) -> None:
-        torch.set_grad_enabled(gradients)
-        torch.autograd.set_multithreading_enabled(multithreading)
-        torch._C._set_graph_executor_optimize(optimizes)
-        torch.set_autocast_cache_enabled(caches)
-        if threads != torch.get_num_threads():
-            torch.set_num_threads(threads)
-        for kind, dtype, enabled in autocasts:
-            torch.set_autocast_dtype(kind, dtype)
-            torch.set_autocast_enabled(kind, enabled)
-        if hooks is not None:
-            entered.enter_context(saved_tensors_hooks(*hooks))
-        # Entering a mode a second time would change it.
-        for mode in functions:
-            push_function_mode(mode)
-            entered.callback(pop_function_mode)
-        for mode in dispatches:
-            push_dispatch_mode(mode)
-            entered.callback(pop_dispatch_mode)
-
-    return enter
+def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether tensors have the same values. Numbers that are none count as the same."""
+    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
 
 
-class _Stream:
-    """The stream of the second compute; on the CPU, nothing."""
-
-    def __init__(self, inputs: Sequence[Tensor]) -> None:
-        device = next((each.device for each in inputs if each.device.type != "cpu"), None)
-        self._module: Any = None if device is None else torch.get_device_module(device)
-        if self._module is None:
-            return
-        self._device = device
-        if device not in _streams:
-            _streams[device] = self._module.Stream(device)
-        self._own = _streams[device]
-        self._own.wait_stream(self._module.current_stream(device))
-        for each in inputs:
-            # The caller's stream may take their memory once the caller drops them.
-            each.record_stream(self._own)
-
-    @contextmanager
-    def current(self) -> Iterator[None]:
-        if self._module is None:
-            yield
-            return
-        with self._module.device(self._device), self._module.stream(self._own):
-            yield
-
-    def join(self) -> None:
-        """Lets the caller's stream wait for this one."""
-        if self._module is not None:
-            self._module.current_stream(self._device).wait_stream(self._own)
-
-
-_streams: dict[Any, Any] = {}
-
-
-@cache
-def _thread() -> SimpleQueue[Callable[[], Any]]:
-    """Returns what the thread of second computes takes its work from. It stays, because the threads of OpenMP belong to
-    the thread that computes."""
-    waiting: SimpleQueue[Callable[[], Any]] = SimpleQueue()
-    threading.Thread(target=_work, args=(waiting,), daemon=True, name="ds_lgamp second compute").start()
-    return waiting
-
-
-# A fork has no thread but its own.
-os.register_at_fork(after_in_child=_thread.cache_clear)
-
-
-def _work(waiting: SimpleQueue[Callable[[], Any]]) -> None:
-    while True:
-        waiting.get()()
+def _copies(tensors: Iterable[tuple[Place, torch.Tensor]]) -> dict[Place, tuple[torch.Tensor, torch.Tensor]]:
+    with torch.no_grad():
+        return {place: (tensor, tensor.clone()) for place, tensor in tensors}

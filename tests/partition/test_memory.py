@@ -19,7 +19,7 @@ from ds_lgamp.partition.memory import (
     shared_size,
     write,
 )
-from ds_lgamp.runtime.layer_state import LayerState
+from ds_lgamp.runtime.chunk import LayerState
 
 
 class Accelerator:

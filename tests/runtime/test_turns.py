@@ -261,7 +261,7 @@ def test_layers_that_would_get_what_is_the_other_micro_batchs_are_refused(make, 
 def test_forwards_that_are_repeated_anew_take_turns_too(monkeypatch):
     """As those of a process are that has compiled anything."""
     alone = outcome(Experts, False)
-    monkeypatch.setattr("ds_lgamp.runtime.executor.has_compiled", lambda: True)
+    monkeypatch.setattr("ds_lgamp.runtime.passes.has_compiled", lambda: True)
     assert outcome(Experts, True) == outcome(Experts, False) == alone
 
 

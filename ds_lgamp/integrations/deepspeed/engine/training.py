@@ -16,7 +16,7 @@ from ds_lgamp.checkpoint.saver import Saver
 from ds_lgamp.config import ConfigError, LgampConfig
 from ds_lgamp.cost.units import Sharding
 from ds_lgamp.integrations.deepspeed.checkpoint.description import Run, share_of
-from ds_lgamp.integrations.deepspeed.checkpoint.live_checkpoint import LiveCheckpoint, open_folder
+from ds_lgamp.integrations.deepspeed.checkpoint.rank_state import LiveCheckpoint, open_folder
 from ds_lgamp.integrations.deepspeed.config.client_optimizer import place_with_groups, prepare_optimizer
 from ds_lgamp.integrations.deepspeed.config.precision import input_dtype
 from ds_lgamp.integrations.deepspeed.config.zero import live_folder, on_disk_of

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.deepspeed.checkpoint import live_checkpoint
+from ds_lgamp.integrations.deepspeed.checkpoint import rank_state
 from ds_lgamp.integrations.user_script import finish_engines
 from ds_lgamp.runtime.batch import ActionError
 from testing.deepspeed_rank import prepare_rank
@@ -64,7 +64,7 @@ def end(folder: Path, ended: End) -> Ended:
             run.engine.save_checkpoint(str(folder / "checkpoints"))
     if ended.loaded:
         run.load(folder / "checkpoints", tag=f"global_step{ended.saved}")
-    with heard(live_checkpoint.logger) as said:
+    with heard(rank_state.logger) as said:
         if ended.destroyed:
             run.engine.destroy()
         # What the end of the process group does, and the end of the process does again.
@@ -87,7 +87,7 @@ def goes_back(folder: Path) -> Ended:
     run = Run(CASES["zero 3"], folder / "live")
     run.engine.load_checkpoint(str(saved), tag="global_step1")
     run.step()
-    with heard(live_checkpoint.logger) as said:
+    with heard(rank_state.logger) as said:
         run.engine.destroy()
     return Ended(files_in(folder / "live"), said, run.engine.global_steps)
 
@@ -170,7 +170,7 @@ def train_on_a_full_disk(disk: Path, checkpoints: Path, saves: bool) -> Full:
         run.step()
     if saves:
         run.engine.save_checkpoint(str(checkpoints))
-    with heard(live_checkpoint.logger) as said:
+    with heard(rank_state.logger) as said:
         # The step has said what is wrong. The end does not say so again.
         run.engine.destroy()
     files = files_in(disk / "live")
