@@ -131,8 +131,12 @@ class Turns:
     def second(self) -> None:
         """Runs the second compute to its end, and raises what it has raised."""
         self._over[0] = True
-        if not self._over[1]:
-            self._let_run(1)
+        try:
+            if not self._over[1]:
+                self._let_run(1)
+        except BaseException:
+            self.abandon()
+            raise
         if self.failure is not None:
             raise self.failure
         self._stream.join()

@@ -1,7 +1,6 @@
 """The second one of two computes that take turns finds on its thread what the first one has, and ends with it."""
 
 import multiprocessing
-import os
 import signal
 import sys
 import threading
@@ -175,20 +174,30 @@ def test_what_the_second_one_raises_because_it_is_ended_is_no_cause():
 
 
 class Interrupted(Experts):
-    """The user presses Ctrl-C while the second micro-batch computes."""
+    """The user presses Ctrl-C while the second micro-batch computes, at the beginning of a layer or at its end."""
+
+    at_end = False
 
     def forward(self, hidden: Tensor) -> Tensor:
-        if threading.current_thread() is not threading.main_thread():
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.1)
-        return super().forward(hidden)
+        self.press(not self.at_end)
+        result = super().forward(hidden)
+        self.press(self.at_end)
+        return result
+
+    def press(self, now: bool) -> None:
+        if now and threading.current_thread() is not threading.main_thread():
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            time.sleep(0.5)
 
 
-def test_an_interrupt_ends_both_so_that_another_engine_trains():
+@pytest.mark.parametrize(("at_end", "sent"), [(False, 2), (True, 4)])
+def test_an_interrupt_ends_both_so_that_another_engine_trains(at_end, sent, monkeypatch):
+    """In the first one's action or, at the end of the only layer, in the second one's."""
+    monkeypatch.setattr(Interrupted, "at_end", at_end)
     network = Network()
     with pytest.raises(KeyboardInterrupt):
-        train(executor_of(Interrupted)[0], True, count=2, network=network)
-    assert threads_that_wait() == 0 and network.sent == 2
+        train(executor_of(Interrupted, 1)[0], True, count=2, network=network)
+    assert threads_that_wait() == 0 and network.sent == sent
     assert outcome(Experts, True) == outcome(Experts, False)
 
 
