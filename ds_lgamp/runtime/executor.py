@@ -22,8 +22,7 @@ class Executor(Passes):
     trace: Trace | None = None
     """Records steps; None if nobody has asked for it."""
     program: Sequence[Action] = ()
-    """The actions of the current batch. Another thread reads what says where the rank stands
-    (:mod:`ds_lgamp.watch.whereabouts`)."""
+    """The actions of the current batch, which another thread reads: :mod:`ds_lgamp.watch.whereabouts`."""
     row = -1
     """The index of the last action that began; the length of the program once only sends are left."""
 

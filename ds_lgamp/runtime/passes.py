@@ -66,8 +66,7 @@ class Passes:
         """Whether inputs say which of their tensors need gradients."""
         self.partition, self.owns, self._stored_inputs = storage
         self._calls = calls
-        self.draws = Draws(random_sources)
-        self.pairs = Pairs(chunks, random_sources)
+        self.draws, self.pairs = Draws(random_sources), Pairs(chunks, random_sources)
         self.meter: ChunkMeter | None = None
         """Measures what micro-batches take on chunks; None if nobody asks."""
         self.compiled = False
@@ -248,12 +247,11 @@ class Passes:
             return self._repeat(backward, graph, completely), current
 
     def _repeat(self, backward: Action, graph: Graph, completely: bool) -> Graph:
-        inputs, chunk = graph.beginning, backward.chunk
+        compute = partial(self._compute, backward, graph.beginning)
         if graph.saved is None:
-            result = self._compute(backward, inputs)
-            ends = end_graph(result) if chunk < self._last_chunk else self._ends_of_last(result)
-            return Graph(inputs, ends, None, graph.state)
-        graph.saved.restore(partial(self._compute, backward, inputs), completely)
+            ends_of = end_graph if backward.chunk < self._last_chunk else self._ends_of_last
+            return graph._replace(ends=ends_of(compute()))
+        graph.saved.restore(compute, completely)
         return graph
 
     def _repeat_two(self, first: tuple[Action, Graph], second: Action, current: Moment | None) -> None:
