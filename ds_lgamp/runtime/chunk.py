@@ -176,11 +176,15 @@ class Moment(NamedTuple):
     references: References
     values: dict[Place, tuple[torch.Tensor, torch.Tensor]]
     """Tensors that forwards change in place, with copies of their values."""
+    states: Sequence[tuple[torch.Generator, torch.Tensor]] = ()
+    """Generators that the modules have for themselves, with their states."""
 
     def write(self) -> None:
         """Brings the state back."""
         if not self.references.hold():
             self.references.write()
+        for generator, state in self.states:
+            generator.set_state(state)
         if self.values:
             with torch.no_grad():
                 for tensor, value in self.values.values():
@@ -232,16 +236,15 @@ class LayerState:
         if not self._forwards & (self._forwards - 1):
             # Compares all buffers once more. The host waits for the device then, which becomes rare.
             copied = copied + [place for place in self._copies_of(references) if place not in copied]
-        if not copied:
-            return Moment(references, {})
-        return Moment(references, _copies((place, references.tensors[place].tensor) for place in copied))
+        copies = _copies((place, references.tensors[place].tensor) for place in copied) if copied else {}
+        return Moment(references, copies, references.states() if references.generators else ())
 
     def moved(self, before: Moment) -> None:
         """Leaves in ``before`` only copies of what forwards change. The caller has just run a forward.
 
         Raises RuntimeError if the forward has changed a tensor unseen that an earlier one left alone.
         """
-        references, values = before
+        references, values, _ = before
         if self._in_place.issuperset(values):
             return
         tensors = references.tensors
@@ -273,14 +276,14 @@ class LayerState:
         now, values = self._last, before.values
         if now is None or not now.hold():
             now = self._refresh()
-        if now is before.references and not values:
+        if now is before.references and not values and not before.states:
             return None
         if now is not before.references:
             values = {**self._late_values(before), **values}
         changing = {place: tensor for place, (tensor, _) in values.items()}
         changing.update((place, held.tensor) for place, held in now.tensors.items() if place in self._in_place)
-        current = Moment(now, _copies(changing.items()))
-        Moment(before.references, values).write()
+        current = Moment(now, _copies(changing.items()), now.states())
+        before._replace(values=values).write()
         return current
 
     def watch(self, closely: bool) -> Callable[[], str | None]:
@@ -294,7 +297,7 @@ class LayerState:
         if self._watched is None or not self._watched.hold():
             self._watched = References.read(self._roots, self._counts, None)
         watched, modes = self._watched, [module.training for module in self._modules]
-        generators = [(name, each, each.get_state()) for name, each in watched.generators()]
+        generators = list(zip(watched.generators, watched.states()))
         tensors = watched.tensors.items() if closely else ()
         copies = _copies((at, held.tensor) for at, held in tensors if at not in self._counts)
 
@@ -302,7 +305,7 @@ class LayerState:
             name = watched.changed()
             if name is None and modes != [module.training for module in self._modules]:
                 name = "which modules train"
-            drawn = (name for name, each, state in generators if not torch.equal(state, each.get_state()))
+            drawn = (name for name, (each, state) in generators if not torch.equal(state, each.get_state()))
             written = (watched.tensors[at].name for at, pair in copies.items() if not _same_values(*pair))
             return name or next(chain(drawn, written), None)
 

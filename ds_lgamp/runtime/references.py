@@ -256,12 +256,16 @@ class References:
     def __init__(self, layout: _Layout, values: list[Any], in_place: Set[Place]) -> None:
         self._layout, self._values = layout, values
         self.tensors: dict[Place, Held] = {}
+        self.generators: dict[str, torch.Generator] = {}
+        """torch's generators by their names."""
         for holder, key, value in [*zip(layout.of, layout.keys, values), *layout.without_places]:
             if type(value) is torch.Tensor and value.layout is torch.strided and not value.is_inference():
                 is_buffer = holder.passing is not None
                 passing = holder.passing is None or key in holder.passing
                 held = Held(f"{holder.name}.{key}", value, value._version, is_buffer, passing)
                 self.tensors[id(holder.contents), key] = held
+            elif isinstance(value, torch.Generator):
+                self.generators[f"{holder.name}.{key}"] = value
         self._versions = [(each.tensor, each.version) for at, each in self.tensors.items() if at not in in_place]
 
     @classmethod
@@ -294,12 +298,9 @@ class References:
             and (not layout.whole or layout.stands())
         )
 
-    def generators(self) -> Iterator[tuple[str, torch.Generator]]:
-        """Yields torch's generators that something refers to, by names."""
-        layout = self._layout
-        for holder, key, value in [*zip(layout.of, layout.keys, self._values), *layout.without_places]:
-            if isinstance(value, torch.Generator):
-                yield f"{holder.name}.{key}", value
+    def states(self) -> list[tuple[torch.Generator, torch.Tensor]]:
+        """Returns torch's generators that something refers to, with their states now."""
+        return [(each, each.get_state()) for each in self.generators.values()]
 
     def changed(self) -> str | None:
         """Returns the name of something that is not as it was, but for tensors that may change in place; None if all

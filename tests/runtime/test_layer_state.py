@@ -50,6 +50,7 @@ class Keeping(nn.Module):
         self.recent = deque([torch.ones(())])
         self.graph, self.meter, self.names, self.defaults = None, Meter(), SimpleNamespace(), defaultdict(list)
         self.norm = nn.BatchNorm1d(1, momentum=0.3)
+        self._source = torch.Generator()
 
     def change(self, by):
         if self.kind == "number":
@@ -106,6 +107,8 @@ class Keeping(nn.Module):
             self.absent = by if self.absent is None else self.absent + by
         elif self.kind == "norm":
             self.norm(torch.stack([by, by * 2]).view(2, 1))
+        elif self.kind == "own generator":
+            self.ratio = torch.rand((), generator=self._source).item()
 
     def forward(self, inputs):
         self.forwards += 1
@@ -139,7 +142,7 @@ class Keeping(nn.Module):
         """Returns all that a forward may change, as numbers and words."""
         tensors = {name: tensor.tolist() for name, tensor in self.state_dict().items()}
         own = {key: value for key, value in vars(self).items() if not key.startswith("_")}
-        return repr((tensors, own, self.passing, self.absent))
+        return repr((tensors, own, self.passing, self.absent, self._source.get_state().tolist()))
 
 
 KINDS = [
@@ -147,6 +150,7 @@ KINDS = [
     *("dict with defaults", "object", "namespace", "tensor in a deque in place"),
     *("tensor", "tensor in place", "tensor in a list", "buffer", "buffer in place", "passing buffer in place"),
     *("absent buffer", "norm", "tensor made and then in place", "tensor now and then in place", "graph", "graph read"),
+    "own generator",
 ]
 IN_PLACE_LATE = "was changed in place after a forward had left it alone"
 OTHER_GRAPH = "is a tensor of another micro-batch's graph"
@@ -202,6 +206,28 @@ def test_what_cannot_be_brought_back_is_refused(kind):
 def test_what_can_be_brought_back_is_not_refused(kind, first):
     given = (kind, kind), (first, first), [ALTERNATING, LAYERED]
     assert trained(*given, recompute=True) == trained(*given, recompute=False)
+
+
+class Sampling(nn.Linear):
+    """Keeps nothing but a generator of its own."""
+
+    def __init__(self):
+        super().__init__(3, 3)
+        self.source = torch.Generator()
+
+    def forward(self, inputs):
+        return super().forward(inputs) * torch.rand(3, generator=self.source)
+
+
+@pytest.mark.parametrize("order", [LAYERED, ALTERNATING])
+def test_a_generator_of_a_module_draws_the_same_again(order):
+    found = []
+    for recompute in (True, False):
+        torch.manual_seed(0)
+        layers = [Sampling(), Sampling()]
+        losses = run(one_rank([[layer] for layer in layers]), [torch.ones(3)] * 3, order, recompute)
+        found.append((losses, [(layer.weight.grad.tolist(), layer.source.get_state().tolist()) for layer in layers]))
+    assert found[0] == found[1]
 
 
 class Scripted(nn.Module):
