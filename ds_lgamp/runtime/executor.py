@@ -131,8 +131,7 @@ class Executor(Passes):
             self._calls.update(action.chunk)
 
     def store_input(self, action: Action) -> None:
-        _, chunk, micro_batch, _ = action
-        self._inputs_on_host.store(chunk, micro_batch, self._batch.graphs[chunk, micro_batch].beginning)
+        self._inputs_on_host.store(*action[1:3], self._batch.graphs[action[1:3]].beginning)
 
     def wait_store_input(self, action: Action) -> None:
         with self._doing("store"):
