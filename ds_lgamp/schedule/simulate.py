@@ -23,6 +23,7 @@ from operator import mul
 
 from ds_lgamp.schedule.actions import (
     COLLECTIVES,
+    STARTED,
     TRANSFERS,
     WAITS,
     Action,
@@ -264,19 +265,11 @@ class _Run:
                     break
                 way = self.ways[kind][chunk]
                 self.deliver(way, micro_batch, card.send(now, way.message) + way.latency, woken)
-            elif kind is _START_FORWARD:
-                way = self.ways[_FORWARD][chunk]
-                start = way.arrivals[micro_batch]
-                if start is None:
-                    self.awaited[rank] = way, micro_batch
+            elif kind is _START_FORWARD or kind is _START_BACKWARD:
+                begun = self.begin_beside(rank, action, actions[row + 1].micro_batch, now)
+                if begun is None:
                     break
-                now = max(now, start)
-                beside.update(zip((actions[row + 1].micro_batch, micro_batch), self.overlapped(chunk, way.cost)))
-            elif kind is _START_BACKWARD:
-                way = self.ways[_BACKWARD][chunk]
-                parts = self.overlapped(chunk, way.recomputed_cost - way.cost)
-                pair = actions[row + 1].micro_batch, micro_batch
-                beside.update((each, part + way.cost) for each, part in zip(pair, parts))
+                now = begun
             elif kind is _RECV_FORWARD or kind is _RECV_BACKWARD:
                 if self.blocking_sends:
                     self.post(action, woken)
@@ -300,6 +293,24 @@ class _Run:
             row += 1
         self.position[rank], self.now[rank] = row, now
         return woken
+
+    def begin_beside(self, rank: int, action: Action, first: int, now: float) -> float | None:
+        """Begins the second of two computes that take turns; ``first`` is the other's micro-batch. Returns when both can
+        run; None while a message is missing."""
+        kind, chunk, micro_batch, _ = action
+        way = self.ways[STARTED[kind]][chunk]
+        if kind is _START_BACKWARD:
+            forward, own = way.recomputed_cost - way.cost, way.cost
+        else:
+            forward, own = way.cost, 0.0
+            arrival = way.arrivals[micro_batch]
+            if arrival is None:
+                self.awaited[rank] = way, micro_batch
+                return None
+            now = max(now, arrival)
+        parts = zip((first, micro_batch), self.overlapped(chunk, forward))
+        self.beside[rank].update((each, part + own) for each, part in parts)
+        return now
 
     def overlapped(self, chunk: int, forward: float) -> tuple[float, float]:
         """Returns how long two forwards take that compute beside each other's exchanges. One that is repeated exchanges
