@@ -295,8 +295,8 @@ class _Run:
         return woken
 
     def begin_beside(self, rank: int, action: Action, first: int, now: float) -> float | None:
-        """Begins the second of two computes that take turns; ``first`` is the other's micro-batch. Returns when both can
-        run; None while a message is missing."""
+        """Begins the second of two computes that take turns; ``first`` is the other one's micro-batch. Returns when
+        both can run; None while a message is missing."""
         kind, chunk, micro_batch, _ = action
         way = self.ways[STARTED[kind]][chunk]
         if kind is _START_BACKWARD:
