@@ -26,7 +26,7 @@ pipeline ranks have reached it.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import NamedTuple
 
@@ -199,6 +199,11 @@ def chunk_beyond(message: Action) -> int:
 def awaited_by(wait: Action) -> Action:
     """Returns the action that ``wait`` waits for."""
     return Action(AWAITED[wait.kind], wait.chunk, wait.micro_batch)
+
+
+def each_action(segments: Segments, lower: Callable[[Action], Iterable[Action]]) -> Segments:
+    """Returns the segments with what ``lower`` makes of each action, in the order of the program."""
+    return [[lowered for action in segment for lowered in lower(action)] for segment in segments]
 
 
 def computes_of(actions: Iterable[Action]) -> list[Action]:

@@ -21,6 +21,7 @@ from ds_lgamp.schedule.actions import (
     Program,
     Segments,
     computes_of,
+    each_action,
     joined,
     send_of,
 )
@@ -45,11 +46,6 @@ class Window(NamedTuple):
     """Chunks whose REFRESH has started."""
     resident: list[int]
     """Chunks whose GATHER has started, and that are not released."""
-
-
-def each_action(segments: Segments, lower: Callable[[Action], Iterable[Action]]) -> Segments:
-    """Returns the segments with what ``lower`` makes of each action, in the order of the program."""
-    return [[lowered for action in segment for lowered in lower(action)] for segment in segments]
 
 
 def mark_recomputed(spec: ProgramSpec, rank: int, segments: Segments) -> Segments:
@@ -133,16 +129,15 @@ def add_waits(spec: ProgramSpec, rank: int, segments: Segments) -> Segments:
     single data-parallel rank that offloads waits at once, because its reductions move nothing."""
     waits = Waits(spec, after_step(spec, segments))
     alone = spec.offload is not None and spec.offload.alone
-    lowered: Segments = []
-    for segment in segments:
-        lowered.append([])
-        for action in segment:
-            if action.kind in WAITING:
-                lowered[-1].extend(waits.before(action))
-            lowered[-1].append(action)
-            if action.kind is Kind.REDUCE and alone:
-                lowered[-1].extend(waits.go_on())
-    return lowered
+
+    def lower(action: Action) -> Iterator[Action]:
+        if action.kind in WAITING:
+            yield from waits.before(action)
+        yield action
+        if action.kind is Kind.REDUCE and alone:
+            yield from waits.go_on()
+
+    return each_action(segments, lower)
 
 
 def windows_of(spec: ProgramSpec, segments: Segments) -> Iterator[Window]:

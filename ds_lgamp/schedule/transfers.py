@@ -34,6 +34,7 @@ from ds_lgamp.schedule.actions import (
     Kind,
     Segments,
     computes_of,
+    each_action,
     joined,
     receive_of,
 )
@@ -61,22 +62,19 @@ def add_stored_weights(spec: ProgramSpec, rank: int, segments: Segments) -> Segm
     again = {chunk for chunk, count in gathers.items() if count > 1 or spec.returns_outputs}
     stored: set[int] = set()
     leaving: set[int] = set()
-    lowered: Segments = []
-    for segment in segments:
-        lowered.append([])
-        for action in segment:
-            kind, chunk = action.kind, action.chunk
-            if kind is Kind.RELEASE and chunk in leaving:
-                leaving.remove(chunk)
-                lowered[-1].append(Action(Kind.WAIT_STORE_WEIGHTS, chunk))
-            if kind in _FROM_HOST and chunk in stored:
-                action = Action(_FROM_HOST[kind], chunk)
-            lowered[-1].append(action)
-            if kind is Kind.WAIT_GATHER and chunk in again - stored:
-                stored.add(chunk)
-                leaving.add(chunk)
-                lowered[-1].append(Action(Kind.STORE_WEIGHTS, chunk))
-    return lowered
+
+    def lower(action: Action) -> Iterator[Action]:
+        kind, chunk = action.kind, action.chunk
+        if kind is Kind.RELEASE and chunk in leaving:
+            leaving.remove(chunk)
+            yield Action(Kind.WAIT_STORE_WEIGHTS, chunk)
+        yield Action(_FROM_HOST[kind], chunk) if kind in _FROM_HOST and chunk in stored else action
+        if kind is Kind.WAIT_GATHER and chunk in again - stored:
+            stored.add(chunk)
+            leaving.add(chunk)
+            yield Action(Kind.STORE_WEIGHTS, chunk)
+
+    return each_action(segments, lower)
 
 
 def add_loads(spec: ProgramSpec, rank: int, segments: Segments) -> Segments:
@@ -204,21 +202,15 @@ def add_starts(spec: ProgramSpec, rank: int, segments: Segments) -> Segments:
     """Adds START_F and START_B before the first of each two consecutive computes that overlap exchanges."""
     if not spec.overlaps_exchanges:
         return segments
-    lowered: Segments = []
+    started: dict[Action, Action] = {}
     for segment in segments:
-        started: dict[Action, Action] = {}
         before: Action | None = None
         for compute in computes_of(segment):
             overlap = before is not None and spec.overlaps(before, compute)
             if before is not None and overlap:
                 started[before] = compute._replace(kind=STARTS[compute.kind])
             before = None if overlap else compute
-        lowered.append([])
-        for action in segment:
-            if action in started:
-                lowered[-1].append(started[action])
-            lowered[-1].append(action)
-    return lowered
+    return each_action(segments, lambda action: [started[action], action] if action in started else [action])
 
 
 def add_postponed_updates(spec: ProgramSpec, rank: int, segments: Segments) -> Segments:
@@ -227,17 +219,14 @@ def add_postponed_updates(spec: ProgramSpec, rank: int, segments: Segments) -> S
         return segments
     updates = spec.chunk_updates
     postponed = {chunk for chunk, update in updates.items() if update.when == "next_step" and not update.on_host}
-    if not postponed:
-        return segments
-    lowered: Segments = []
-    for segment in segments:
-        lowered.append([])
-        for action in segment:
-            if action.chunk in postponed:
-                postponed.remove(action.chunk)
-                lowered[-1].append(Action(Kind.UPDATE, action.chunk))
-            lowered[-1].append(action)
-    return lowered
+
+    def lower(action: Action) -> Iterator[Action]:
+        if action.chunk in postponed:
+            postponed.remove(action.chunk)
+            yield Action(Kind.UPDATE, action.chunk)
+        yield action
+
+    return each_action(segments, lower) if postponed else segments
 
 
 def add_final_updates(spec: ProgramSpec, rank: int, segments: Segments) -> Segments:
