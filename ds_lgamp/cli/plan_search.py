@@ -20,7 +20,7 @@ from ds_lgamp.planner.load import Sent, demand_of, sent
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.predict import Prediction, bandwidth_needed, seconds_over_bandwidth
 from ds_lgamp.planner.runs import Run, read_runs
-from ds_lgamp.planner.search import NothingFits, Plan, best_by_method, reasons, search
+from ds_lgamp.planner.search import Allowed, NothingFits, Plan, best_by_method, reasons, search
 from ds_lgamp.planner.shortest import BUSY, critical_batch, shortest
 from ds_lgamp.planner.work import is_own, is_quick
 from ds_lgamp.planner.write import OnIslands, why_not, write
@@ -41,7 +41,7 @@ def run_search(options: argparse.Namespace, model: Model, cluster: Cluster) -> i
     Raises ValueError, with a sentence, if nothing fits.
     """
     with at_work("comparing configurations"):
-        plans = search(model, cluster, options.batch_size, options.objective, options.top, rounded=options.rounded)
+        plans = search(model, cluster, options.batch_size, options.objective, options.top, allowed=_allowed(options))
     if options.json:
         print(json.dumps(as_json(model, cluster, plans, options.tokens)))
     else:
@@ -55,6 +55,10 @@ def run_search(options: argparse.Namespace, model: Model, cluster: Cluster) -> i
         write(model, runnable.configuration, cluster, options.write)
         _say_written(options.write, _written(runnable, plans[0]))
     return 0
+
+
+def _allowed(options: argparse.Namespace) -> Allowed:
+    return Allowed(rounded=options.rounded, state=options.state or "fp32")
 
 
 def search_on_islands(options: argparse.Namespace, model: Model, cluster: IslandCluster) -> int:
@@ -137,6 +141,8 @@ def print_table(model: Model, cluster: Cluster, plans: Sequence[Plan], tokens: f
             'What travels rounded changes results a little: docs/partition.md, "Rounded travel", and docs/networks.md, '
             '"Hidden states that travel rounded".'
         )
+    if best.state == "bf16":
+        console.print('State in bf16, rounded by chance, changes results: docs/offload.md, "State in bf16".')
     if model.adapters:
         console.print(_words_of_sent(sent(model, best)))
     needed = bandwidth_needed(model, cluster, best, LOSS)
@@ -230,7 +236,7 @@ def best_runnable(model: Model, cluster: Cluster, plans: Sequence[Plan], options
             options.objective,
             best=1,
             suits=lambda configuration: why_not(model, configuration) is None,
-            rounded=options.rounded,
+            allowed=_allowed(options),
         )[0]
     except NothingFits as error:
         raise ValueError(f"--write finds no plan that a script can run: {complaint}") from error

@@ -35,7 +35,7 @@ of one tied module; experts that ranks divide are a unit of their own. Symbols:
 - copies of a tied unit: s T m during STEP, one unit after another.
 - temporary memory of the optimizer: for one unit's part after another, or for all parts together. An UPDATE takes it
   for one unit. Muon steps on all units together and takes what ``muon.py`` says. One that rounds by chance takes copies
-  in fp32 of weights, gradients and optimizer state of a block of elements at most, and random numbers.
+  in fp32 of weights, gradients and optimizer state of a block of elements at most, and all the time random numbers.
 
 Where weights (stage 3) or gradients (stages 1 to 3) travel rounded, with q bytes per element as ``units.py`` counts:
 

@@ -74,8 +74,8 @@ class OffloadedStateWalk(StateWalk):
         self.offload = offload
         super().__init__(actions, units, sharding, size, ledger)
 
-    def take_gradients(self) -> None:
-        """A rank holds no gradient all the time."""
+    def take_held(self) -> None:
+        """A rank holds no gradient all the time, and the host's updates need no random numbers of its device."""
 
     def follow(self, action: Action) -> None:
         using = self.using.get(action.chunk, [])
@@ -183,7 +183,9 @@ def host_memory(
     state = None if size.optimizer is None else size.optimizer * owned
     update = step
     if step is None:
-        update = size.passing_update(together, None if size.update_block is None else BLOCK_ON_HOST)
+        block = None if size.update_block is None else BLOCK_ON_HOST
+        update = size.passing_update(together, block)
+        update = None if update is None else update + size.random_numbers(block)
     peak = weights + master + gradients + (state or 0) + (update or 0)
     return HostMemory(weights, master, state, gradients, update, peak)
 

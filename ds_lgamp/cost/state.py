@@ -89,7 +89,7 @@ class StateWalk:
         """Units under reduction, by the chunk whose REDUCE launched it."""
         self.combining: dict[int, list[HeldUnit]] = {}
         """The same units, once the reduction inside their nodes is over."""
-        self.take_gradients()
+        self.take_held()
         self.of_step = step
         """Temporary memory of an optimizer that steps on all units together; None for others."""
         self.postpones = _postpones(actions)
@@ -98,8 +98,10 @@ class StateWalk:
                 unit.postponed = True
                 ledger.take("gradients", self.finished(unit))
 
-    def take_gradients(self) -> None:
-        """Takes the gradients that a rank holds throughout."""
+    def take_held(self) -> None:
+        """Takes the gradients that a rank holds throughout, and the random numbers of updates that need some."""
+        if self.training:
+            self.ledger.take("update", self.size.random_numbers(self.size.update_block))
         for unit in self.training:
             if not unit.partitioned:
                 self.ledger.take("gradients", self.size.gradients * unit.part)

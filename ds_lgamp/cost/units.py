@@ -1,10 +1,10 @@
 """Sizes of units, of their elements, and of the parts that data-parallel ranks hold, on the device or on the host."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from ds_lgamp.schedule.spec import RANDOM_NUMBERS, Hierarchy, Offload
+from ds_lgamp.schedule.spec import BLOCK_ON_DEVICE, RANDOM_NUMBERS, Hierarchy, Offload
 
 ALIGNMENT = 32
 """Every parameter begins at a multiple of so many elements, and every rank's part of a unit's storage ends at one. The
@@ -183,12 +183,30 @@ class ElementBytes:
         """Weights that the optimizer updates."""
         return max(self.weights, _MASTER_BYTES) if self.copies_weights else self.weights
 
+    def rounding_by_chance(self) -> "ElementBytes":
+        """Returns the bytes if updates are computed in fp32 on copies of a block, and rounded by chance: copies of
+        weights, gradients and state, for which the optimizer takes as much as for others in fp32."""
+        known = self.optimizer is not None and self.update is not None
+        copied = 2 * ((self.update or 0) + (self.optimizer or 0)) + 2 * 4 if known else self.update
+        return replace(self, update=copied, update_block=BLOCK_ON_DEVICE)
+
+    def with_state_in_half(self) -> "ElementBytes":
+        """Returns the bytes if the optimizer updates half-precision weights themselves, its state has their type, and
+        updates are rounded by chance."""
+        alone = replace(self, copies_weights=False)
+        state, temporary = (
+            None if size is None else size // self.master * alone.master for size in (self.optimizer, self.update)
+        )
+        return replace(alone, optimizer=state, update=temporary).rounding_by_chance()
+
     def passing_update(self, elements: int, block: int | None) -> int | None:
         """Returns the bytes that an optimizer takes for a moment while it updates ``elements``; None if unknown. With
-        rounding by chance it takes them for a ``block`` at once, beside random numbers of 32 bits."""
-        if self.update is None or block is None:
-            return None if self.update is None else self.update * elements
-        return self.update * min(elements, block) + _RANDOM_BYTES * (RANDOM_NUMBERS + block)
+        rounding by chance it takes them for a ``block`` at once."""
+        return None if self.update is None else self.update * (elements if block is None else min(elements, block))
+
+    def random_numbers(self, block: int | None) -> int:
+        """Returns the bytes of the random numbers that it keeps to round a ``block`` at once; 0 if it rounds none."""
+        return 0 if self.update is None or block is None else _RANDOM_BYTES * (RANDOM_NUMBERS + block)
 
     @property
     def sums(self) -> int:

@@ -38,7 +38,7 @@ class Noise:
         generator = torch.Generator().manual_seed(0)
         drawn = torch.randint(1 << _LOST_BITS, (RANDOM_NUMBERS,), generator=generator, dtype=torch.int32)
         # Any number may be the first, and the last is followed by the first.
-        self._numbers = drawn.repeat(2 + block // RANDOM_NUMBERS)[: RANDOM_NUMBERS + block].to(device)
+        self._numbers = drawn.repeat(2 + block // RANDOM_NUMBERS)[: RANDOM_NUMBERS + block].to(device, copy=True)
 
     def round_(self, values: torch.Tensor, key: str, place: int) -> None:
         """Rounds fp32 ``values`` to numbers that bf16 has.
@@ -142,7 +142,10 @@ class RoundedSteps:
         self._twin.state = defaultdict(dict, {weights: own} if own else {})
         self._twin.param_groups = [{**options, "params": [weights]}]
         self._twin.step()
-        return weights.detach(), self._twin.state[weights]
+        stepped = self._twin.state[weights]
+        # It would keep the copies until the next step.
+        self._twin.state, self._twin.param_groups = {}, []
+        return weights.detach(), stepped
 
     def _copy(self, key: str, values: torch.Tensor) -> torch.Tensor:
         """Returns ``values`` in fp32, in memory that the next blocks of the unit take again: new pages cost more than

@@ -21,8 +21,9 @@ LARGEST_MICRO_BATCH = 64
 """In sequences."""
 
 
-def candidates(model: Model, cluster: Cluster, sequences: int) -> Iterator[Configuration]:
-    """Yields every configuration worth a look that uses the whole cluster and divides the batch evenly."""
+def candidates(model: Model, cluster: Cluster, sequences: int, state: str = "fp32") -> Iterator[Configuration]:
+    """Yields every configuration worth a look that uses the whole cluster and divides the batch evenly, with the
+    optimizer's ``state`` in that type."""
     for tensor_ranks in tensor_rank_numbers(model, cluster):
         for pipeline_ranks in divisors(cluster.gpus // tensor_ranks):
             data_ranks = cluster.gpus // tensor_ranks // pipeline_ranks
@@ -40,27 +41,30 @@ def candidates(model: Model, cluster: Cluster, sequences: int) -> Iterator[Confi
                     micro_batches=per_rank // micro_batch,
                 )
                 for expert_ranks in expert_rank_numbers(model, plain):
-                    for way in _ways(model, replace(plain, expert_ranks=expert_ranks)):
+                    for way in _ways(model, replace(plain, expert_ranks=expert_ranks), state):
                         for recompute in ("none", "full"):
-                            yield replace(way, recompute=recompute)
+                            yield replace(way, recompute=recompute, state=state)
 
 
-def _ways(model: Model, plain: Configuration) -> Iterator[Configuration]:
-    """Yields the methods, chunks and ZeRO stages that suit the layout of ``plain``: stock ones first."""
+def _ways(model: Model, plain: Configuration, state: str) -> Iterator[Configuration]:
+    """Yields the methods, chunks and ZeRO stages that suit the layout of ``plain`` and the optimizer's ``state``: stock
+    ones first."""
     ranks, partitioned = plain.pipeline_ranks, plain.data_ranks > 1
-    for zero_stage in (0, 1) if partitioned else (0,):
+    # State in bf16 needs a stage, which divides nothing on one data-parallel rank. Stock ZeRO rounds nothing by chance.
+    lowest = 1 if state == "bf16" else 0
+    for zero_stage in range(lowest, 2 if partitioned else lowest + 1):
         yield replace(plain, schedule="1f1b", zero_stage=zero_stage)
         for chunks in chunks_per_rank(model, ranks):
             if chunks > 1 and ranks > 1 and plain.micro_batches % ranks == 0:
                 yield replace(plain, schedule="interleaved_1f1b", chunks_per_rank=chunks, zero_stage=zero_stage)
-    if ranks == 1 and partitioned and plain.expert_ranks == 1:
+    if ranks == 1 and partitioned and plain.expert_ranks == 1 and state == "fp32":
         for zero_stage in (2, 3):
             layers = model.layers
             yield replace(
                 plain, micro_batch_outer=True, chunks_per_rank=layers, schedule="layered", zero_stage=zero_stage
             )
     for chunks in chunks_per_rank(model, ranks):
-        for zero_stage in (0, 1, 2, 3) if partitioned else (0,):
+        for zero_stage in range(lowest, 4 if partitioned else lowest + 1):
             layered = replace(plain, schedule="layered", chunks_per_rank=chunks, zero_stage=zero_stage)
             for group in _groups(layered):
                 for one in _homes(model, replace(layered, micro_batch_group=group)):
@@ -139,7 +143,7 @@ class Bound:
         experts = sum(count * kind.divided_parameters for count, kind in kinds)
         own = sum(count * kind.trained_in_layer for count, kind in kinds) - experts
         part = of.part(own / of.tensor_ranks / of.pipeline_ranks, experts / of.pipeline_ranks)
-        return max(host_seconds(self._compute, part))
+        return max(host_seconds(self._compute, of, part))
 
     def seconds(self, of: Configuration) -> float:
         sizes = of.micro_batch, of.tensor_ranks, of.fused_attention

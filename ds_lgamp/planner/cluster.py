@@ -48,6 +48,10 @@ class Efficiency:
     ``host_memory``."""
     host_memory: float = 0.5
     """Fraction of the host's memory bandwidth that its updates reach."""
+    host_rounding: float = 3.5
+    """How many times as long as with copies in fp32 an update on the host takes that rounds state in bf16 by chance.
+    ``python -m benchmarks run host_update`` has 3.3 with one thread and 3.7 with two. Those updates take arithmetic
+    rather than memory's time, so many cores per GPU may make it less: measured there, it belongs into a file."""
     crowding: float = 0.733
     """How much collectives over a part of a node disturb each other: among k of its n GPUs, they reach (k/n)**crowding
     of the bandwidth that one over all n GPUs reaches."""

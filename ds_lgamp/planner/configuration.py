@@ -17,6 +17,7 @@ PLANNED = ("layered", "interleaved_1f1b", "1f1b", "gpipe", "zbv")
 RECOMPUTE = ("full", "none", "auto")
 OFFLOAD = (None, "optimizer", "parameters")
 KEEP_FROZEN = (None, "device", "host", "none")
+STATES = ("fp32", "bf16")
 _BITS = {"weight_bits": (None, 8), "gradient_bits": (None, 8, 4), "activation_dtype": (None, "fp8")}
 ROUNDED = tuple(_BITS)
 """The fields that say what travels rounded."""
@@ -82,6 +83,9 @@ class Configuration:
     """In which type hidden states and their gradients travel between pipeline ranks; None as they are, in 16 bits."""
     kept: frozenset[tuple[int, int]] = frozenset()
     """The pairs of chunk and micro-batch that recompute "auto" keeps."""
+    state: str = "fp32"
+    """What the optimizer updates. fp32: copies of the bf16 weights, with moments in fp32. bf16: the weights themselves,
+    with gradients and moments in bf16, rounded by chance, which this project's engine alone does, from stage 1 on."""
 
     def to_json(self) -> dict[str, Any]:
         """Returns the fields, as JSON has them: of what travels rounded, only what does. With recompute "auto", the
@@ -147,6 +151,17 @@ class Configuration:
             )
         self._refuse_rounding()
         self._refuse_homes_of_frozen()
+        self._refuse_state()
+
+    def _refuse_state(self) -> None:
+        """Raises ValueError if nothing keeps ``state`` so."""
+        if self.state not in STATES:
+            raise ValueError(f"state is {self.state!r}; use one of {', '.join(STATES)}")
+        if self.state == "bf16" and (self.zero_stage == 0 or self.micro_batch_outer):
+            raise ValueError(
+                f"state is 'bf16', which this project's engine has with zero_stage 1 to 3, but zero_stage is "
+                f"{self.zero_stage} and micro_batch_outer {self.micro_batch_outer}; use 'fp32'"
+            )
 
     def _refuse_homes_of_frozen(self) -> None:
         """Raises ValueError if the engine refuses ``keep_frozen``."""
@@ -359,6 +374,7 @@ def method_of(configuration: Configuration) -> str:
     words += ["backwards in two parts"] if of.split_backward else []
     # Megatron-LM recomputes everything or nothing.
     words += ["recompute auto"] if of.recompute == "auto" and of.schedule != "layered" else []
+    words += ["state in bf16"] if of.state == "bf16" else []
     return ", ".join(words)
 
 

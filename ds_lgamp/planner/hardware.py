@@ -32,8 +32,11 @@ LOSS_BYTES, LOSS_BACKWARD_BYTES = 42, 22
 """Bytes per logit: conversion to fp32, maximum, difference, exponential, sum, quotient; then back."""
 ACCUMULATION_BYTES = 8
 """Bytes per parameter and micro-batch that write a gradient and add it to the sum."""
-UPDATE_BYTES = 40
-"""Bytes per parameter of an Adam update in mixed precision: norm, unscaling, master, both moments, weights."""
+UPDATE_BYTES = {"fp32": 40, "bf16": 160}
+"""Bytes per parameter of an Adam update in mixed precision, by the type of its state. fp32: norm, unscaling, master,
+both moments, weights. bf16: norm and unscaling (6), copies of weight, gradient and moments in fp32 (24), the update of
+these (28), and of three results the search for NaN (8), the sum with random numbers (12), the cut (8) and the result
+(6). Those of bf16 are counted from ``ds_lgamp/optimizers/rounding.py``, not compared with a measurement."""
 
 HOST_UPDATE_BYTES = 30
 """Bytes per parameter of an Adam update on the host: gradient, master and both moments read (16), master and both
@@ -146,13 +149,15 @@ class Compute:
         weights = model.embedding_parameters / tensor_ranks
         return Seconds(self._moved(moved), self._moved(moved + ACCUMULATION_BYTES * weights))
 
-    def update(self, parameters: float) -> float:
-        """Returns the seconds of the optimizer's update of ``parameters`` on one GPU."""
-        return self._moved(UPDATE_BYTES * parameters)
+    def update(self, parameters: float, state: str) -> float:
+        """Returns the seconds of the optimizer's update of ``parameters`` on one GPU, whose ``state`` is in fp32, or in
+        bf16 and rounded by chance."""
+        return self._moved(UPDATE_BYTES[state] * parameters)
 
-    def host_update(self, parameters: float) -> float:
-        """Returns the seconds of the update of ``parameters`` on the share of the host that one GPU has."""
-        return HOST_UPDATE_BYTES * parameters / (self.cluster.host.memory_bandwidth * self.efficiency.host_memory)
+    def host_update(self, parameters: float, state: str) -> float:
+        """Returns the seconds of the same update on the share of the host that one GPU has."""
+        rate = self.cluster.host.memory_bandwidth * self.efficiency.host_memory
+        return HOST_UPDATE_BYTES * parameters / rate * (self.efficiency.host_rounding if state == "bf16" else 1)
 
     def transfer(self, size: float) -> float:
         """Returns the seconds of a copy of ``size`` bytes between a GPU and its host, in one direction."""

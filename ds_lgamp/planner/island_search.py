@@ -19,7 +19,7 @@ from ds_lgamp.planner.islands import IslandCluster
 from ds_lgamp.planner.load import GroupsOf, demand_of, group_seconds, hop_of, latency_of, ring
 from ds_lgamp.planner.memory import ConfigurationMemory, as_executed, memory
 from ds_lgamp.planner.model import Model
-from ds_lgamp.planner.search import first_by, search
+from ds_lgamp.planner.search import Allowed, first_by, search
 from ds_lgamp.planner.work import MOST_COMPUTES, Work, total
 from ds_lgamp.schedule.actions import Kind, Program
 from ds_lgamp.schedule.costs import Costs, Durations, links_of, uniform_costs
@@ -184,8 +184,8 @@ def _proposals(model: Model, cluster: Cluster, sequences: int) -> list[Configura
         cluster,
         sequences,
         best=LONG_LIST,
-        offload=False,
         suits=lambda of: of.expert_ranks == 1 and not of.split_backward and of.recompute != "auto",
+        allowed=Allowed(offload=False),
     )
     first = first_by(lambda plan: (plan.method, plan.configuration.pipeline_ranks), plans)
     return [plan.configuration for plan in (*plans[:PROPOSALS], *first.values())]

@@ -128,8 +128,9 @@ def message_bytes(configuration: Configuration, elements: int) -> int | None:
 
 
 def element_bytes(configuration: Configuration, software: Software) -> ElementBytes:
-    """Returns the bytes of an element, also where it travels rounded."""
-    return replace(software.element, travel=configuration.travel)
+    """Returns the bytes of an element, also where it travels rounded, or where state is in bf16."""
+    size = replace(software.element, travel=configuration.travel)
+    return size.with_state_in_half() if configuration.state == "bf16" else size
 
 
 def sharding_of(configuration: Configuration) -> Sharding:
@@ -250,9 +251,8 @@ def least(model: Model, configuration: Configuration) -> int:
     software, of = default_software(configuration), as_executed(model, configuration)
     if of.uses_host:
         return batch_bytes(model, of, software)
-    held = [
-        held_between_steps(units_of(model, of, rank), sharding_of(of), software.element) for rank in _ranks(model, of)
-    ]
+    sharding, size = sharding_of(of), element_bytes(of, software)
+    held = [held_between_steps(units_of(model, of, rank), sharding, size) for rank in _ranks(model, of)]
     return max(sum(each or 0 for each in kinds) for kinds in held) + batch_bytes(model, of, software)
 
 

@@ -127,7 +127,8 @@ def predict(model: Model, cluster: Cluster, configuration: Configuration, on_clo
     micro_batches = configuration.micro_batches
     on_clock = is_own(configuration) and (on_clock or configuration.takes_clock)
     waits = _clocked_waits if on_clock else _layered_waits if is_layered(configuration) else _stock_waits
-    update = work.compute.update(max(configuration.part(stage.parameters, stage.experts) for stage in stages))
+    own = max(configuration.part(stage.parameters, stage.experts) for stage in stages)
+    update = work.compute.update(own, configuration.state)
     parts = {
         "compute": micro_batches * (slowest.compute.forward + slowest.compute.backward),
         "tensor_parallel": micro_batches * slowest.tensor_parallel,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import islice, takewhile
 from math import inf
 from operator import itemgetter
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from ds_lgamp.cost.memory import space_left
 from ds_lgamp.planner.candidates import (
@@ -64,6 +64,20 @@ class Plan:
         return (of.seconds - of.bubble - of.messages if is_own(configuration) else of.compute) - spared
 
 
+class Allowed(NamedTuple):
+    """What plans may do beside choosing ranks and schedules."""
+
+    offload: bool = True
+    """Whether layered plans may hold state on the host where the GPUs lack memory."""
+    rounded: int | None = None
+    """In how many bits gradients travel where something is rounded; None if nothing may be."""
+    state: str = "fp32"
+    """In which type all plans keep the optimizer's state."""
+
+
+USUAL = Allowed()
+
+
 class NothingFits(ValueError):
     """No configuration can run; the message names what is missing, and by how much."""
 
@@ -80,25 +94,24 @@ def search(
     sequences: int,
     objective: str = "time",
     best: int = 10,
-    offload: bool = True,
     suits: Suits = lambda _: True,
-    rounded: int | None = None,
+    allowed: Allowed = USUAL,
 ) -> list[Plan]:
     """Returns the ``best`` plans for steps of ``sequences`` sequences, best first, and the best of each other method.
 
     ``time`` and ``memory`` use the whole cluster; ``cost`` also halves of it, quarters, and so on. Of plans that differ
     only in ZeRO stage, chunks, resident chunks, recomputation or ranks that divide experts, only the best is returned,
-    so that the table shows different ways to train. Only layouts and schedules that ``suits`` accepts count. With
-    ``offload``, layered plans may hold state on the host where the GPUs lack memory. Layered plans take the seconds of
-    the clock. With ``rounded``, the bits of gradients, weights, gradients and hidden states may travel rounded too.
+    so that the table shows different ways to train. Only layouts and schedules that ``suits`` accepts count. Layered
+    plans take the seconds of the clock.
 
-    Raises NothingFits if no configuration divides the batch, or if none fits into the GPUs' memory.
+    Raises NothingFits if no configuration divides the batch, or if none fits into the GPUs' memory. Where one would fit
+    with state in bf16, the sentence says so.
     """
     if objective not in OBJECTIVES:
         raise ValueError(f"objective is {objective!r}; use one of {', '.join(OBJECTIVES)}")
     if objective == "cost" and cluster.price is None:
         raise ValueError("price is missing in the cluster, which the objective cost needs; add it, as in '2.5 USD/h'")
-    looks = _Search(model, cluster, sequences, offload, suits, [], rounded)
+    looks = _Search(model, cluster, sequences, suits, allowed, [])
     plans: list[Plan] = []
     if objective == "memory":
         plans = looks.by_memory(best)
@@ -106,7 +119,7 @@ def search(
         for part in parts_of(cluster) if objective == "cost" else [cluster]:
             plans += replace(looks, cluster=part).by_bound()
     if not plans:
-        raise NothingFits(lacking(model, cluster, sequences, looks.tried))
+        raise NothingFits(lacking(model, cluster, sequences, looks.tried) + looks.hope())
     plans.sort(key=_RANK[objective])
     plans += looks.with_nodes(plans) + looks.with_copies(plans)
     plans += looks.with_rounding(sorted(plans, key=_RANK[objective]))
@@ -118,6 +131,7 @@ def search(
     return sorted(map(looks.with_parts, different[:best] + others), key=_RANK[objective])
 
 
+IN_BF16 = ", or ask for state in bf16 (--state bf16), with which a plan fits and which changes results"
 WORTH_A_LOOK = 1.5
 """Plans that take more than so many times as long as the best one of their method are left out."""
 MOST_ON_HOST, MOST_ALIKE = 24, 3
@@ -151,12 +165,10 @@ class _Search:
     model: Model
     cluster: Cluster
     sequences: int
-    offload: bool
     suits: Suits
+    allowed: Allowed
     tried: list[Configuration]
     """What it has looked at."""
-    rounded: int | None = None
-    """In how many bits gradients travel where something is rounded; None if nothing may be."""
 
     def by_bound(self) -> list[Plan]:
         """Returns the plans that may be among the fastest, beginning with those that have the shortest compute."""
@@ -179,7 +191,7 @@ class _Search:
                 fastest[method] = min(fastest.get(method, inf), prediction.seconds)
             else:
                 without_plan.append(configuration)
-        if not self.offload:
+        if not self.allowed.offload:
             return plans
         shortest = min(fastest.values(), default=inf)
         ways = [(one, way) for one in without_plan for way in ways_to_offload(one)]
@@ -197,7 +209,7 @@ class _Search:
             by_memory = ascending(self.model, [one for one in in_memory if method_of(one) == method])
             that_fit = takewhile(lambda one: memory(self.model, one).fits(self.cluster), by_memory)
             plans += [self._predicted(one) for one in islice(that_fit, _SIMILAR * best)]
-        if not self.offload:
+        if not self.allowed.offload:
             return plans
 
         def ways() -> Iterator[tuple[Configuration, Configuration]]:
@@ -252,11 +264,11 @@ class _Search:
         """Returns the first plans of this project's engine with as much of what travels rounded as shortens their
         steps, as far as they fit. ``plans`` are sorted."""
         found: list[Plan] = []
-        if self.rounded is None:
+        if self.allowed.rounded is None:
             return found
         for plan in distinct(plans)[:MOST_ROUNDED]:
             best = plan
-            for change in ways_to_round(plan.configuration, self.rounded):
+            for change in ways_to_round(plan.configuration, self.allowed.rounded):
                 changed = self._predicted(replace(best.configuration, **change))
                 pays = changed.prediction.seconds < WORTH_ROUNDING * best.prediction.seconds
                 if pays and self._fits(changed.configuration):
@@ -328,7 +340,16 @@ class _Search:
         return replace(plan, prediction=predict(self.model, self.cluster, of, on_clock=True))
 
     def _candidates(self) -> list[Configuration]:
-        return [one for one in candidates(self.model, self.cluster, self.sequences) if self.suits(one)]
+        found = candidates(self.model, self.cluster, self.sequences, self.allowed.state)
+        return [one for one in found if self.suits(one)]
+
+    def hope(self) -> str:
+        """Returns how the sentence on what is missing goes on: with state in bf16, if a plan would fit then."""
+        # Islands, where nothing is offloaded, have plans in fp32 alone.
+        if self.allowed.state == "bf16" or not self.allowed.offload:
+            return ""
+        others = replace(self, allowed=self.allowed._replace(state="bf16"), tried=[])
+        return IN_BF16 if others.by_bound() else ""
 
     def _fits(self, configuration: Configuration) -> bool:
         """Whether a configuration may be a plan, and the cluster has the memory."""

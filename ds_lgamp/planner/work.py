@@ -6,21 +6,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from ds_lgamp.cost.units import aligned, packed_bytes
+from ds_lgamp.cost.units import ElementBytes, aligned, packed_bytes
 from ds_lgamp.planner.activations import end_bytes, layer_bytes
 from ds_lgamp.planner.cluster import Cluster, Efficiency
 from ds_lgamp.planner.configuration import Configuration
 from ds_lgamp.planner.hardware import ELEMENT, Compute, Group, Network, Seconds, group_of, network_of
-from ds_lgamp.planner.memory import default_software, message_bytes
+from ds_lgamp.planner.memory import default_software, element_bytes, message_bytes
 from ds_lgamp.planner.model import Model
 from ds_lgamp.schedule.costs import Costs, links_of
 from ds_lgamp.schedule.program import build_timed_program
 from ds_lgamp.schedule.simulate import simulate
 
-_MASTER = 4
-"""Bytes of an element that the optimizer updates."""
-_GRADIENT = 4
-"""Bytes of a gradient that the host stores."""
 MOST_COMPUTES = 300_000
 """Forwards and backwards that the clock runs in a few seconds."""
 
@@ -91,6 +87,10 @@ class Work:
     @cached_property
     def compute(self) -> Compute:
         return Compute(self.cluster, Efficiency(**self.cluster.efficiency))
+
+    @cached_property
+    def element(self) -> ElementBytes:
+        return element_bytes(self.configuration, default_software(self.configuration))
 
     @cached_property
     def network(self) -> Network:
@@ -232,13 +232,13 @@ class Work:
     def tied_sum(self) -> float:
         """Seconds of the sum of the first and the last pipeline rank's gradients of tied embeddings.
 
-        This project's engine sums what every rank updates, in the 32 bits of the optimizer. Others sum whole gradients.
+        This project's engine sums what every rank updates, in the bits of the optimizer. Others sum whole gradients.
         """
         model, of = self.model, self.configuration
         if not model.tied_embeddings or not self._ends_lie_apart or model.adapters:
             return 0.0
         size = model.vocabulary_size * model.hidden_size / of.tensor_ranks
-        size *= _MASTER / of.shards if is_own(of) else ELEMENT
+        size *= self.element.sums / of.shards if is_own(of) else ELEMENT
         return self.network.all_reduce(Group(1, 2) if self.messages_cross_nodes else Group(2, 1), size)
 
     def costs(self) -> Costs:
@@ -262,8 +262,8 @@ class Work:
         moves = [self.collectives(*each) for each in zip(elements, experts, frozen)]
         spec, parts = of.spec, list(map(of.part, elements, experts))
         loaded = [still / of.shards if of.offload == "parameters" else 0.0 for still in frozen]
-        hosts = [host_seconds(compute, *each) for each in zip(parts, loaded)] if spec.offload else []
-        updates = [compute.update(part) for part in parts]
+        hosts = [host_seconds(compute, of, *each) for each in zip(parts, loaded)] if spec.offload else []
+        updates = [compute.update(part, of.state) for part in parts]
         hop, message = self.message
         links, ends = links_of(spec), {of.placement[0], of.placement[-1]}
         return Costs(
@@ -304,10 +304,12 @@ def _rounded_bytes(elements: float, bits: int) -> float:
     return elements * packed_bytes(block, bits) / block
 
 
-def host_seconds(compute: Compute, part: float, frozen: float = 0.0) -> HostSeconds:
-    """Returns the seconds of a chunk of whose parameters a rank updates a ``part``, and loads a ``frozen`` one too."""
+def host_seconds(compute: Compute, of: Configuration, part: float, frozen: float = 0.0) -> HostSeconds:
+    """Returns the seconds of a chunk of whose parameters a rank updates a ``part``, and loads a ``frozen`` one too.
+    Gradients come to the host in the type of what it updates."""
     load = compute.transfer(ELEMENT * (part + frozen))
-    return HostSeconds(load, compute.transfer(_GRADIENT * part), compute.host_update(part))
+    master = element_bytes(of, default_software(of)).master
+    return HostSeconds(load, compute.transfer(master * part), compute.host_update(part, of.state))
 
 
 def is_layered(configuration: Configuration) -> bool:

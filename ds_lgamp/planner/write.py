@@ -19,6 +19,8 @@ from ds_lgamp.planner.load import facts_of
 from ds_lgamp.planner.model import AUTOEP, MEGATRON, Model
 from ds_lgamp.schedule.orders import SINGLE_CHUNK_SCHEDULES
 
+_STATE = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
+"""The keys by which DeepSpeed keeps the optimizer's state in bf16."""
 CONFIG_FILE, LAUNCH_FILE, STEP_FILE = "ds_config.json", "launch.sh", "step.json"
 
 
@@ -78,6 +80,11 @@ def why_not(model: Model, configuration: Configuration) -> str | None:
                 f"something travels rounded, which Megatron-LM's training loop, for {model.name}, does not do; use "
                 "another plan"
             )
+        if configuration.state == "bf16":
+            return (
+                f"state is in bf16, which Megatron-LM's training loop, for {model.name}, does not round by chance; use "
+                "another plan"
+            )
         if configuration.takes_clock:
             return f"{held}, which Megatron-LM's training loop, for {model.name}, does not know; use another plan"
         return None
@@ -117,7 +124,7 @@ def ds_config(model: Model, configuration: Configuration) -> dict[str, Any]:
         "train_batch_size": configuration.sequences,
         "train_micro_batch_size_per_gpu": configuration.micro_batch,
         "gradient_accumulation_steps": configuration.micro_batches // ranks,
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": True, **(dict.fromkeys(_STATE, True) if configuration.state == "bf16" else {})},
         "zero_optimization": {
             "stage": configuration.zero_stage,
             # DeepSpeed's own default is to overlap at stage 3 only.
@@ -190,6 +197,8 @@ def launch_script(
     else:
         about = "SCRIPT trains a model of transformers and takes --deepspeed FILE. Its own flags follow."
         flags = ["--deepspeed", _beside(CONFIG_FILE)]
+        if configuration.state == "bf16":
+            about += " Its optimizer is Adam or AdamW of torch."
         if model.adapters:
             about += f' It adds adapters by LoraConfig(r={model.adapters}, target_modules="all-linear") of peft.'
         if configuration.micro_batch_outer and configuration.recompute == "full":
@@ -238,6 +247,8 @@ def _block(model: Model, configuration: Configuration) -> dict[str, Any]:
         block["quantised_gradient_bits"] = 4
     if configuration.activation_dtype is not None:
         block["activation_dtype"] = configuration.activation_dtype
+    if configuration.state == "bf16":
+        block["stochastic_rounding"] = True
     return block
 
 

@@ -94,6 +94,16 @@ def test_rounded_plans_are_told_and_written_where_they_are_asked_for(capsys, tmp
     assert told[0]["activation_dtype"] == config["ds_lgamp"]["activation_dtype"] == "fp8"
 
 
+def test_state_in_bf16_is_told_and_written_where_it_is_asked_for(capsys, tmp_path):
+    assert "bf16" not in out_of(capsys, *WORDS)
+    words = [*WORDS, "--state", "bf16"]
+    assert "State in bf16, rounded by chance, changes results" in out_of(capsys, *words)
+    told = json.loads(out_of(capsys, *words, "--json", "--write", str(tmp_path / "run")))["plans"]
+    assert {plan["state"] for plan in told} == {"bf16"}
+    config = json.loads((tmp_path / "run" / "ds_config.json").read_text())
+    assert config["bf16"]["bf16_optimizer_states"] and config["ds_lgamp"]["stochastic_rounding"]
+
+
 def test_plans_of_adapters_say_where_frozen_weights_lie_and_what_is_sent(capsys, tmp_path):
     words = [*WORDS, "--adapters", "16"]
     table = out_of(capsys, *words)
@@ -159,6 +169,9 @@ LAW = ["--model", "x32", "--cluster", "a100", "--law", "width"]
         (LAW, "--law needs --tokens"),
         ([*LAW, "--top", "3"], "--top does not go with --law"),
         ([*LAW, "--rounded"], "--rounded does not go with --law"),
+        ([*LAW, "--state", "bf16"], "--state does not go with --law"),
+        ([*GPT2, "--state", "fp16"], "invalid choice: 'fp16'"),
+        (["--runs", "runs.csv", "--cluster", "a100", "--state", "bf16"], "--state belongs to --model; remove it"),
         ([*LAW, "--adapters", "8"], "--law does not go with --adapters"),
         ([*GPT2, "--rounded", "--adapters", "8"], "--rounded does not go with --adapters"),
         ([*GPT2, "--adapters", "0"], "'0' must be a whole number from 1"),

@@ -53,5 +53,6 @@ def configurations(draw, in_parts: bool = False) -> Configuration:
         weight_bits=draw(st.sampled_from([None, 8])) if zero_stage == 3 else None,
         gradient_bits=draw(st.sampled_from([None, None, 8, 4])) if zero_stage > 0 else None,
         activation_dtype=draw(st.sampled_from([None, "fp8"])) if ranks > 1 else None,
+        state=draw(st.sampled_from(["fp32", "fp32", "bf16"])) if zero_stage > 0 else "fp32",
         split_backward=draw(st.integers(0, ranks)) if in_parts and ranks > 1 and tensor_ranks == 1 else 0,
     )

@@ -24,7 +24,7 @@ from ds_lgamp.planner.load import megatron_demand
 from ds_lgamp.planner.memory import batch_bytes, memory, units_of
 from ds_lgamp.planner.models import model_of_flags
 from ds_lgamp.planner.predict import predict
-from ds_lgamp.planner.search import search
+from ds_lgamp.planner.search import Allowed, search
 from ds_lgamp.planner.work import Work, exact_seconds
 from ds_lgamp.planner.write import CONFIG_FILE, ds_config, launch_script, why_not
 from tests.planner.training import model_of
@@ -138,7 +138,7 @@ def test_a_search_divides_experts_where_gpus_are_small():
     """Below stage 3, all experts on every rank need more than dense parameters and a part of them."""
     of = replace(QWEN, experts=128, hidden_size=1024, head_size=64, feed_forward_size=2048)
     least = memory(of, plan(8, 1, zero_stage=3, chunks_per_rank=4)).total
-    plans = search(of, cluster(memory=1.2 * least), 16, offload=False)
+    plans = search(of, cluster(memory=1.2 * least), 16, allowed=Allowed(offload=False))
     assert plans[0].configuration.expert_ranks > 1 and plans[0].prediction.expert_parallel > 0
     assert f" E{plans[0].configuration.expert_ranks}," in describe(plans[0].configuration)
     assert all(plan.configuration.hierarchy is None or plan.configuration.expert_ranks == 1 for plan in plans)

@@ -12,7 +12,7 @@ from ds_lgamp.planner.memory import batch_bytes, default_software, followed, mem
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.models import read_model
 from ds_lgamp.planner.predict import predict
-from ds_lgamp.planner.search import NothingFits, best_by_method, search
+from ds_lgamp.planner.search import Allowed, NothingFits, best_by_method, search
 from ds_lgamp.planner.work import exact_seconds
 from ds_lgamp.planner.write import ds_config
 from ds_lgamp.schedule.spec import Offload
@@ -121,7 +121,7 @@ def test_plans_that_fit_in_memory_stay_there_unless_the_host_is_faster():
 @pytest.mark.parametrize("objective", ["time", "memory"])
 def test_a_search_may_leave_offloading_out(objective):
     with pytest.raises(NothingFits, match="GB per GPU"):
-        search(read_model("llama-8b"), ONE_GPU, 16, objective, offload=False)
+        search(read_model("llama-8b"), ONE_GPU, 16, objective, allowed=Allowed(offload=False))
 
 
 def test_least_memory_is_that_with_parameters_on_the_host():

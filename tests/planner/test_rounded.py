@@ -18,7 +18,7 @@ from ds_lgamp.planner.load import demand_of
 from ds_lgamp.planner.memory import default_software, followed, memory
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.models import model_of_flags
-from ds_lgamp.planner.search import search
+from ds_lgamp.planner.search import Allowed, search
 from ds_lgamp.planner.work import Work, exact_seconds, is_quick
 from ds_lgamp.planner.write import ds_config, why_not
 from ds_lgamp.runtime.messages import message_bytes
@@ -131,20 +131,20 @@ def test_memory_holds_what_travels_packed():
 def test_a_search_rounds_only_where_it_is_asked_to_and_where_that_pays():
     """On nodes of one GPU behind a slow network."""
 
-    def rounding(between, **options):
-        found = search(MODEL, cluster(between), 16, best=1, **options)
+    def rounding(between, bits=None):
+        found = search(MODEL, cluster(between), 16, best=1, allowed=Allowed(rounded=bits))
         return [plan.configuration for plan in found if plan.configuration.rounds]
 
     assert not rounding(1e9)
-    found = rounding(1e9, rounded=8)
+    found = rounding(1e9, 8)
     assert {of.gradient_bits for of in found} <= {None, 8} and any(of.weight_bits for of in found)
     assert any(of.activation_dtype for of in found)
-    assert {of.gradient_bits for of in rounding(1e9, rounded=4)} == {None, 4}
-    assert not rounding(1e13, rounded=8)
+    assert {of.gradient_bits for of in rounding(1e9, 4)} == {None, 4}
+    assert not rounding(1e13, 8)
 
 
 def test_plans_that_round_are_faster_than_themselves_without_and_others_stay():
-    without, found = (search(MODEL, cluster(), 16, best=3, rounded=bits) for bits in (None, 8))
+    without, found = (search(MODEL, cluster(), 16, best=3, allowed=Allowed(rounded=bits)) for bits in (None, 8))
     assert {plan.method for plan in without} <= {plan.method for plan in found}
     assert found[0].prediction.seconds < without[0].prediction.seconds
     for plan in (plan for plan in found if plan.configuration.rounds and is_quick(plan.configuration)):
@@ -155,7 +155,7 @@ def test_plans_that_round_are_faster_than_themselves_without_and_others_stay():
 
 
 def test_a_search_adds_no_rounded_plan_that_does_not_suit():
-    found = search(MODEL, cluster(), 16, best=1, rounded=8, suits=lambda of: not of.rounds)
+    found = search(MODEL, cluster(), 16, best=1, allowed=Allowed(rounded=8), suits=lambda of: not of.rounds)
     assert not any(plan.configuration.rounds for plan in found)
 
 

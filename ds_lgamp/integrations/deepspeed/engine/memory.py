@@ -37,7 +37,7 @@ from ds_lgamp.runtime.measure import ChunkMeter
 from ds_lgamp.runtime.recompute import read_states
 from ds_lgamp.schedule.actions import Action, Kind
 from ds_lgamp.schedule.program import build_rank_program
-from ds_lgamp.schedule.spec import BLOCK_ON_DEVICE, ProgramSpec
+from ds_lgamp.schedule.spec import ProgramSpec
 
 LATER = "given later"
 """The name of an optimizer that the script gives after ``deepspeed.initialize`` has been explained."""
@@ -211,12 +211,8 @@ def element_bytes(config: Any, update: Update, travel: Travel, rounds: bool) -> 
         None if tensors is None else tensors * size.master
         for tensors in (update.state_tensors, update.temporary_tensors)
     )
-    if rounds and state is not None and temporary is not None:
-        # Copies of weights, gradients and state, for which the optimizer takes as much as for others in fp32.
-        temporary = 2 * (temporary + state) + 2 * 4
-    return replace(
-        size, optimizer=state, update=temporary, travel=travel, update_block=BLOCK_ON_DEVICE if rounds else None
-    )
+    size = replace(size, optimizer=state, update=temporary, travel=travel)
+    return size.rounding_by_chance() if rounds else size
 
 
 def shared_by_ranks(module: PipelineModule, layers: nn.Module) -> str | None:

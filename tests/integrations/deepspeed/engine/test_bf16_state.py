@@ -58,7 +58,8 @@ def engine_of(
         "bf16": bf16,
         "gradient_clipping": 0.0,
         "zero_optimization": {"stage": stage, **OFFLOADS[home]},
-        "ds_lgamp": {"chunks_per_rank": 2, "stochastic_rounding": rounds},
+        # Four pipeline ranks have no layers for two chunks each.
+        "ds_lgamp": {"chunks_per_rank": 1 if pipeline_ranks == 4 else 2, "stochastic_rounding": rounds},
         **more,
     }
     module = pipeline_module(training, pipeline_ranks)
