@@ -4,15 +4,16 @@ Nothing is measured: every number is the planner's (``ds_lgamp/planner``), as ``
 """
 
 from collections.abc import Sequence
+from itertools import product
 from typing import NamedTuple
 
 from benchmarks.record import Record, begin
 from ds_lgamp.planner.cluster import named_cluster, with_part
 from ds_lgamp.planner.models import read_model
-from ds_lgamp.planner.search import NothingFits, search
+from ds_lgamp.planner.search import Allowed, NothingFits, search
 
 NAME = "one_machine"
-MODELS = ("llama-1b", "llama-3b", "llama-8b", "qwen-14b", "qwen-32b")
+MODELS = ("llama-1b", "llama-3b", "llama-8b", "qwen-14b", "qwen-32b", "llama-70b")
 SEQUENCES, LENGTH = 16, 4096
 """Of a step: sequences, and tokens of each."""
 
@@ -25,19 +26,35 @@ class Machine(NamedTuple):
     host: int
 
 
+class Training(NamedTuple):
+    """What trains of a model."""
+
+    name: str
+    state: str = "fp32"
+    """The type of the optimizer's state."""
+    adapters: int = 0
+    """The rank of adapters beside frozen weights; 0 if everything trains."""
+
+
+TRAININGS = (
+    Training("all"),
+    Training("all, state in bf16", "bf16"),
+    Training("adapters of rank 16", adapters=16),
+)
 CARDS = (("rtx4090", 1), ("rtx4090", 2), ("a100", 1))
 MACHINES = [Machine(card, cards, host) for card, cards in CARDS for host in (64, 128, 256)]
 
 
 def run(machines: Sequence[Machine] = MACHINES, models: Sequence[str] = MODELS) -> Record:
-    """Enters what the fastest plan takes, for every machine and model that it has room for."""
+    """Enters what the fastest plan takes, for every machine, training and model that it has room for."""
     record = begin(NAME)
-    for machine in machines:
+    for machine, training in product(machines, TRAININGS):
         cluster = with_part(named_cluster(machine.card), machine.cards, f"{machine.host} GB")
         for name in models:
-            model, config = read_model(name, LENGTH), {**machine._asdict(), "model": name}
+            model, config = read_model(name, LENGTH), {**machine._asdict(), "trains": training.name, "model": name}
+            model = model.adapted(training.adapters) if training.adapters else model
             try:
-                plan = search(model, cluster, SEQUENCES, best=1)[0]
+                plan = search(model, cluster, SEQUENCES, best=1, allowed=Allowed(state=training.state))[0]
             except NothingFits:
                 continue
             tokens = SEQUENCES * LENGTH / plan.prediction.seconds

@@ -20,11 +20,12 @@ def planner_constants() -> str:
 
 
 def one_machine() -> str:
-    """Tokens per second of the fastest plan, by machine and model; h: with state on the host."""
+    """Tokens per second of the fastest plan, by machine, training and model; h: with something on the host."""
     rows = [row for row in read("one_machine").rows if row.metric == "tokens"]
     labels = [
         ("cards", lambda row: "{cards} x {card}".format(**row.config)),
         ("host, GB", setting("host")),
+        ("trains", setting("trains")),
     ]
 
     def cell(found: list[Row]) -> str:
