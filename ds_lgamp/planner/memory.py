@@ -355,9 +355,9 @@ def ascending(model: Model, configurations: Sequence[Configuration]) -> Iterator
             heappush(heap, (memory(model, configurations[number]).total, number, True))
 
 
-def lacking(model: Model, cluster: Cluster, sequences: int, tried: Sequence[Configuration]) -> str:
+def lacking(model: Model, cluster: Cluster, sequences: int, tried: Sequence[Configuration], hope: str = "") -> str:
     """Returns a sentence about what is missing after a search for steps of so many ``sequences`` that has found
-    nothing: what the configuration of those ``tried`` lacks that needs least."""
+    nothing: what the configuration of those ``tried`` lacks that needs least. ``hope`` ends it with what may help."""
     if not tried:
         return (
             f"batch_size is {sequences}: no layout of {cluster.gpus} GPUs with at most {model.layers} pipeline ranks "
@@ -375,10 +375,10 @@ def lacking(model: Model, cluster: Cluster, sequences: int, tried: Sequence[Conf
         return (
             f"nothing fits: the smallest configuration ({describe(configuration)}) needs {needed.host / 1e9:.3g} GB on "
             f"the host for each GPU, {(needed.host - cluster.host.memory) / 1e9:.3g} GB more than there are. Use more "
-            "GPUs, hosts with more memory, or a smaller model"
+            f"GPUs, hosts with more memory, or a smaller model{hope}"
         )
     return (
         f"nothing fits: the smallest configuration ({describe(configuration)}) needs {needed.total / 1e9:.3g} GB per "
         f"GPU, {needed.missing(cluster) / 1e9:.3g} GB more than there are; most is {kind.replace('_', ' ')} with "
-        f"{most / 1e9:.3g} GB. Use more GPUs, or a smaller model, batch or sequence"
+        f"{most / 1e9:.3g} GB. Use more GPUs, or a smaller model, batch or sequence{hope}"
     )

@@ -119,7 +119,7 @@ def search(
         for part in parts_of(cluster) if objective == "cost" else [cluster]:
             plans += replace(looks, cluster=part).by_bound()
     if not plans:
-        raise NothingFits(lacking(model, cluster, sequences, looks.tried) + looks.hope())
+        raise NothingFits(lacking(model, cluster, sequences, looks.tried, looks.hope()))
     plans.sort(key=_RANK[objective])
     plans += looks.with_nodes(plans) + looks.with_copies(plans)
     plans += looks.with_rounding(sorted(plans, key=_RANK[objective]))
@@ -344,7 +344,7 @@ class _Search:
         return [one for one in found if self.suits(one)]
 
     def hope(self) -> str:
-        """Returns how the sentence on what is missing goes on: with state in bf16, if a plan would fit then."""
+        """Returns how the sentence on what is missing ends: with state in bf16, if a plan would fit then."""
         # Islands, where nothing is offloaded, have plans in fp32 alone.
         if self.allowed.state == "bf16" or not self.allowed.offload:
             return ""

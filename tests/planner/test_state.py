@@ -7,6 +7,7 @@ import pytest
 from hypothesis import assume, given
 
 from ds_lgamp.config import read_block
+from ds_lgamp.cost.units import ElementBytes
 from ds_lgamp.planner.cluster import Efficiency, named_cluster, with_part
 from ds_lgamp.planner.configuration import Configuration, describe, method_of
 from ds_lgamp.planner.hardware import HOST_UPDATE_BYTES, UPDATE_BYTES
@@ -16,6 +17,7 @@ from ds_lgamp.planner.models import model_of_flags, read_model
 from ds_lgamp.planner.search import IN_BF16, Allowed, NothingFits, search
 from ds_lgamp.planner.work import Work, host_seconds
 from ds_lgamp.planner.write import ds_config, launch_script, why_not
+from ds_lgamp.schedule.spec import BLOCK_ON_DEVICE, BLOCK_ON_HOST, RANDOM_NUMBERS
 from testing import ROOT
 from testing.forks import run_module
 from testing.ranks import run_on_ranks
@@ -39,10 +41,18 @@ def in_fp32(of):
 
 def test_a_parameter_takes_eight_bytes_on_the_host_in_place_of_eighteen():
     halved, exact = memory(MODEL, ON_HOST), memory(MODEL, in_fp32(ON_HOST))
-    # Beside that, an update has copies of a block, and random numbers.
-    assert 8 * MODEL.parameters < halved.host < 8 * MODEL.parameters + 30e6
+    # Beside that, an update has copies of a block in fp32, and random numbers.
+    update = 16 * BLOCK_ON_HOST + 4 * (RANDOM_NUMBERS + BLOCK_ON_HOST)
+    assert halved.host == pytest.approx(8 * MODEL.parameters + update, abs=1e6)
     assert exact.host == pytest.approx(18 * MODEL.parameters, rel=0.001)
     assert halved.total == exact.total
+
+
+def test_an_update_copies_weight_gradient_and_moments_to_fp32():
+    size = ElementBytes(weights=2, gradients=2, optimizer=8).with_state_in_half()
+    assert size == ElementBytes(
+        weights=2, gradients=2, optimizer=4, update=16, copies_weights=False, update_block=BLOCK_ON_DEVICE
+    )
 
 
 def test_on_the_device_weights_are_their_own_masters():
@@ -97,7 +107,8 @@ def test_where_nothing_fits_the_sentence_names_it_if_it_would_help():
     assert str(told.value).endswith(IN_BF16) and "--state bf16" in IN_BF16
     plan = search(read_model("llama-8b", 4096), CARD, 16, best=1, allowed=HALF)[0]
     assert fits(read_model("llama-8b", 4096), plan.configuration, CARD) and plan.memory.host < 81e9
-    for model, allowed in (("qwen-32b", Allowed()), ("qwen-32b", HALF), ("llama-8b", Allowed(offload=False))):
+    # Plans for islands, which offload nothing, have no state in bf16.
+    for model, allowed in (("qwen-32b", Allowed()), ("qwen-32b", HALF), ("llama-1b", Allowed(offload=False))):
         with pytest.raises(NothingFits) as told:
             search(read_model(model, 4096), CARD, 16, allowed=allowed)
         assert "bf16" not in str(told.value).partition("Use more")[2]
