@@ -24,6 +24,7 @@ NAMES = (
     "adapters",
     "bf16_state",
     "host_update",
+    "disk_update",
     "rounded",
     "quantised",
     "bert",
@@ -54,7 +55,7 @@ ON_ACCELERATOR = "gpu"
 OF_BERT = ("bert", "bert_learning", "bert_plan")
 """The benchmarks whose tables stand in docs/bert.md."""
 
-_ON_THE_HOST = ("one_machine", "offload", "bf16_state", "host_update", "bus")
+_ON_THE_HOST = ("one_machine", "offload", "bf16_state", "host_update", "disk_update", "bus")
 ELSEWHERE = ("prediction", "sources", "optimizers", "restart", "tracing", *_ON_THE_HOST, *OF_BERT)
 """The benchmarks whose tables stand in docs/planner.md, docs/one_machine.md, docs/optimizers.md, docs/offload.md,
 docs/failures.md, docs/tracing.md and docs/bert.md."""

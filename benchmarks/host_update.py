@@ -86,8 +86,8 @@ def _measure(parameters: int, threads: int, repetitions: int) -> tuple[dict[str,
     found: dict[str, list[float]] = {name: [] for name in updates}
     bound: list[float] = []
     for repetition in range(repetitions + 1):
-        seconds = {name: _timed(update) for name, update in updates.items()}
-        least = _timed(lambda: values.mul_(1.0))
+        seconds = {name: timed(update) for name, update in updates.items()}
+        least = timed(lambda: values.mul_(1.0))
         if repetition:
             # The first update makes the state.
             bound.append(least)
@@ -96,7 +96,8 @@ def _measure(parameters: int, threads: int, repetitions: int) -> tuple[dict[str,
     return found, bound
 
 
-def _timed(act: Callable[[], object]) -> float:
+def timed(act: Callable[[], object]) -> float:
+    """Returns the seconds of a call."""
     begun = perf_counter()
     act()
     return perf_counter() - begun

@@ -27,6 +27,20 @@ def updates() -> str:
     )
 
 
+def on_disk() -> str:
+    """GB per second of updates of state on a disk, and of as many bytes front to back, by state and contender."""
+    cells = {name: with_spread(".2f") for name in ("read alone", "written alone", "read and written")}
+    cells["share of the disk's rate"] = median(".0%")
+    headings = {
+        "read alone": "read alone, GB/s",
+        "written alone": "written alone, GB/s",
+        "read and written": "both at once, GB/s",
+        "share of the disk's rate": "share",
+    }
+    keys = [("state", setting("state")), CONTENDER]
+    return pivot(read("disk_update").rows, keys, metric, by_metric(cells), headings)
+
+
 def throttled() -> str:
     """Milliseconds of a step behind a throttled bus, measured and on the clock."""
     cells = {"step": with_spread(".0f"), "simulated": median(".0f"), RATIO: median(".2f")}

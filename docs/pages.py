@@ -127,6 +127,8 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "tokens": offload_tables.tokens,
         "machine-host_update": partial(tables.machine, "host_update"),
         "host-update": bus_tables.updates,
+        "machine-disk_update": partial(tables.machine, "disk_update"),
+        "disk-update": bus_tables.on_disk,
         "machine-bf16_state": partial(tables.machine, "bf16_state"),
         "bf16-state": partial(network_tables.curves, "bf16_state", ("learning rate", setting("learning_rate"))),
         "machine": partial(tables.machine, "offload"),
