@@ -39,8 +39,8 @@ def test_an_update_moves_the_bytes_that_the_documents_name(tmp_path):
 
 def test_plain_files_move_as_many_bytes_as_they_are_asked_to(tmp_path, monkeypatch):
     size, moved = 5 * PIECE + DISK_BLOCK, []
-    plain = disk_update.Plain(tmp_path, size)
-    assert [(tmp_path / name).stat().st_size for name in ("read", "written")] == [size, size]
+    (tmp_path / "file").write_bytes(b"x" * size)
+    plain = disk_update.Plain(tmp_path / "file")
 
     def counted(name, move, file, pieces, start):
         moved.append((name, start, len(pieces[0])))
@@ -49,6 +49,7 @@ def test_plain_files_move_as_many_bytes_as_they_are_asked_to(tmp_path, monkeypat
     for name in ("preadv", "pwritev"):
         monkeypatch.setattr(os, name, partial(counted, name, getattr(os, name)))
     plain.move(size, 2 * PIECE)
-    whole = [(at * PIECE, PIECE) for at in range(5)]
+    whole, last = [(at * PIECE, PIECE) for at in range(5)], size - 2 * PIECE
     assert sorted(each[1:] for each in moved if each[0] == "preadv") == [*whole, (5 * PIECE, DISK_BLOCK)]
-    assert sorted(each[1:] for each in moved if each[0] == "pwritev") == whole[:2]
+    assert sorted(each[1:] for each in moved if each[0] == "pwritev") == [(last, PIECE), (last + PIECE, PIECE)]
+    assert (tmp_path / "file").read_bytes() == b"x" * last + bytes(2 * PIECE)
