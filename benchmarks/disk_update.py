@@ -7,7 +7,6 @@ gets of the disk. All take turns, in the folder of temporary files.
 """
 
 import errno
-import mmap
 import os
 import tempfile
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from benchmarks.record import OURS, REPETITIONS, Record, begin
 from ds_lgamp.cost.offload import OnDisk
 from ds_lgamp.optimizers.disk_updates import DiskUpdates
 from ds_lgamp.partition.bus import Bus
-from ds_lgamp.partition.disk import Disk, Move
+from ds_lgamp.partition.disk import Disk, Move, aligned
 from ds_lgamp.partition.flat_storage import UnitParameter
 from ds_lgamp.partition.host import Host, HostThread
 from ds_lgamp.partition.policy import ZeroPolicy
@@ -89,8 +88,8 @@ def run(parameters: int = PARAMETERS, repetitions: int = REPETITIONS) -> Record:
 def _measure(
     way: Way, parameters: int, repetitions: int, folder: str
 ) -> tuple[list[Step], dict[str, list[float]], list[float]]:
-    """Returns the updates, and the seconds of as many bytes by direction, and of both directions at once. These leave
-    zeros, with which an update takes as long as with others."""
+    """Returns the updates, and the seconds of as many bytes by direction, and of both directions at once. They leave
+    numbers with which an update takes as long as with others."""
     torch.set_num_threads(THREADS)
     step = updates_in(folder, way, parameters)
     # The first update makes the state, and the second one is the first to read all of it.
@@ -136,12 +135,12 @@ def updates_in(folder: str, way: Way, parameters: int) -> Callable[[], Step]:
 
 
 class Plain:
-    """Reads a file front to back, and writes zeros to its end: in the engine's pieces, and as many of them at once."""
+    """Reads a file front to back and writes small numbers to its end: pieces of the engine, four in each direction."""
 
     def __init__(self, path: Path) -> None:
         self._file, self._size = _opened(path), path.stat().st_size
         self._pool = ThreadPoolExecutor(2 * PIECES)
-        self._memory = [mmap.mmap(-1, PIECE) for _ in range(2 * PIECES)]
+        self._memory = [_values() for _ in range(2 * PIECES)]
 
     def move(self, read: int, written: int) -> None:
         """Reads the first bytes, so many, and writes the last ones, so many."""
@@ -152,14 +151,14 @@ class Plain:
         for end in ends:
             end()
 
-    def _start(self, move: Move, begin: int, size: int, memory: list[mmap.mmap]) -> Callable[[], None]:
+    def _start(self, move: Move, begin: int, size: int, memory: list[torch.Tensor]) -> Callable[[], None]:
         """Starts one thread for each piece of ``memory``; they take turns in the pieces of the file."""
 
         def work(number: int) -> None:
             for start in range(number * PIECE, size, PIECES * PIECE):
-                with memoryview(memory[number])[: min(PIECE, size - start)] as piece:
-                    moved = move(self._file, [piece], begin + start)
-                    assert moved == len(piece), "the disk has moved less than it was asked to"
+                piece = memory[number][: size - start].numpy()
+                moved = move(self._file, [piece], begin + start)
+                assert moved == len(piece), "the disk has moved less than it was asked to"
 
         jobs = [self._pool.submit(work, number) for number in range(len(memory))]
 
@@ -168,6 +167,13 @@ class Plain:
                 job.result()
 
         return end
+
+
+def _values() -> torch.Tensor:
+    """Returns a piece of memory with numbers in fp32. Of zeros, a virtual disk might keep less."""
+    memory = aligned(PIECE)
+    memory.view(torch.float32).fill_(1e-3)
+    return memory
 
 
 def _file_of(folder: str) -> Path:
