@@ -9,7 +9,7 @@ gets of the disk. All take turns, in the folder of temporary files.
 import errno
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -140,7 +140,8 @@ class Plain:
     def __init__(self, path: Path) -> None:
         self._file, self._size = _opened(path), path.stat().st_size
         self._pool = ThreadPoolExecutor(2 * PIECES)
-        self._memory = [_values() for _ in range(2 * PIECES)]
+        # One piece of memory, as the engine's buffers are.
+        self._memory = _values(2 * PIECES * PIECE).split(PIECE)
 
     def move(self, read: int, written: int) -> None:
         """Reads the first bytes, so many, and writes the last ones, so many."""
@@ -151,7 +152,7 @@ class Plain:
         for end in ends:
             end()
 
-    def _start(self, move: Move, begin: int, size: int, memory: list[torch.Tensor]) -> Callable[[], None]:
+    def _start(self, move: Move, begin: int, size: int, memory: Sequence[torch.Tensor]) -> Callable[[], None]:
         """Starts one thread for each piece of ``memory``; they take turns in the pieces of the file."""
 
         def work(number: int) -> None:
@@ -169,9 +170,9 @@ class Plain:
         return end
 
 
-def _values() -> torch.Tensor:
-    """Returns a piece of memory with numbers in fp32. Of zeros, a virtual disk might keep less."""
-    memory = aligned(PIECE)
+def _values(size: int) -> torch.Tensor:
+    """Returns ``size`` bytes of numbers in fp32. Of zeros, a virtual disk might keep less."""
+    memory = aligned(size)
     memory.view(torch.float32).fill_(1e-3)
     return memory
 

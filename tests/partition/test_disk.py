@@ -87,6 +87,24 @@ def test_a_part_moves_alone(disk):
     assert memory.unique().tolist() == [1]
 
 
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this kernel has no transparent huge pages"
+)
+def test_memory_asks_for_huge_pages():
+    """hg among the flags of a mapping says so."""
+    memory = aligned(4 << 20)
+    assert memory.nbytes == 4 << 20 and memory.data_ptr() % DISK_BLOCK == 0
+    here, flags = False, None
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, _, rest = line.partition(" ")
+        if "-" in first:
+            begin, end = (int(each, 16) for each in first.split("-"))
+            here = begin <= memory.data_ptr() < end
+        elif here and first == "VmFlags:":
+            flags = rest.split()
+    assert flags is not None and "hg" in flags
+
+
 def test_only_whole_tensors_are_known(disk):
     home = disk.empty(ELEMENTS, torch.float32)
     assert disk.holds(home)
