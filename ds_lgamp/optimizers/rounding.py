@@ -88,6 +88,10 @@ class RoundedSteps:
         """By shard, the tensor that counts its updates, and its value, so that no step waits for a device to read it.
         """
 
+    def forget_counts(self) -> None:
+        """Forgets how often shards were updated. The next step reads it from the state, and so waits for a device."""
+        self._counts.clear()
+
     @torch.no_grad()
     def step(
         self,
@@ -95,12 +99,15 @@ class RoundedSteps:
         options: Sequence[dict[str, Any]],
         state: dict,
         copies: Mapping[torch.Tensor, torch.Tensor] = MappingProxyType({}),
+        found_inf: torch.Tensor | None = None,
     ) -> None:
         """Updates the shards of ``unit`` that have a gradient, or their ``copies``, to which ``state`` belongs then.
 
         Args:
             options: the hyper-parameters of every parameter group.
+            found_inf: 1 where the optimizer's kernel shall change nothing, as torch's fused ones read it.
         """
+        self._twin.found_inf = found_inf
         for segment in unit.master.segments:
             shard = copies.get(segment.shard, segment.shard)
             if shard.grad is None:

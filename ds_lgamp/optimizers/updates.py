@@ -197,10 +197,17 @@ class Updates:
             # For schedulers of torch, which warn if they step before the optimizer.
             self.optimizer._opt_called = True  # type: ignore[attr-defined]
             for unit in units:
-                self._rounded.step(unit, self.optimizer.param_groups, self.optimizer.state)
+                found_inf = getattr(self.optimizer, "found_inf", None)
+                self._rounded.step(unit, self.optimizer.param_groups, self.optimizer.state, found_inf=found_inf)
         if self._lagging:
             # Nothing has stepped the optimizer itself, or somebody replaced its step and thereby its hooks.
             self._follow()
+
+    def learn_of_skip(self) -> None:
+        """Tells that the optimizer's kernel has changed nothing in the last step."""
+        if self._rounded is not None:
+            # Its steps were counted ahead of the state.
+            self._rounded.forget_counts()
 
     def leave_out_frozen(self, units: Sequence[Unit]) -> None:
         """Lets the next step leave alone what the script has frozen of ``units``, with its state. The gradients are

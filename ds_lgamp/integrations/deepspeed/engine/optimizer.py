@@ -226,6 +226,8 @@ class PartitionedOptimizer(DeepSpeedOptimizer, torch.optim.Optimizer):
             return self.overflow
         self.optimizer.found_inf = found  # type: ignore[attr-defined]
         self.overflow = self._late_overflow.exchange(found)
+        if self.overflow:
+            self._updates.learn_of_skip()
         return False
 
     def cut(self, names: Collection[str]) -> None:

@@ -278,6 +278,32 @@ def test_gradients_of_groups_and_ranks_add_up_in_the_given_type():
         assert alone == pytest.approx(whole, rel=1e-3)
 
 
+def skip_steps():
+    """Trains with and without a step between whose loss is infinite, in several ways."""
+    prepare_rank()
+    ways = {"at once": {}, "chunk by chunk": {"overlap_update": True}, "unknown until the step": {"nonfinite": "skip"}}
+    for (name, block), home in product(ways.items(), OFFLOADS):
+        if home == "host" and name == "chunk by chunk":
+            continue
+        found = []
+        for factors in ((1, float("inf"), 1, 1), (1, 1, 1)):
+            settings = {"chunks_per_rank": 2, "stochastic_rounding": True, **block}
+            engine, step = engine_of(home=home, ds_lgamp=settings), 0
+            loss_fn = engine.module.loss_fn
+            for factor in factors:
+                engine.module.loss_fn = lambda *given, loss_fn=loss_fn, factor=factor: loss_fn(*given) * factor
+                engine.train_batch(batches(step, engine))
+                step += factor == 1
+            found.append(rounded_weights(engine, [step]))
+            assert engine.skipped_steps == len(factors) - 3, (name, home)
+        assert all(bool(torch.isfinite(value).all()) for value in found[0].values()), (name, home)
+        assert all(torch.equal(value, found[1][key]) for key, value in found[0].items()), (name, home)
+
+
+def test_a_step_with_infinite_gradients_changes_nothing_and_later_ones_round_as_without_it():
+    run_on_ranks(1, skip_steps)
+
+
 def refuse():
     prepare_rank()
     alone = {
