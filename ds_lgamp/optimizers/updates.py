@@ -147,6 +147,9 @@ class Updates:
                 "one step of all weights; remove one of them"
             )
         if is_watched or (self.when != "next_step" and host is None):
+            if host is not None and self._found_inf is not None:
+                # The optimizer's kernels on the host read it there.
+                self.optimizer.found_inf = self._found_inf.cpu()  # type: ignore[attr-defined]
             for unit in units:
                 unit.scale_gradient(factor)
             self.update(units)
@@ -177,10 +180,13 @@ class Updates:
         """Leaves the updates to later, with the hyper-parameters of now."""
         options, moves = self.options(), self.partition.host is not None and isinstance(factor, torch.Tensor)
         arrived = arriving(factor) if moves else lambda: factor
+        found_inf = self._found_inf
+        found = arriving(found_inf) if self.partition.host is not None and found_inf is not None else None
         # For schedulers of torch, which warn if they step before the optimizer.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
         def update(unit: Unit) -> Callable[[], None] | None:
+            self.skip_if(None if found is None else found())
             return self.update_alone(unit, arrived(), options)
 
         for unit in units:
@@ -197,11 +203,19 @@ class Updates:
             # For schedulers of torch, which warn if they step before the optimizer.
             self.optimizer._opt_called = True  # type: ignore[attr-defined]
             for unit in units:
-                found_inf = getattr(self.optimizer, "found_inf", None)
-                self._rounded.step(unit, self.optimizer.param_groups, self.optimizer.state, found_inf=found_inf)
+                groups, state = self.optimizer.param_groups, self.optimizer.state
+                self._rounded.step(unit, groups, state, found_inf=self._found_inf)
         if self._lagging:
             # Nothing has stepped the optimizer itself, or somebody replaced its step and thereby its hooks.
             self._follow()
+
+    @property
+    def _found_inf(self) -> torch.Tensor | None:
+        """1 on the device if the optimizer's kernels shall change nothing; None if the host decides."""
+        return getattr(self.optimizer, "found_inf", None)
+
+    def skip_if(self, found_inf: torch.Tensor | None) -> None:
+        """Tells the host's thread whether the updates that follow in it shall change nothing; 1 says so."""
 
     def learn_of_skip(self) -> None:
         """Tells that the optimizer's kernel has changed nothing in the last step."""
@@ -281,11 +295,21 @@ class HostUpdates(Updates):
     ) -> None:
         super().__init__(optimizer, partition, when, rounds)
         self._twin = _twin_of(optimizer)
+        self._twin.found_inf = None
         self._rounded_on_host = RoundedSteps(self._twin, BLOCK_ON_HOST) if rounds else None
 
     def cannot_take(self, unit: Unit, thawed: UnitParameter) -> str | None:
         # A host that takes units takes others, too.
         return None
+
+    def skip_if(self, found_inf: torch.Tensor | None) -> None:
+        self._twin.found_inf = found_inf
+
+    def learn_of_skip(self) -> None:
+        super().learn_of_skip()
+        if self._rounded_on_host is not None:
+            # Loads of the step have waited for all updates of the one before.
+            self._rounded_on_host.forget_counts()
 
     def update_alone(self, unit: Unit, factor: Any, options: Options) -> Callable[[], None] | None:
         with self._named(unit):
@@ -306,7 +330,7 @@ class HostUpdates(Updates):
     ) -> None:
         """Steps the twin on the shards of ``unit``, or on their ``copies``, whose ``state`` it has then."""
         if self._rounded_on_host is not None:
-            self._rounded_on_host.step(unit, options, state, copies)
+            self._rounded_on_host.step(unit, options, state, copies, self._twin.found_inf)
             return
         self._twin.state = state
         self._twin.param_groups = [

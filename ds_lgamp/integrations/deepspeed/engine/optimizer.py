@@ -294,7 +294,6 @@ def build_optimizer(
         data_group,
         config.gradient_clipping,
         checks_overflow(config),
-        # The host has no such kernel, and all ranks must learn of an overflow at the same step.
-        learns_late=spec.offload is None and skips_by_itself(optimizer),
+        learns_late=skips_by_itself(optimizer),
         loss_scaler=loss_scaler(config),
     )

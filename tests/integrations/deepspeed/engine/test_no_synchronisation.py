@@ -57,6 +57,7 @@ def to_meta(tensor):
 
 BF16 = {"bf16": {"enabled": True}}
 UNCHECKED = {"bf16": {"enabled": True, "check_grad_overflow": False}}
+ON_HOST = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 OVERLAP = {"ds_lgamp": {"overlap_update": True}}
 CASES = {
     **{f"stage {stage}": (stage, {}) for stage in range(4)},
@@ -64,6 +65,7 @@ CASES = {
     "bf16": (3, UNCHECKED),
     "overflow": (3, BF16),
     "overflow, SGD": (3, BF16, torch.optim.SGD),
+    "overflow, on the host": (3, {**BF16, "zero_optimization": {"stage": 3, **ON_HOST}}),
     "overlapped": (3, {**UNCHECKED, **OVERLAP}),
     "overlapped, clipping": (2, {**UNCHECKED, **OVERLAP, "gradient_clipping": 0.1}),
     "overlapped, overflow": (3, {**BF16, **OVERLAP}),
