@@ -30,7 +30,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "megatron": ("integrations/megatron/",),
     "checkpoints": ("checkpoint/", "integrations/deepspeed/checkpoint/"),
     "training": ("runtime/", "watch/", "partition/", "optimizers/"),
-    "commands": ("cli/", "planner/", "cost/", "view/"),
+    "commands": ("cli/", "fields.py", "planner/", "cost/", "view/"),
     "programs": ("schedule/",),
 }
 """The sections of the page, and the files whose messages they show. The longest prefix counts."""

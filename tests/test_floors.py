@@ -13,7 +13,7 @@ import pytest
 from testing import ROOT
 
 FLOORS = (
-    ("autoload", "version"),
+    ("autoload", "fields", "version"),
     ("schedule",),
     ("config", "cost", "view"),
     ("planner",),
@@ -162,9 +162,9 @@ def test_what_needs_no_tensors_is_pure_python(room):
     assert imports_outside(room) == set()
 
 
-def test_the_configuration_imports_the_schedule_and_its_parser_only():
+def test_the_configuration_imports_the_schedule_fields_and_its_parser_only():
     assert imports_outside("config") == {"pydantic"}
-    assert {source for importer, source in between_rooms() if importer == "config"} == {"schedule"}
+    assert {source for importer, source in between_rooms() if importer == "config"} == {"fields", "schedule"}
 
 
 @pytest.mark.parametrize("room", ["watch", "partition", "runtime", "checkpoint", "optimizers"])

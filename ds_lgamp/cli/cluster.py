@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 
 from ds_lgamp.cli.terminal import at_work, why_not_writable
-from ds_lgamp.config import ConfigError, with_unit
+from ds_lgamp.config import ConfigError
 from ds_lgamp.cost.assignment import Assignment, Demand
+from ds_lgamp.fields import read_json, with_unit
 from ds_lgamp.integrations import cluster_file
 from ds_lgamp.integrations.cluster_file import install_transports
 from ds_lgamp.integrations.user_script import failures_end_the_process
 from ds_lgamp.partition.agreement import everyone, raise_everywhere
 from ds_lgamp.planner.assign import Presence, as_launched, assign, places_of, ranked
 from ds_lgamp.planner.cluster import Cluster, Link, named_cluster, parse_cluster
-from ds_lgamp.planner.fields import read_json
 from ds_lgamp.planner.island_search import Exposed, exposed
 from ds_lgamp.planner.islands import IslandCluster, Node, cluster_text, read_islands
 from ds_lgamp.planner.load import demand_of_facts, megatron_demand

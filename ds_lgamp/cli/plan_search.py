@@ -10,10 +10,9 @@ from statistics import fmean
 from typing import Any
 
 from ds_lgamp.cli.terminal import at_work, plain, print_rows
-from ds_lgamp.config import with_unit
+from ds_lgamp.fields import read_text, with_unit
 from ds_lgamp.planner.cluster import CLUSTERS, Cluster, read_cluster, sized
 from ds_lgamp.planner.configuration import Configuration, describe
-from ds_lgamp.planner.fields import read_text
 from ds_lgamp.planner.island_search import IslandPlan, alike, search_islands
 from ds_lgamp.planner.islands import IslandCluster
 from ds_lgamp.planner.load import Sent, demand_of, sent

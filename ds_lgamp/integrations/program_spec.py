@@ -4,7 +4,8 @@ much memory it may take."""
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, with_unit
+from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
+from ds_lgamp.fields import with_unit
 from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.orders import default_placement
 from ds_lgamp.schedule.placement import (

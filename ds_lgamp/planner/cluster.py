@@ -20,8 +20,7 @@ from math import ceil, inf, nan
 from pathlib import Path
 from typing import Any
 
-from ds_lgamp.config import optional_quantity, parse_quantity
-from ds_lgamp.planner.fields import count, read_json, refuse_unknown, section
+from ds_lgamp.fields import count, optional_quantity, parse_quantity, read_json, refuse_unknown, section
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 from ds_lgamp.cost.units import Travel
-from ds_lgamp.planner.fields import count
+from ds_lgamp.fields import count
 from ds_lgamp.planner.model import Model
 from ds_lgamp.schedule.orders import default_placement
 from ds_lgamp.schedule.placement import Placement, place_chunks, split_by_speed, split_evenly

@@ -9,17 +9,18 @@ from itertools import combinations
 from statistics import median
 from typing import Any, NamedTuple
 
-from ds_lgamp.config import optional_quantity, with_unit
 from ds_lgamp.cost.assignment import Slot, Transport
-from ds_lgamp.planner.cluster import Link, link
-from ds_lgamp.planner.fields import (
+from ds_lgamp.fields import (
     count,
+    optional_quantity,
     positive,
     read_json,
     refuse_unknown,
     section,
+    with_unit,
     word,
 )
+from ds_lgamp.planner.cluster import Link, link
 
 NETWORKS = ("infiniband", "roce", "ethernet")
 _OF_CLUSTER = ("name", "islands", "between", "inside", "pairs", "peak", "memory", "memory_bandwidth")

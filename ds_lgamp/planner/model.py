@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from ds_lgamp.planner.fields import count
+from ds_lgamp.fields import count
 
 MOST_LAYERS = 500
 """Each layer may be a chunk, so the time of a search grows with their square: it takes a minute for so many."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import ceil
 from pathlib import Path
 
-from ds_lgamp.planner.fields import read_json, read_text
+from ds_lgamp.fields import read_json, read_text
 from ds_lgamp.planner.model import MEGATRON, Model
 from ds_lgamp.planner.transformers_config import model_of_config
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ds_lgamp.planner.fields import count
+from ds_lgamp.fields import count
 from ds_lgamp.planner.model import AUTOEP, LatentAttention, Model
 
 LONGEST_DEFAULT = 8192

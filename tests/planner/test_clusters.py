@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from ds_lgamp.config import UNITS, parse_quantity, with_unit
+from ds_lgamp.fields import UNITS, parse_quantity, with_unit
 from ds_lgamp.planner.cluster import CLUSTERS, GBIT, Efficiency, Host, named_cluster, parse_cluster, read_cluster
 
 FILE = {

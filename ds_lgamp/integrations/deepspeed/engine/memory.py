@@ -17,11 +17,12 @@ from deepspeed.utils import logger
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, with_unit
+from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.cost.activations import ActivationBytes, ChunkBytes
 from ds_lgamp.cost.memory import Memory, Pair, kept_within, memory_over_time, space_left
 from ds_lgamp.cost.muon import Iteration, Matrix, exchange_bytes, step_memory
 from ds_lgamp.cost.units import ElementBytes, Sharding, Travel
+from ds_lgamp.fields import with_unit
 from ds_lgamp.integrations.deepspeed.config.optimizer_choice import ELEMENTWISE, choice_of, counterpart
 from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype, has_master_copies, parameter_dtype
 from ds_lgamp.integrations.deepspeed.model.experts import divided

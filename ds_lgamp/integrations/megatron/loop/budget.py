@@ -19,10 +19,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, with_unit
+from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.cost.activations import ActivationBytes, ChunkBytes
 from ds_lgamp.cost.memory import Pair, kept_within, memory_over_time, space_left
 from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize
+from ds_lgamp.fields import with_unit
 from ds_lgamp.integrations.program_spec import advise_on_memory, budget_of, over_budget
 from ds_lgamp.partition.agreement import everyone
 from ds_lgamp.partition.zero_partition import ZeroPartition, unit_sizes

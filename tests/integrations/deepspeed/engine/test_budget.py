@@ -16,7 +16,8 @@ import torch.distributed as dist
 import transformers
 from deepspeed.pipe import LayerSpec, PipelineModule
 
-from ds_lgamp.config import ConfigError, parse_quantity, read_block
+from ds_lgamp.config import ConfigError, read_block
+from ds_lgamp.fields import parse_quantity
 from ds_lgamp.integrations.deepspeed.engine import memory
 from ds_lgamp.integrations.deepspeed.explain.activations import measure_activations
 from ds_lgamp.integrations.program_spec import budget_of
