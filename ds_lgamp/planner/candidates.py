@@ -42,6 +42,10 @@ def candidates(model: Model, cluster: Cluster, sequences: int, state: str = "fp3
                 )
                 for expert_ranks in expert_rank_numbers(model, plain):
                     for way in _ways(model, replace(plain, expert_ranks=expert_ranks), state):
+                        if way.keep_frozen == "host":
+                            # Neighbours have the same pipeline rank.
+                            sharers = min(data_ranks, max(1, cluster.gpus_per_node // tensor_ranks))
+                            way = replace(way, home_shared_by=sharers)
                         for recompute in ("none", "full"):
                             yield replace(way, recompute=recompute, state=state)
 

@@ -71,6 +71,8 @@ class Configuration:
     keep_frozen: Literal["device", "host", "none"] | None = None
     """Where frozen weights lie at stage 3, as the key of the block says; None without them, below stage 3, and in stock
     DeepSpeed, where ranks share them."""
+    home_shared_by: int = 1
+    """How many data-parallel ranks of a machine share the frozen weights on its host."""
     speeds: tuple[float, ...] = ()
     """The relative speed of each pipeline rank, by which they share layers; empty if all have equally many."""
     expert_ranks: int = 1
@@ -92,8 +94,10 @@ class Configuration:
         number of pairs of chunk and micro-batch that are recomputed stands for those that are kept."""
         hierarchy = None if self.hierarchy is None else self.hierarchy._asdict()
         again = self.recomputed_pairs if self.recompute == "auto" else None
+        sharers = self.home_shared_by if self.keep_frozen == "host" else None
         named = {**asdict(self), "hierarchy": hierarchy, "kept": None, "recomputed_pairs": again}
-        absent = (*ROUNDED, "keep_frozen", "kept", "recomputed_pairs")
+        named["home_shared_by"] = sharers
+        absent = (*ROUNDED, "keep_frozen", "home_shared_by", "kept", "recomputed_pairs")
         return {name: value for name, value in named.items() if value is not None or name not in absent}
 
     def __post_init__(self) -> None:
@@ -108,6 +112,7 @@ class Configuration:
             "chunks_per_rank",
             "resident_chunks",
             "expert_ranks",
+            "home_shared_by",
         ):
             count(field, getattr(self, field))
         for field, allowed in (("zero_stage", range(4)), ("schedule", PLANNED), ("recompute", RECOMPUTE)):

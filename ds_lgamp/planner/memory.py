@@ -96,7 +96,8 @@ def _own_units(
 
 def _frozen(configuration: Configuration, parameters: int, chunks: tuple[int, ...], tied: bool = False) -> UnitSize:
     kept: Literal["device", "host"] | None = None if configuration.keep_frozen == "none" else configuration.keep_frozen
-    return UnitSize(parameters, 0, chunks, tied, frozen=True, whole_on=kept)
+    sharers = configuration.home_shared_by
+    return UnitSize(parameters, 0, chunks, tied, frozen=True, whole_on=kept, home_shared_by=sharers)
 
 
 def chunk_bytes_of(model: Model, configuration: Configuration, software: Software) -> list[ChunkBytes]:

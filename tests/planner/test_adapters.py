@@ -54,6 +54,16 @@ def test_frozen_weights_lie_in_shards_or_whole_where_they_are_kept(of, on_device
     base, adapters, needs = 2 * MODEL.parameters, 2 * MODEL.adapter_parameters, memory(MODEL, of)
     assert needs.weights == pytest.approx(on_device * base + adapters / 4, rel=1e-3)
     assert needs.host == pytest.approx(on_host * base, rel=1e-6)
+    if on_host:
+        assert memory(MODEL, replace(of, home_shared_by=4)).host == pytest.approx(base / 4, rel=1e-6)
+
+
+@pytest.mark.parametrize(("gpus_per_node", "most"), [(8, 8), (4, 4), (1, 1)])
+def test_ranks_of_a_node_share_what_lies_on_its_host(gpus_per_node, most):
+    of_nodes = replace(cluster(), gpus_per_node=gpus_per_node, nodes=8 // gpus_per_node)
+    found = [one for one in candidates(MODEL, of_nodes, 8) if one.keep_frozen == "host"]
+    assert found and all(one.home_shared_by == min(one.data_ranks, most) for one in found)
+    assert found[0].to_json()["home_shared_by"] == found[0].home_shared_by
 
 
 def test_weights_that_are_kept_are_never_gathered():
@@ -191,7 +201,10 @@ deepspeed.initialize(model=model, model_parameters=model.parameters(), config=js
 
 @pytest.mark.parametrize("home", ["none", pytest.param("host", marks=pytest.mark.slow)])
 def test_a_step_gathers_sends_loads_and_holds_what_explain_says(tmp_path, home):
-    of = Configuration(2, 2, 1, 4, 4, 3, "layered", LAYERS // 2, resident_chunks=1, keep_frozen=home)
+    sharers = 2 if home == "host" else 1
+    of = Configuration(
+        2, 2, 1, 4, 4, 3, "layered", LAYERS // 2, resident_chunks=1, keep_frozen=home, home_shared_by=sharers
+    )
     case = Case("Llama", of, True, adapters=8)
     (tmp_path / "script.py").write_text(SCRIPT)
     words = ["ds_lgamp", "run", "--explain", "--json", "--ranks", "4", str(tmp_path / "script.py")]
@@ -206,3 +219,5 @@ def test_a_step_gathers_sends_loads_and_holds_what_explain_says(tmp_path, home):
         held = followed(case.model, of, number, software)
         for kind in ("weights", "master_weights", "resident_weights", "gradients", "gradient_buffers"):
             assert rank["memory"][kind] == getattr(held, kind), kind
+        if home == "host":
+            assert rank["memory"]["host"]["weights"] == held.host.weights
