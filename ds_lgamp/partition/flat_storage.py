@@ -257,7 +257,8 @@ class FlatStorage:
         self._outdate()
 
     def settle_loads(self) -> None:
-        """Blocks the host until no load reads the shard, so that the caller may change it there."""
+        """Blocks the host until no load reads the shard, so that the caller may change it there. Ranks that share it
+        wait for each other; none of them may read it otherwise, either."""
         if self._loaded is not None:
             self._loaded.settle()
 

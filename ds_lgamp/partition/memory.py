@@ -8,12 +8,14 @@
 - A tensor may have any layout: transposed, with gaps, or expanded, so that elements repeat.
 """
 
+import ctypes
 import inspect
 import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
+from secrets import token_hex
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +25,8 @@ from torch import Tensor
 from ds_lgamp.partition.agreement import everyone, machine
 
 T = TypeVar("T")
+_CLOSED_ON_EXEC = 1
+"""MFD_CLOEXEC of memfd_create(2)."""
 _whole_model = False
 """Whether parameters of all chunks are gathered at once, as for a state_dict."""
 
@@ -112,19 +116,31 @@ def common_copy(values: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, int] 
     here = machines[group.rank()]
     first = machines.index(here)
     with ExitStack() as stack:
-        created, opened = None, None
-        with suppress(OSError):
+        created, opened, label = None, None, f"ds_lgamp {token_hex(8)}"
+        with suppress(OSError, AttributeError):
             if first == group.rank():
-                created = os.memfd_create("ds_lgamp")
+                created = _new_memory(label)
                 stack.callback(os.close, created)
                 os.ftruncate(created, values.nbytes)
-        paths = everyone(f"/proc/{os.getpid()}/fd/{created}", group)
+        path, label = everyone((f"/proc/{os.getpid()}/fd/{created}", label), group)[first]
         with suppress(OSError, RuntimeError):
-            opened = torch.from_file(paths[first], shared=True, size=values.numel(), dtype=values.dtype, device="cpu")
-            if created is not None:
+            # In another container of the machine, a process of its own may have this number, and a file of its own.
+            if os.readlink(path) == f"/memfd:{label} (deleted)":
+                opened = torch.from_file(path, shared=True, size=values.numel(), dtype=values.dtype, device="cpu")
+            if created is not None and opened is not None:
                 opened.copy_(values)
         able = everyone(opened is not None and _pinned(opened, values.device), group)
     return (opened, machines.count(here)) if opened is not None and all(able) else None
+
+
+def _new_memory(label: str) -> int:
+    """Returns the descriptor of new memory, which ``/proc`` calls by the ``label``. Raises OSError, or AttributeError
+    with a C library that has no such memory."""
+    # Pythons of conda and uv, built with an old C library, lack os.memfd_create.
+    descriptor: int = ctypes.CDLL(None).memfd_create(label.encode(), _CLOSED_ON_EXEC)
+    if descriptor < 0:
+        raise OSError("the system has refused memory without a name")
+    return descriptor
 
 
 def _pinned(memory: Tensor, device: torch.device) -> bool:

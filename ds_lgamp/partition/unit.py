@@ -97,8 +97,8 @@ class Unit:
             weights: values of the shard; by default the master weights rounded to its dtype.
         """
         self.storage.finish_gather()
-        self.storage.settle_loads()
         self.before_change()
+        self.storage.settle_loads()
         self.master.values.copy_(master)
         self.storage.replace_shard(self.master.values if weights is None else weights)
 
@@ -106,8 +106,8 @@ class Unit:
     def replace_slice(self, within: slice, master: torch.Tensor) -> None:
         """Sets a slice of this rank's master weights and shard. Full parameters that are resident do not follow."""
         self.storage.finish_gather()
-        self.storage.settle_loads()
         self.before_change()
+        self.storage.settle_loads()
         self.master.values[within] = master
         self.storage.replace_slice(within, self.master.values[within])
 

@@ -1,5 +1,6 @@
 """Ranks of one machine share the memory in which the host has what all of them have whole."""
 
+import os
 import time
 from functools import partial
 from itertools import product
@@ -12,6 +13,8 @@ from ds_lgamp.partition import memory
 from ds_lgamp.partition.bus import Bus
 from ds_lgamp.partition.host import Host, HostThread, LoadedPart
 from ds_lgamp.partition.memory import common_copy
+from ds_lgamp.partition.policy import UnitParameter, ZeroPolicy
+from ds_lgamp.partition.unit import Observer, Unit
 from testing.ranks import run_on_ranks
 
 CPU = torch.device("cpu")
@@ -77,6 +80,36 @@ def test_ranks_of_other_machines_and_those_that_cannot_share_have_memory_of_thei
     assert run_on_ranks(3, run) == [(number, torch.arange(10.0).tolist()) for number in sharers]
 
 
+def beside_a_file(folder):
+    """Returns how many ranks share a home if the second has a file of its own where the first says its memory is, as in
+    two containers that number their processes alike, and what is left of the file."""
+    path = folder / str(dist.get_rank())
+    path.write_bytes(b"data" * 1000)
+    with pytest.MonkeyPatch.context() as patch, path.open("r+b") as file:
+        if dist.get_rank() == 0:
+            patch.setattr(memory.os, "getpid", lambda: "self")
+        descriptors = [os.dup(file.fileno()) for _ in range(100 * dist.get_rank())]
+        shared = common_copy(torch.arange(10.0), dist.group.WORLD)
+        for each in descriptors:
+            os.close(each)
+    return shared, path.read_bytes() == b"data" * 1000
+
+
+def test_a_file_of_ones_own_is_not_taken_for_the_memory_of_another(tmp_path):
+    assert run_on_ranks(2, beside_a_file, tmp_path) == [(None, True)] * 2
+
+
+def without_a_function():
+    """Returns how many ranks share a home if Python was built with an old C library."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(os, "memfd_create")
+        return common_copy(torch.arange(10.0), dist.group.WORLD)[1]
+
+
+def test_ranks_share_memory_where_python_has_no_function_for_it():
+    assert run_on_ranks(2, without_a_function) == [2, 2]
+
+
 def load_while_another_writes():
     """Returns what the slower of two ranks has loaded, and loads once more after both have written."""
     part = LoadedPart(Host(Bus(CPU), HostThread(CPU), parameters=True), torch.zeros(10), dist.group.WORLD)
@@ -94,3 +127,34 @@ def load_while_another_writes():
 
 def test_nobody_writes_while_another_rank_loads():
     assert run_on_ranks(2, load_while_another_writes) == [([0.0] * 10, [1.0] * 10)] * 2
+
+
+class Reader(Observer):
+    """Reads the shard of a unit until it changes."""
+
+    def __init__(self):
+        self.found = None
+
+    def before_change(self, unit):
+        time.sleep(0.5 * dist.get_rank())
+        self.found = unit.storage.shard.sum().item()
+
+
+def read_while_another_writes(slices):
+    """Returns what an observer has read before a frozen unit was changed, slowly on one of two ranks."""
+    host = Host(Bus(CPU), HostThread(CPU), parameters=True)
+    weight = torch.nn.Parameter(torch.zeros(4), requires_grad=False)
+    policy = ZeroPolicy(dist.group.WORLD, 3, frozen_home=host)
+    unit, reader = Unit("chunk 0 frozen", [UnitParameter("0.weight", weight, None)], policy), Reader()
+    unit.observers.append(reader)
+    new = torch.ones_like(unit.storage.shard)
+    if slices:
+        unit.replace_slice(slice(0, len(new)), new)
+    else:
+        unit.replace_shard(new)
+    return unit.storage.home_shared_by, reader.found, unit.storage.shard.sum().item() > 0
+
+
+@pytest.mark.parametrize("slices", [False, True])
+def test_nobody_writes_while_another_rank_still_observes(slices):
+    assert run_on_ranks(2, read_while_another_writes, slices) == [(2, 0.0, True)] * 2
