@@ -63,22 +63,23 @@ class Next(IntEnum):
     """It steps the optimizer. Its number is that of calls whose outputs have no gradient."""
 
 
-def agree(own: Next, *numbers: float, terms: Terms = MappingProxyType({}), thawed: bool = False) -> bool:
+def agree(
+    own: Next, *numbers: float, terms: Terms = MappingProxyType({}), flags: tuple[bool, bool] = (False, False)
+) -> tuple[bool, bool]:
     """Raises ConfigError on all ranks if one does something else next, with other ``numbers``, or on other ``terms``.
-    Returns whether the script has unfrozen parameters on any rank, as ``thawed`` says of this one. Collective over all
-    ranks. Hosts talk, devices do not."""
+    Returns which of the ``flags`` any rank has. Collective over all ranks. Hosts talk, devices do not."""
     if dist.get_world_size() == 1:
-        return thawed
-    # Equally many for every Next, because ranks may disagree. A half says that something was unfrozen.
-    padded = [digest(terms), own + thawed / 2, *numbers, 0.0, 0.0][:4]
-    extremes = torch.tensor([*padded, *(-each for each in padded)], dtype=torch.float64, device="cpu")
+        return flags
+    # Equally many for every Next, because ranks may disagree.
+    padded = [digest(terms), own, *numbers, 0.0, 0.0][:4]
+    extremes = torch.tensor([*padded, *(-each for each in padded), *flags], dtype=torch.float64, device="cpu")
     dist.all_reduce(extremes, dist.ReduceOp.MAX, host_group())
-    largest, least = extremes[:4], -extremes[4:]
-    if largest[1].floor() != least[1].floor() or not torch.equal(largest[2:], least[2:]):
+    largest, least = extremes[:4], -extremes[4:8]
+    if not torch.equal(largest[1:], least[1:]):
         raise ConfigError(_difference(everyone((own, numbers), host_group())))
     if largest[0] != least[0]:
         raise ConfigError(difference(everyone(terms, host_group())))
-    return bool(largest[1] % 1)
+    return bool(extremes[8]), bool(extremes[9])
 
 
 def agree_at_the_end() -> None:

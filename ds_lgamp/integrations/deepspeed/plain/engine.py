@@ -176,6 +176,10 @@ class ModelEngine(LgampDoor):
             self.micro_steps = 0
         return loaded
 
+    def note_reading(self) -> None:
+        """Called when the script reads what forwards in training may change: it evaluates, or reads the state."""
+        self._unfinished.is_read |= bool(self._unfinished.calls)
+
     def forget_values(self) -> None:
         """Forgets values of the model that were read, because others are loaded."""
         self.last_read = None
@@ -251,7 +255,7 @@ class ModelEngine(LgampDoor):
     def _evaluate(self, arguments: Arguments) -> Any:
         """Returns the model's output for the call of this rank."""
         training = self.lgamp
-        self._unfinished.evaluated()
+        self.note_reading()
         with training.in_batch(training=False):
             self._begin(Next.EVALUATE, [arguments])
             batch = training.batch_state(self.program_spec.evaluation(self.num_stages), self._load, self._own_name)
@@ -286,7 +290,9 @@ class ModelEngine(LgampDoor):
                     # The schedule depends on it.
                     terms["gradients of arguments"] = Term(str(wants), "ask for them on all ranks or on none")
             begins = following is Next.TRAIN or (following is Next.FORWARD and number == 0)
-            if agree(following, number, terms=terms, thawed=begins and bool(self.lgamp.partition.thawed())):
+            flags = begins and bool(self.lgamp.partition.thawed()), self._unfinished.is_read
+            thawed, self._unfinished.is_read = agree(following, number, terms=terms, flags=flags)
+            if thawed:
                 self.lgamp.thaw()
             if not own:
                 raise ConfigError(NO_CALL)

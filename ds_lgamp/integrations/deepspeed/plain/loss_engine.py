@@ -72,7 +72,7 @@ class LossEngine(ModelEngine):
             self.micro_batches = len(self._layers.calls.all)
             self._open = self._begin_batch()
             self._open.run_up_to(Kind.STEP)
-            self._unfinished.refuse_early_evaluation()
+            self._unfinished.refuse_early_reading()
             self._layers.calls.all = []
             self._take_settings()
             losses = torch.zeros(self.micro_batches, device=self.device)

@@ -62,6 +62,9 @@ class Guide(Protocol):
     has_whole_model: bool
     """Whether modules of the model have all their values for now, on this rank alone."""
 
+    def note_reading(self) -> None:
+        """Called when the script evaluates the model by itself."""
+
     def __call__(self, *positional: Any, **named: Any) -> Any: ...
 
 
@@ -79,6 +82,7 @@ def evaluate_direct_calls(engine: Guide, model: Any, is_spread: bool) -> Callabl
                 "deepspeed.initialize or accelerator.prepare returned trains it; call that, or switch the model to "
                 "evaluation"
             )
+        engine.note_reading()
         return evaluate(*positional, **named)
 
     return guide_calls(engine, model, compute, is_spread)

@@ -57,6 +57,9 @@ class Engine(Run, Protocol):
     """Whether modules of the model have all their values for now, on this rank alone."""
     elsewhere: Elsewhere
 
+    def note_reading(self) -> None:
+        """Called when the script reads the state."""
+
     def forget_values(self) -> None:
         """Forgets values of the model that were read, because others are loaded."""
 
@@ -211,6 +214,7 @@ def whole_state(engine: Engine, exclude_frozen_parameters: bool = False) -> dict
     One chunk after another is gathered, on its pipeline rank, and sent layer by layer. So a rank holds at most one
     complete chunk beside what it holds anyway, and the first rank one layer more.
     """
+    engine.note_reading()
     agree(Next.READ_STATE)
     broken = engine.optimizer.is_half_updated
     placed, partition = engine.lgamp.placed, engine.optimizer.partition

@@ -45,8 +45,9 @@ class UnfinishedBatch:
         """Other objects among the arguments, each with the number of its micro-batch and a copy of its attributes."""
         self._changed: tuple[str, int] | None = None
         """What of the model was changed, and after which micro-batch; None if nothing was."""
-        self._evaluated: int | None = None
-        """After which micro-batch the script first evaluated the model; None if it has not."""
+        self.is_read = False
+        """Whether the script has evaluated the model inside the batch, or has read its state, here or, as far as is
+        known, on another rank."""
 
     def add(self, call: Arguments) -> Arguments:
         """Adds a micro-batch. Returns its copy."""
@@ -65,29 +66,23 @@ class UnfinishedBatch:
         """Called once the model has computed all micro-batches so far. It may have changed its own attributes."""
         self._settings.remember()
 
-    def evaluated(self) -> None:
-        """Called when the script evaluates the model."""
-        if self.calls and self._evaluated is None:
-            self._evaluated = len(self.calls) - 1
-
-    def refuse_early_evaluation(self) -> None:
-        """Called once forwards that were put off have run. Raises ConfigError if an evaluation inside the batch should
-        have seen what they changed. Collective over all ranks, which evaluate together."""
-        if self._evaluated is None:
+    def refuse_early_reading(self) -> None:
+        """Called once forwards that were put off have run. Raises ConfigError if the script should have read inside the
+        batch what they changed. Collective over all ranks, which know of each other's :attr:`is_read`."""
+        if not self.is_read:
             return
         complaint = None
         if (what := self._settings.changed()) is not None:
             complaint = (
                 f"{what} changed by forwards in training, which a {BLOCK} block computes when the batch is complete, "
-                f"but the model was evaluated after micro-batch {self._evaluated} of {len(self.calls)} was given to "
-                "engine(...); evaluate between batches"
+                "but the model was evaluated, or its state read, inside the batch; do so between batches"
             )
         raise_everywhere(complaint, ConfigError)
 
     def clear(self) -> None:
         for each in (self.calls, self._versions, self._objects):
             each.clear()
-        self._changed = self._evaluated = None
+        self._changed, self.is_read = None, False
 
     def check(self) -> None:
         """Raises ConfigError if a tensor or another object was changed since it was given, or if the model is another

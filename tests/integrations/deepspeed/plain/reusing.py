@@ -202,3 +202,33 @@ def evaluate_inside_batches(block: dict[str, Any], moves: bool) -> tuple[float, 
         except ConfigError as refusal:
             found.append(str(refusal))
     return plain(tokens[0]).item(), found
+
+
+READINGS = {
+    "the engine": lambda engine, batch: engine(batch),
+    "the model": lambda engine, batch: engine.module(batch),
+    "the state": lambda engine, _: engine.module.state_dict(),
+}
+
+
+def read_at_different_places(stage: int, block: dict[str, Any], moves: bool) -> dict[str, str]:
+    """Reads from a model in each way, on rank 0 ahead of a batch of two calls, on rank 1 inside it. Returns the
+    errors."""
+    prepare_rank()
+    ds_lgamp.install()
+    rank, found = dist.get_rank(), {}
+    tokens = [dict(zip(("tokens", "labels"), micro_batch("", rank, number))) for number in range(MICRO_BATCHES)]
+    for name, read in READINGS.items():
+        engine, found[name] = initialize(_averaging(moves), configuration(stage, block)), ""
+        try:
+            for number, each in enumerate(tokens):
+                if number == rank:
+                    engine.eval()
+                    with torch.no_grad():
+                        read(engine, tokens[0])
+                engine.train()
+                engine.backward(engine(each))
+                engine.step()
+        except ConfigError as refusal:
+            found[name] = str(refusal)
+    return found

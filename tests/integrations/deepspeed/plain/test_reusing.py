@@ -46,7 +46,19 @@ def test_an_evaluation_inside_a_batch_sees_what_forwards_have_changed_or_is_refu
     for plain, (after_first, after_last) in run_on_ranks(ranks, reusing.evaluate_inside_batches, block, moves):
         if moves and "outputs" not in block:
             assert "'mean' of the model was changed by forwards in training" in after_first
-            assert "the model was evaluated after micro-batch 0 of 2 was given to engine(...); evaluate" in after_first
+            assert "the model was evaluated, or its state read, inside the batch; do so between batches" in after_first
         else:
             assert after_first == pytest.approx(plain, rel=1e-6)
         assert isinstance(after_last, float)
+
+
+@pytest.mark.parametrize("moves", [False, True])
+@pytest.mark.parametrize(
+    ("stage", "block"), slow_except([(3, {}), (1, {})], [(3, {}), (1, {}), (3, {"pipeline_ranks": 2})], several=True)
+)
+def test_ranks_may_read_at_different_places_what_forwards_leave_alone(stage, block, moves):
+    unseen = set() if stage == 3 else {"the state"}
+    for found in run_on_ranks(2, reusing.read_at_different_places, stage, block, moves):
+        for reading, error in found.items():
+            assert ("its state read, inside the batch" in error) == (moves and reading not in unseen), reading
+            assert bool(error) == ("'mean' of the model was changed by forwards" in error), error
