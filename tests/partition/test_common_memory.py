@@ -110,6 +110,28 @@ def test_ranks_share_memory_where_python_has_no_function_for_it():
     assert run_on_ranks(2, without_a_function) == [2, 2]
 
 
+def seen():
+    """Returns how often this process maps memory that ranks share, and how many descriptors of it are open."""
+    with open("/proc/self/maps") as maps:
+        mapped = sum("/memfd:ds_lgamp" in line for line in maps)
+    with os.scandir("/proc/self/fd") as entries:
+        # The scan has a descriptor of its own, which is gone.
+        paths = [os.readlink(entry.path) for entry in entries if os.path.lexists(entry.path)]
+    return mapped, sum("/memfd:ds_lgamp" in path for path in paths)
+
+
+def share_and_drop():
+    """Returns what is :func:`seen` beside three homes, and after them."""
+    homes = [common_copy(torch.arange(10.0), dist.group.WORLD)[0] for _ in range(3)]
+    beside = seen()
+    homes.clear()
+    return beside, seen()
+
+
+def test_the_memory_is_mapped_as_long_as_the_home_lives_and_keeps_no_descriptor():
+    assert run_on_ranks(2, share_and_drop) == [((3, 0), (0, 0))] * 2
+
+
 def load_while_another_writes():
     """Returns what the slower of two ranks has loaded, and loads once more after both have written."""
     part = LoadedPart(Host(Bus(CPU), HostThread(CPU), parameters=True), torch.zeros(10), dist.group.WORLD)
