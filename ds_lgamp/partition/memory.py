@@ -139,7 +139,7 @@ def _new_memory(label: str) -> int:
     # Pythons of conda and uv, built with an old C library, lack os.memfd_create.
     descriptor: int = ctypes.CDLL(None).memfd_create(label.encode(), _CLOSED_ON_EXEC)
     if descriptor < 0:
-        raise OSError("the system has refused memory without a name")
+        raise OSError
     return descriptor
 
 
