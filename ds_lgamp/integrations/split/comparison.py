@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.call import Arguments, BatchCalls, Call, Returned, run_uncompiled
 from ds_lgamp.integrations.split.forward import SplitForward
-from ds_lgamp.integrations.split.parts import full_shape, place_of
+from ds_lgamp.integrations.split.parts import full_shape, place_of, restored_modes
 from ds_lgamp.integrations.split.stand_ins import replacing, watch_calls
 from ds_lgamp.integrations.split.state import Snapshot, leave_out_hosts, untouched
 from ds_lgamp.integrations.split.travelling import numbers_like
@@ -45,6 +45,10 @@ class Computed(NamedTuple):
     """The hidden states after every block, computed once more."""
 
 
+Both = tuple[list[Computed], list[Computed]]
+"""What a model computes, and what its layers do."""
+
+
 class Comparison:
     """Compares a model with its layers.
 
@@ -72,18 +76,36 @@ class Comparison:
             draws = self._draws(arguments)
         except Exception as error:
             raise self._refusal(f"on its dummy inputs it fails with {type(error).__name__}: {error}") from error
+        found = self._on_others(arguments, (_ROUNDS, 1)) or [self._both([arguments, arguments], _ROUNDS)]
+        for pair in found:
+            self._compare(*pair, draws)
+        self._check_in_training(arguments)
+
+    def _check_in_training(self, arguments: Arguments) -> None:
+        """As :meth:`check`, with modules in training, which may keep state only then, as for noise or a warm-up. Passes
+        over models that cannot train with such arguments, as a BatchNorm cannot with one row."""
+        with restored_modes(self._model), untouched(self._model):
+            self._model.train()
+            try:
+                draws = self._draws(arguments)
+            except Exception:
+                return
+            found = self._on_others(arguments, (_ROUNDS, 1))
+        for pair in found:
+            self._compare(*pair, draws)
+
+    def _on_others(self, arguments: Arguments, rounds: Sequence[int]) -> list[Both]:
+        """Returns what is computed with these arguments and others of each kind, in so many rounds."""
         found = []
-        for rounds, ways in zip((_ROUNDS, 1), others(arguments, self._largest_token())):
+        for number, ways in zip(rounds, others(arguments, self._largest_token())):
             for other in ways:
                 # Neither the model nor its layers need take what nobody has given.
                 with suppress(Exception):
-                    found.append(self._both([arguments, other], rounds))
+                    found.append(self._both([arguments, other], number))
                     break
-        for whole, layers in found or [self._both([arguments, arguments], _ROUNDS)]:
-            for pair in zip(whole, layers, strict=True):
-                self._compare(*pair, draws)
+        return found
 
-    def _both(self, micro_batches: Sequence[Arguments], rounds: int) -> tuple[list[Computed], list[Computed]]:
+    def _both(self, micro_batches: Sequence[Arguments], rounds: int) -> Both:
         """Returns what the model computes in all rounds, and what its layers do."""
         return (
             self._rounds(rounds, lambda is_whole: [self._whole(each, is_whole) for each in micro_batches]),
@@ -199,7 +221,11 @@ class Comparison:
         """Whether all generators have the same state twice."""
         return all(source.same(*states) for source, *states in zip(self._random_sources, one, other))
 
-    def _compare(self, whole: Computed, split: Computed, draws: bool) -> None:
+    def _compare(self, whole: Sequence[Computed], layers: Sequence[Computed], draws: bool) -> None:
+        for pair in zip(whole, layers, strict=True):
+            self._compare_one(*pair, draws)
+
+    def _compare_one(self, whole: Computed, split: Computed, draws: bool) -> None:
         for index, pair in enumerate(zip(whole.hidden[: self._comparable], split.hidden)):
             if not _are_equal(*pair):
                 raise self._refusal(f"block {index} {_OTHERWISE}")

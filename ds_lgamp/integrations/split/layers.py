@@ -16,7 +16,16 @@ from ds_lgamp.integrations.split.checks import check_foreign, check_parts, check
 from ds_lgamp.integrations.split.comparison import Comparison
 from ds_lgamp.integrations.split.forward import SplitForward
 from ds_lgamp.integrations.split.outputs import NotReturned
-from ds_lgamp.integrations.split.parts import Original, Part, Tree, find_blocks, model_of
+from ds_lgamp.integrations.split.parts import (
+    Original,
+    Part,
+    Sides,
+    Tree,
+    find_blocks,
+    model_of,
+    parameters_of,
+    place_of,
+)
 from ds_lgamp.integrations.split.state import Snapshot, untouched
 from ds_lgamp.integrations.split.survey import survey
 from ds_lgamp.integrations.split.trials import given_inputs, inputs_of
@@ -87,6 +96,9 @@ class Layers:
         """The modules that :meth:`compile` compiles."""
         raise NotImplementedError
 
+    def check_blocks(self) -> None:
+        """Raises ConfigError if the script has put something else in the place of a layer."""
+
     def arguments(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Arguments:
         """Returns the arguments with which the model is called if the script passes these. Raises ConfigError if the
         model does not take them, or, in training, if it returns no loss for them and should."""
@@ -109,6 +121,17 @@ class Layers:
         compiler = Compiler(options)
         for module in self.compiled:
             compiler(module)
+
+
+def _refuse_gradient_hooks(sides: Sides) -> None:
+    """Raises ConfigError if a parameter with a hook of its gradient may be used before the blocks and after them."""
+    for path, part in sides.before.items():
+        if any(parameter._backward_hooks for parameter in parameters_of([part])):
+            raise ConfigError(
+                f"a parameter of '{path}' has a hook (register_hook) and is shared by what precedes and what follows "
+                f"the blocks, but a {BLOCK} block computes its gradient in two parts; change gradients elsewhere, or "
+                "untie the parameter"
+            )
 
 
 class SplitLayers(Layers):
@@ -146,7 +169,10 @@ class SplitLayers(Layers):
             Block(f"{blocks.path}.{name}", block, index, split, self.calls)
             for index, (name, block) in enumerate(blocks.named.items())
         ]
+        self._blocks = blocks.named
         sides = split.sides
+        if sides.are_shared:
+            _refuse_gradient_hooks(sides)
         end = End(sides.of_last_layer, split, self.calls)
         self.modules = [end if sides.are_shared else Beginning(sides.before, split), *own_blocks, end]
         with original.evaluating(training):
@@ -158,6 +184,16 @@ class SplitLayers(Layers):
         finally:
             self.calls.forget()
         self._warn_of_attributes(before)
+
+    def check_blocks(self) -> None:
+        path, container = self._split.original.blocks
+        for name, block in self._blocks.items():
+            holder, key = place_of(container, name)
+            if holder.get(key) is not block:
+                raise ConfigError(
+                    f"block '{path}.{name}' of the model was replaced, moved or removed after "
+                    f"deepspeed.initialize, but a {BLOCK} block trains those that the model had; change them before"
+                )
 
     def _warn_of_attributes(self, before: Snapshot) -> None:
         """Warns of attributes that the model's own forward sets, if a script that reads them finds values of other

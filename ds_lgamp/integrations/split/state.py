@@ -5,7 +5,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import fields, is_dataclass
-from functools import partial
+from dis import get_instructions
+from functools import cache, partial
 from inspect import unwrap
 from operator import is_
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -42,10 +43,10 @@ def named_globals(model: nn.Module) -> list[Named]:
 
 def _globals_in(function: FunctionType) -> Named:
     held = function.__globals__
-    return Named(held, [name for name in dict.fromkeys(_names(function.__code__)) if _is_state(held.get(name, _names))])
+    return Named(held, [name for name in global_names(function.__code__) if name in held and _is_state(held[name])])
 
 
-class _Variables:
+class Variables:
     """The variables of a closure, by their names."""
 
     def __init__(self, function: FunctionType) -> None:
@@ -81,19 +82,12 @@ def named_by_hooks(model: nn.Module) -> list[Named]:
         elif isinstance(hook, partial):
             waiting += [hook.func, *hook.args, *hook.keywords.values()]
         elif isinstance(hook, FunctionType):
-            variables = _Variables(hook).named()
+            variables = Variables(hook).named()
             found += [_globals_in(hook), variables]
             waiting += [variables.holder[name] for name in variables.names]
         elif type(getattr(hook, "__dict__", None)) is dict and not isinstance(hook, (Tensor, type)):
             found.append(Named(vars(hook), [*vars(hook)]))
     return [each for each in found if each.names]
-
-
-def class_attributes(model: nn.Module) -> list[Named]:
-    """Returns what classes of modules hold, but methods."""
-    kinds = {each: None for kind in _classes(model) for each in kind.__mro__ if not _is_torchs(each)}
-    named = (Named(vars(kind), [name for name, value in vars(kind).items() if _counts(name, value)]) for kind in kinds)
-    return [each for each in named if each.names]
 
 
 def _classes(model: nn.Module) -> Iterator[type[nn.Module]]:
@@ -104,21 +98,20 @@ def _is_torchs(kind: type) -> bool:
     return kind is object or kind.__module__.partition(".")[0] == "torch"
 
 
-def _names(code: CodeType) -> Iterator[str]:
-    """Yields the names in code and in functions inside it."""
-    yield from code.co_names
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield from _names(each)
+@cache
+def global_names(code: CodeType, attributes: bool = False) -> Sequence[str]:
+    """Returns the names of globals, or those that may be of attributes, in code and in functions inside it."""
+    wanted = () if attributes else ("LOAD_GLOBAL", "LOAD_NAME")
+    own = [each.argval for each in get_instructions(code) if each.opname in wanted]
+    if attributes:
+        # For getattr, and what imports a name there.
+        own += [each for each in (*code.co_names, *code.co_consts) if isinstance(each, str) and each.isidentifier()]
+    inside = [each for each in code.co_consts if isinstance(each, CodeType)]
+    return [*dict.fromkeys([*own, *(name for each in inside for name in global_names(each, attributes))])]
 
 
 def _is_state(value: Any) -> bool:
     return not callable(value) and not isinstance(value, ModuleType)
-
-
-def _counts(name: str, value: Any) -> bool:
-    descriptors = (property, classmethod, staticmethod)
-    return not name.startswith("__") and _is_state(value) and not isinstance(value, descriptors)
 
 
 CONTAINERS = (list, dict, set, deque, Counter, OrderedDict, defaultdict)
@@ -147,6 +140,8 @@ class Snapshot:
         """Dictionaries of attributes, each with a copy."""
         self._contents: list[tuple[int, str, Any, Any]] = []
         """Containers, each with the place where it was found, and a copy."""
+        self._generators: list[tuple[torch.Generator, Tensor]] = []
+        """Random generators, each with its state."""
         self._seen: set[int] = set()
         for module in modules:
             self._remember_attributes(vars(module), depth)
@@ -167,6 +162,8 @@ class Snapshot:
             if tuple(place) not in leaving and not holds_the_same(container, before):
                 container.clear()
                 container.extend(before) if isinstance(container, (list, deque)) else container.update(before)
+        for generator, state in self._generators:
+            generator.set_state(state)
 
     def changed(self) -> Iterator[tuple[int, str, Any]]:
         """Yields the places of attributes that are others now, or contain others, each with what was there before."""
@@ -194,6 +191,10 @@ class Snapshot:
                 if depth > 1 and len(value) <= _LARGE:
                     for each in value.values() if isinstance(value, dict) else value:
                         self._search(each, depth - 1, place)
+        elif isinstance(value, torch.Generator):
+            if depth > 1 and id(value) not in self._seen:
+                self._seen.add(id(value))
+                self._generators.append((value, value.get_state()))
         elif depth > 1 and has_attributes(value):
             self._remember_attributes(vars(value), depth - 1)
 

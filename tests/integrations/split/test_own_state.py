@@ -4,6 +4,7 @@ import copy
 import itertools
 from collections import Counter
 from functools import partial
+from random import Random
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.split.state import Snapshot, untouched
-from tests.integrations.split.own_models import Attention, Gpt, cross_entropy
+from tests.integrations.split.own_models import WIDTH, Attention, Gpt, cross_entropy
 from tests.integrations.split.splitting import layers_of
 from tests.integrations.split.test_beside_arguments import batches, in_turn, trained
 from tests.slow import examples
@@ -132,6 +133,66 @@ def test_a_counter_that_shows_only_in_recomputed_gradients_is_refused():
     with pytest.raises(ConfigError, match="the gradient of '.*' computes something else"):
         layers_of(model, recompute="full")
     layers_of(model, recompute="none")
+
+
+class Noisy(Attention):
+    """Multiplies by numbers that it draws, but only in training."""
+
+    def __init__(self, draw, generator=None):
+        super().__init__(causal=True)
+        self.draw, self.generator = draw, generator
+
+    def forward(self, hidden):
+        hidden = super().forward(hidden)
+        return hidden * self.draw(self.generator) if self.training else hidden
+
+
+def drawn(generator):
+    return torch.rand(WIDTH, generator=generator)
+
+
+def through(draws):
+    return lambda _: next(draws)
+
+
+@pytest.mark.parametrize("draws", [lambda: itertools.cycle([1.0, 1.2, 1.4]), lambda: iter(Random(0).random, None)])
+def test_what_blocks_draw_in_training_alone_is_refused_unless_it_can_be_drawn_again(draws):
+    model = Counting(set())
+    model.blocks = nn.ModuleList(Noisy(through(draws())) for _ in range(3))
+    with pytest.raises(ConfigError, match="block 0 computes something else once two micro-batches take turns"):
+        layers_of(model)
+
+
+def test_a_trial_leaves_generators_of_modules_as_they_were():
+    model = Counting(set())
+    model.blocks = nn.ModuleList(Noisy(drawn, torch.Generator().manual_seed(seed)) for seed in range(3))
+    layers_of(model)
+    for seed, block in enumerate(model.blocks):
+        assert torch.equal(block.generator.get_state(), torch.Generator().manual_seed(seed).get_state())
+
+
+def test_a_hook_of_the_gradient_of_a_weight_of_both_ends_is_refused():
+    model = Counting(set())
+    model.head.weight = model.embedding.weight
+    layers_of(model)
+    model.head.weight.register_hook(torch.sign)
+    with pytest.raises(ConfigError, match="a parameter of 'embedding' has a hook .* and is shared by what precedes"):
+        layers_of(model)
+
+
+@pytest.mark.parametrize("change", ["swap", "copy", "remove"])
+def test_blocks_that_are_moved_later_are_refused(change):
+    model = Counting(set())
+    layers = layers_of(model)
+    layers.check_blocks()
+    if change == "swap":
+        model.blocks[0], model.blocks[1] = model.blocks[1], model.blocks[0]
+    elif change == "copy":
+        model.blocks[0] = copy.deepcopy(model.blocks[0])
+    else:
+        del model.blocks[-1]
+    with pytest.raises(ConfigError, match=r"block 'blocks\.\d' of the model was replaced, moved or removed after"):
+        layers.check_blocks()
 
 
 class Leaving(Counting):

@@ -296,7 +296,7 @@ def test_a_survey_leaves_the_model_and_its_generators_as_they_were():
     model.transformer.drop.register_forward_hook(lambda module, *_: seen.put(module.training))
     model.transformer.wte.register_forward_hook(lambda _, __, embedded: embedded + 0 * torch.rand(1))
     layers_of(model)
-    assert {seen.get() for _ in range(seen.qsize())} == {False}
+    assert {seen.get() for _ in range(seen.qsize())} == {False, True}
     assert {name: module.training for name, module in model.named_modules()} == training
     assert model.transformer.h[0].__dict__["forward"] is own
     assert all("forward" not in vars(block) for block in model.transformer.h[1:])
