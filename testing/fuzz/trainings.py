@@ -20,6 +20,7 @@ import torch.distributed as dist
 import ds_lgamp
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.user_script import finish_engines
+from ds_lgamp.partition.guard import NotGatheredError
 from ds_lgamp.runtime.batch import ActionError
 from testing.deepspeed_rank import prepare_rank, quiet
 from testing.fuzz.outcome import Outcome, sentence_fault
@@ -195,7 +196,7 @@ def _traceback(error: Exception) -> str:
 
 def _refusal(error: BaseException | None) -> BaseException | None:
     """The refusal that caused ``error``, if one did."""
-    while error is not None and not isinstance(error, ConfigError):
+    while error is not None and not isinstance(error, (ConfigError, NotGatheredError)):
         error = error.__cause__ or error.__context__
     return error
 

@@ -265,7 +265,7 @@ class LgampEngine(LgampDoor, PipelineEngine):
         """
         additional = self.module.get_additional_losses()
         names = None if additional is None else list(additional)
-        received = torch.zeros(2 + len(names or ()), device=self.device)
+        received = torch.zeros(2 + len(names or ()), dtype=torch.float32, device=self.device)
         dist.broadcast(received, src=self.lgamp.loss_source, group=self.grid.get_pipe_parallel_group())
         self.dp_group_loss, average, *others = (member.clone() for member in received)
         if names is not None:

@@ -19,7 +19,12 @@ from ds_lgamp.integrations.deepspeed.model.shared_tensors import share_values
 from ds_lgamp.integrations.deepspeed.plain import model_state
 from ds_lgamp.integrations.deepspeed.plain.between_ranks import Exchange, Next, agree, agree_at_the_end
 from ds_lgamp.integrations.deepspeed.plain.layers import Layers, tell_of_model
-from ds_lgamp.integrations.deepspeed.plain.model_methods import Elsewhere, evaluate_direct_calls, release
+from ds_lgamp.integrations.deepspeed.plain.model_methods import (
+    Elsewhere,
+    evaluate_direct_calls,
+    release,
+    replace_method,
+)
 from ds_lgamp.integrations.deepspeed.plain.unfinished_batch import OpenBatch, UnfinishedBatch
 from ds_lgamp.integrations.split.call import Arguments, Call
 from ds_lgamp.partition.agreement import Term, own_host_group
@@ -70,6 +75,7 @@ class ModelEngine(LgampDoor):
         self._forward_settings = layers.settings
         """What the first batch sets in the model's configuration; None after it."""
         self.optimizer.zero_grad = self.zero_grad
+        replace_method(user_model, "zero_grad", self._checks_zero_grad)
         for parameter in user_model.parameters():
             # Of a trial before the engine was there.
             parameter.grad = None
@@ -115,6 +121,8 @@ class ModelEngine(LgampDoor):
         self._check_forward()
         self.lgamp.executor.refuse_after_failure()
         self._refuse_call()
+        if not self._unfinished.calls:
+            self._layers.check_blocks()
         arguments = self._layers.arguments(positional, named)
         if not (torch.is_grad_enabled() and self.module.training):
             return self._evaluate(arguments)
@@ -148,18 +156,28 @@ class ModelEngine(LgampDoor):
         raise NotImplementedError
 
     def zero_grad(self, *_: Any, **__: Any) -> None:
-        """Also the optimizer's. There is nothing to drop between batches. Raises ConfigError inside a batch, whose
-        micro-batches have no gradients yet that could be dropped."""
-        if self._would_lose_gradients():
+        """Also the optimizer's and the model's. There is nothing to drop between batches. Raises ConfigError inside a
+        batch, whose micro-batches have no gradients yet that could be dropped."""
+        if self._unfinished.calls:
             self.lgamp.executor.refuse_after_failure()
+        if self._would_lose_gradients():
             raise ConfigError(
                 f"zero_grad() is called after {len(self._unfinished.calls)} micro-batches of a batch; with a {BLOCK} "
                 "block, call it after engine.step(), where it is not needed"
             )
 
+    def _checks_zero_grad(self, stock: Callable[..., None]) -> Callable[..., None]:
+        """Returns the ``zero_grad`` of the model, which drops what the script itself has computed."""
+
+        def zero_grad(*positional: Any, **named: Any) -> None:
+            self.zero_grad()
+            stock(*positional, **named)
+
+        return zero_grad
+
     def _would_lose_gradients(self) -> bool:
-        """Whether a micro-batch has a gradient, or will have one, that zero_grad drops in stock DeepSpeed."""
-        return bool(self._unfinished.calls)
+        """Whether a loss of the batch had its backward pass, whose gradients zero_grad drops in a plain process."""
+        raise NotImplementedError
 
     def load_checkpoint(self, *positional: Any, **named: Any) -> Any:
         """As DeepSpeedEngine's. The next call begins a batch: micro-batches since the last step are dropped. Raises

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.integrations.deepspeed.model.experts import with_groups
@@ -94,7 +95,13 @@ def _refuse_without_loss(model: nn.Sequential) -> None:
 
 
 def needed_to_split(model: nn.Module, settings: LgampConfig) -> Iterator[nn.Parameter]:
-    """Yields the parameters whose values :func:`layers_of` reads: of blocks, only those of the first of every kind."""
+    """Yields the parameters whose values :func:`layers_of` reads: of blocks, only those of the first of every kind.
+    Raises ConfigError if one has no shape yet."""
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise ConfigError(
+                f"parameter {name} of a lazy module has no shape yet; call the model once before its optimizer is made"
+            )
     if _is_sequence(model):
         return model.parameters()
     blocks = find_blocks(model, settings.blocks, planned_names(model))

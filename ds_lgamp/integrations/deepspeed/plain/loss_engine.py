@@ -34,6 +34,9 @@ class LossEngine(ModelEngine):
         factor = 1 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0
         return self._losses.backward(loss, factor, retain_graph)
 
+    def _would_lose_gradients(self) -> bool:
+        return self._losses.any
+
     def load_checkpoint(self, *positional: Any, **named: Any) -> Any:
         loaded = super().load_checkpoint(*positional, **named)
         if loaded[0] is not None:
@@ -60,8 +63,12 @@ class LossEngine(ModelEngine):
 
     def _train(self, arguments: Arguments) -> Any:
         self._calls_without_step += not self.inside_no_sync_ctxt
-        value = self._compute_gradients() if self._completes_batch() else torch.zeros((), device=self.device)
+        value = self._compute_gradients() if self._completes_batch() else self._zeros()
         return self._layers.training_output(self._losses.give(value))
+
+    def _zeros(self, *shape: int) -> Tensor:
+        # In fp32 on every rank, whatever torch.set_default_dtype says.
+        return torch.zeros(shape, dtype=torch.float32, device=self.device)
 
     def _compute_gradients(self) -> Tensor:
         """Runs the program up to its step, and returns the sum of the losses of this rank's micro-batches."""
@@ -75,7 +82,7 @@ class LossEngine(ModelEngine):
             self._unfinished.refuse_early_reading()
             self._layers.calls.all = []
             self._take_settings()
-            losses = torch.zeros(self.micro_batches, device=self.device)
+            losses = self._zeros(self.micro_batches)
             if self.lgamp.computes_loss:
                 losses = torch.stack([loss.float() for loss in self.lgamp.executor.losses])
             if self.num_stages > 1:
@@ -110,6 +117,11 @@ class ReturnedLosses:
         self._factors: list[Tensor | float] = []
         self._last: Any = None
         """The node of the last loss in autograd's graph."""
+
+    @property
+    def any(self) -> bool:
+        """Whether the script has computed the gradient of one since the last step."""
+        return bool(self._factors)
 
     def give(self, value: Tensor) -> Tensor:
         """Returns a loss of the given ``value``. Its backward pass records its gradient: the factor by which the script
@@ -152,7 +164,8 @@ class ReturnedLosses:
         smallest, largest = -math.inf, math.inf
         if len(self._factors) == losses:
             # Rounded alike, whether they come from the device or not.
-            smallest, largest = (each.item() for each in torch.tensor([*map(float, self._factors)]).aminmax())
+            factors = torch.tensor([*map(float, self._factors)], dtype=torch.float32)
+            smallest, largest = (each.item() for each in factors.aminmax())
             if not (math.isfinite(smallest) and math.isfinite(largest)):
                 # NaN differs from itself.
                 smallest = largest = math.inf

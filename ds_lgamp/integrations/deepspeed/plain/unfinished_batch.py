@@ -1,10 +1,14 @@
 """The batch of a plain script before its step: the micro-batches that the engine has got, which the script must leave
 alone, as it must the model; and how far the program has run."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
+from contextvars import ContextVar
+from functools import partial
+from inspect import signature
 from itertools import islice, takewhile
 from operator import itemgetter
+from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,18 +17,18 @@ from torch.utils._pytree import tree_leaves
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.deepspeed.engine.data import Versions
 from ds_lgamp.integrations.deepspeed.engine.training import Training
+from ds_lgamp.integrations.deepspeed.plain.model_methods import is_array, is_own, mark_of, parts_of
 from ds_lgamp.integrations.split.call import Arguments, BatchCalls
 from ds_lgamp.integrations.split.state import (
     CONTAINERS,
     MISSING,
     OF_TORCH,
     Named,
-    class_attributes,
+    Variables,
     copied_containers,
     differing,
+    global_names,
     has_attributes,
-    named_globals,
-    version_of,
 )
 from ds_lgamp.integrations.transformers.models import whole_to_layers
 from ds_lgamp.partition.agreement import raise_everywhere
@@ -171,7 +175,8 @@ class ModelSettings:
         """Dictionaries in which new values count, too."""
         self._sizes: list[int] = []
         self._containers: list[Any] = []
-        self._tensors: list[Tensor] = []
+        self._tensors: list[Any] = []
+        """And arrays."""
         self._words: list[str] = []
         """What to say of each value that :meth:`_read` returns, but the first ones and the last."""
         self._state: list[Any] = []
@@ -198,19 +203,22 @@ class ModelSettings:
 
     def _watch(self) -> None:
         objects = {id(each): each for module in self._modules for each in vars(module).values() if has_attributes(each)}
-        buffers = [module._buffers for module in self._modules if module._buffers]
-        self._holders = [*map(vars, self._modules), *map(vars, objects.values()), *buffers]
+        parts = [each for module in self._modules for each in (module._buffers, module._modules) if each]
+        self._holders = [*map(vars, self._modules), *map(vars, objects.values()), *parts]
         self._sizes = [*map(len, self._holders)]
         own = [Named(vars(each), [*_names(each)]) for each in (*self._modules, *objects.values())]
-        others = [*(Named(each, [*each]) for each in buffers), *named_globals(self._model)]
-        self._watched = [each for each in (*own, *others, *class_attributes(self._model)) if each.names]
+        reached = Reached(self._modules, self._model.parameters())
+        others = [*(Named(each, [*each]) for each in parts), *reached.named()]
+        self._watched = [each for each in (*own, *others) if each.names]
         # The first name twice: with a single one, an itemgetter returns no tuple.
         self._getters = [(itemgetter(names[0], *names), holder) for holder, names in self._watched]
         found = [(_said_of(name), holder[name]) for holder, names in self._watched for name in names]
+        found += [(_said_of(name), value) for name, value in reached.values()]
         containers = [each for each in found if type(each[1]) in CONTAINERS]
-        tensors = [each for each in found if isinstance(each[1], Tensor)]
+        tensors = [each for each in found if isinstance(each[1], Tensor) or is_array(each[1])]
         self._containers, self._tensors = ([value for _, value in each] for each in (containers, tensors))
-        self._words = [words for words, _ in (*found, *containers, *tensors)]
+        watched = [_said_of(name) for _, names in self._watched for name in names]
+        self._words = [*watched, *(words for words, _ in (*containers, *tensors))]
 
     def _read(self) -> list[Any]:
         """Returns which parameters are frozen, all values, and what shows that one of them has changed in itself."""
@@ -223,9 +231,122 @@ class ModelSettings:
             *(each.requires_grad for each in self._parameters),
             *values,
             *(each.copy() for each in self._containers),
-            *map(version_of, self._tensors),
+            *map(mark_of, self._tensors),
+            [key for module in self._modules for kind in _HOOKS if (hooks := vars(module).get(kind)) for key in hooks],
             [*map(len, self._holders)],
         ]
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_MOST = 1000
+"""Elements of the largest container that is searched for others."""
+
+
+class Reached:
+    """What forwards and hooks of ``modules``, and hooks of ``parameters``, can read besides these.
+
+    Follows the names in their code: globals, functions and their closures, defaults and attributes, classes, methods,
+    objects and what is in them.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]) -> None:
+        self._names = {"forward", "backward", "__call__", "__getattr__", "__getitem__"}
+        """In code that was found."""
+        self._seen: dict[int, Any] = {}
+        """Keeps objects, whose ids would come again otherwise."""
+        self._globals: dict[int, tuple[Any, dict[str, None]]] = {}
+        self._variables: list[Named] = []
+        self._attributes: list[Any] = []
+        """Dictionaries and others in which only names count that are in code."""
+        self._values: list[tuple[str, Any]] = []
+        own = [*modules]
+        for module in own:
+            self._seen[id(module)] = module
+            self._attributes += [vars(module)] if is_own(type(module)) else []
+        for owner in (*own, *parameters):
+            for hook in [hook for kind in _HOOKS for hook in (getattr(owner, kind, None) or {}).values()]:
+                self._visit("hook", hook)
+        for kind in dict.fromkeys(map(type, own)):
+            if kind.__module__.partition(".")[0] != "torch":
+                self._function(getattr(kind, "forward", None))
+                self._visit(kind.__name__, kind)
+        for module in own:
+            self._visit("forward", vars(module).get("forward"))
+        before = None
+        while before != (before := (len(self._seen), len(self._names))):
+            for holder, names in self.named():
+                for name in names:
+                    self._visit(name, holder[name])
+
+    def named(self) -> list[Named]:
+        """Returns what holds values by name."""
+        of_globals = [Named(held, [*names]) for held, names in self._globals.values()]
+        attributes = [Named(each, [name for name in [*each] if name in self._names]) for each in self._attributes]
+        return [each for each in (*of_globals, *self._variables, *attributes) if each.names]
+
+    def values(self) -> list[tuple[str, Any]]:
+        """Returns containers, tensors and arrays, each with the name under which it was found."""
+        return self._values
+
+    def _visit(self, name: str, value: Any) -> None:
+        if value is None or isinstance(value, (str, int, float, nn.Parameter)) or id(value) in self._seen:
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, Tensor) or is_array(value):
+            self._values.append((name, value))
+        elif type(value) in (*CONTAINERS, tuple):
+            self._values.append((name, value))
+            for each in [*(value.values() if isinstance(value, dict) else value)] if len(value) <= _MOST else ():
+                self._visit(name, each)
+        elif isinstance(value, ContextVar):
+            self._variables.append(Named(_Getting(lambda _: value.get(None)), [name]))
+        elif isinstance(value, (FunctionType, type, ModuleType)):
+            if is_own(value):
+                self._function(value) if isinstance(value, FunctionType) else self._add(value)
+        else:
+            for each in parts_of(value):
+                self._visit(name, each)
+            if hasattr(value, "__dict__") or hasattr(type(value), "__slots__"):
+                self._add(value)
+                self._visit(name, type(value))
+
+    def _add(self, value: Any) -> None:
+        if isinstance(getattr(value, "__dict__", None), dict) or isinstance(value, type):
+            self._attributes.append(vars(value))
+        for kind in type(value).__mro__ if is_own(type(value)) else ():
+            if slots := [name for name in vars(kind).get("__slots__", ()) if hasattr(value, name)]:
+                self._attributes.append(_Getting(partial(getattr, value), slots))
+        for kind in value.__bases__ if isinstance(value, type) else ():
+            self._visit(kind.__name__, kind)
+        if isinstance(value, nn.Module):
+            for part in (value._buffers, value._modules):
+                self._visit("buffer", dict(part))
+
+    def _function(self, function: Any) -> None:
+        if not isinstance(function, FunctionType):
+            return
+        self._names |= {*global_names(function.__code__, attributes=True)}
+        held = function.__globals__
+        names = self._globals.setdefault(id(held), (held, {}))[1]
+        names.update(dict.fromkeys(name for name in global_names(function.__code__) if name in held))
+        variables = Variables(function).named()
+        self._variables += [variables] if variables.names else []
+        self._attributes.append(vars(function))
+        for name, each in signature(function, follow_wrapped=False).parameters.items():
+            self._visit(name, None if each.default is each.empty else each.default)
+
+
+class _Getting:
+    """Values by name, from a function."""
+
+    def __init__(self, get: Any, names: Iterable[str] = ()) -> None:
+        self._get, self._names = get, [*names]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._get(name)
 
 
 def _said_of(name: str) -> str:
@@ -237,7 +358,8 @@ def _names(holder: Any) -> Iterator[str]:
     which are fixed."""
     is_torchs = type(holder).__module__.startswith("torch.nn.")
     for name, value in vars(holder).items():
-        if (name == "training" or name not in OF_TORCH) and (not is_torchs or isinstance(value, bool | float)):
+        counts = not is_torchs or isinstance(value, bool | float) or name == "forward"
+        if (name == "training" or name not in OF_TORCH) and counts:
             yield name
 
 

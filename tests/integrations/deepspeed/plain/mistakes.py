@@ -171,11 +171,14 @@ def lose_work(pipeline_ranks: int) -> dict[str, str]:
     fails("mode", switch, nn.Module.eval)
     engine = initialize(sequential(), config)
     fails("frozen", switch, lambda module: module.requires_grad_(False))
-    for what in ("engine", "optimizer"):
+    for what in ("engine", "optimizer", "model"):
         engine = initialize(sequential(), config)
-        drops = engine if what == "engine" else engine.optimizer
+        drops = {"engine": engine, "optimizer": engine.optimizer, "model": engine.module}[what]
         drops.zero_grad()
-        engine.backward(engine(*pairs(0, rank, 0)))
+        loss = engine(*pairs(0, rank, 0))
+        # No loss has a gradient yet.
+        drops.zero_grad()
+        engine.backward(loss)
         engine.step()
         fails(f"zero_grad of the {what}", drops.zero_grad)
     engine = initialize(sequential(), config)

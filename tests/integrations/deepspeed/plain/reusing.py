@@ -16,6 +16,23 @@ from tests.integrations.deepspeed.plain.training import MICRO_BATCHES, configura
 from tests.integrations.split.own_models import VOCABULARY, WIDTH, Attention, cross_entropy, micro_batch
 
 SETTINGS = {"scale": 1.0}
+HELD = {"scale": 1.0}
+
+
+class Schedule:
+    """What forwards do not name themselves."""
+
+    __slots__ = ("now",)
+
+    def __init__(self) -> None:
+        self.now = 1.0
+
+
+SCHEDULE = Schedule()
+
+
+def _helped(state: dict[str, float] = HELD) -> float:
+    return state["scale"] * SCHEDULE.now
 
 
 class Gpt(nn.Module):
@@ -31,6 +48,7 @@ class Gpt(nn.Module):
         self.blocks = nn.ModuleList(Attention(causal=True) for _ in range(3))
         self.dropout, self.temperature, self.config = nn.Dropout(0.0), 1.0, SimpleNamespace(scale=1.0)
         self.calls, self.counted, self.table, self.activation = 0, 1, {"scale": 1.0}, torch.tanh
+        self.nested = {"of": [SimpleNamespace(depth=1.0)]}
         self.register_buffer("filled", torch.ones(()))
 
     def forward(self, batch: Any) -> Tensor:
@@ -40,7 +58,10 @@ class Gpt(nn.Module):
         for block in self.blocks:
             hidden = block(hidden)
         factor = self.temperature * self.config.scale * self.table["scale"] * SETTINGS["scale"] * self.of_class
-        return cross_entropy(self.head(hidden), labels) * factor * self.filled
+        return cross_entropy(self.head(hidden), labels) * factor * self.filled * self._more()
+
+    def _more(self) -> float:
+        return _helped() * self.nested["of"][0].depth
 
 
 def _read(batch: Any) -> tuple[Tensor, Tensor]:
@@ -70,7 +91,7 @@ CONTAINERS = {"a dictionary": dict, "a list": list, "a namespace": SimpleNamespa
 def _begun(block: dict[str, Any]) -> Any:
     prepare_rank()
     ds_lgamp.install()
-    SETTINGS["scale"] = Gpt.of_class = 1.0
+    SETTINGS["scale"] = HELD["scale"] = SCHEDULE.now = Gpt.of_class = 1.0
     torch.manual_seed(0)
     return initialize(Gpt(), configuration(3, block))
 
@@ -111,6 +132,11 @@ CHANGES = {
     "activation": lambda model: setattr(model, "activation", torch.relu),
     "SETTINGS": lambda _: SETTINGS.update(scale=2.0),
     "of_class": lambda _: setattr(Gpt, "of_class", 2.0),
+    "state": lambda _: HELD.update(scale=2.0),
+    "now": lambda _: setattr(SCHEDULE, "now", 2.0),
+    "depth": lambda model: setattr(model.nested["of"][0], "depth", 2.0),
+    "hook": lambda model: model.register_forward_hook(lambda _, __, loss: loss * 2.0),
+    "out": lambda model: setattr(model.blocks[0], "out", nn.Identity()),
     "object": lambda model: None,
 }
 

@@ -67,7 +67,7 @@ def test_what_would_be_lost_is_refused_on_every_rank():
         "no batch": "train_batch_size is 0",
         **{
             f"zero_grad of the {what}": "zero_grad() is called after 1 micro-batches of a batch"
-            for what in ("engine", "optimizer")
+            for what in ("engine", "optimizer", "model")
         },
         "gradient of inputs": "an argument of engine(...) requires a gradient, which ds_lgamp.pipeline_ranks 2 would",
         "reused tensor": "micro-batch 0 of 2 was changed after engine(...) got it",
