@@ -81,7 +81,6 @@ def train(engine, model, ranks):
             for rank in ranks:
                 loss = loss_of(engine, model, step, number, rank)
                 engine.backward({scaled})
-                {after_backward}
                 engine.step()
                 seen[step, rank] = seen.get((step, rank), 0.0) + loss.item()
             {after_calls}

@@ -69,6 +69,18 @@ def test_trainings_are_equal_or_refused_and_all_else_is_a_defect():
     assert "head.bias" in outcomes[3].text and "broken" in outcomes[5].text
 
 
+def test_habits_of_scripts_train_as_in_a_plain_process_or_are_refused():
+    kinds = {
+        "a dtype of the script": "equal",
+        "a generator of torch in blocks in training": "equal",
+        "a mask in a global in training": "refused",
+        "blocks that change places": "refused",
+        "the gradients of a model dropped inside a batch": "refused",
+    }
+    outcomes = train_all({case: training(WAYS[way], pipeline_ranks=2) for case, way in enumerate(kinds)})
+    assert {way: outcomes[case].kind for case, way in enumerate(kinds)} == kinds
+
+
 @pytest.mark.slow
 def test_trainings_behind_one_that_ends_its_processes_go_on():
     outcomes = train_all(

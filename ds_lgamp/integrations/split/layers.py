@@ -97,7 +97,7 @@ class Layers:
         raise NotImplementedError
 
     def check_blocks(self) -> None:
-        """Raises ConfigError if the script has put something else in the place of a layer."""
+        """Raises ConfigError if the script has put something else in the place of a layer, or tied weights."""
 
     def arguments(self, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Arguments:
         """Returns the arguments with which the model is called if the script passes these. Raises ConfigError if the
@@ -121,6 +121,11 @@ class Layers:
         compiler = Compiler(options)
         for module in self.compiled:
             compiler(module)
+
+
+def _ties(model: nn.Module) -> int:
+    """Returns how many names of parameters are second names."""
+    return sum(1 for _ in model.named_parameters(remove_duplicate=False)) - sum(1 for _ in model.parameters())
 
 
 def _refuse_gradient_hooks(sides: Sides) -> None:
@@ -169,7 +174,7 @@ class SplitLayers(Layers):
             Block(f"{blocks.path}.{name}", block, index, split, self.calls)
             for index, (name, block) in enumerate(blocks.named.items())
         ]
-        self._blocks = blocks.named
+        self._blocks, self._ties_before = blocks.named, _ties(original.model)
         sides = split.sides
         if sides.are_shared:
             _refuse_gradient_hooks(sides)
@@ -186,7 +191,7 @@ class SplitLayers(Layers):
         self._warn_of_attributes(before)
 
     def check_blocks(self) -> None:
-        path, container = self._split.original.blocks
+        model, (path, container) = self._split.original.model, self._split.original.blocks
         for name, block in self._blocks.items():
             holder, key = place_of(container, name)
             if holder.get(key) is not block:
@@ -194,6 +199,11 @@ class SplitLayers(Layers):
                     f"block '{path}.{name}' of the model was replaced, moved or removed after "
                     f"deepspeed.initialize, but a {BLOCK} block trains those that the model had; change them before"
                 )
+        if _ties(model) > self._ties_before:
+            raise ConfigError(
+                f"parameters of the {type(model).__name__} were tied after deepspeed.initialize, but a {BLOCK} block "
+                "trains them one by one; tie them before"
+            )
 
     def _warn_of_attributes(self, before: Snapshot) -> None:
         """Warns of attributes that the model's own forward sets, if a script that reads them finds values of other

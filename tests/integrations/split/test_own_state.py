@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.split.state import Snapshot, untouched
+from ds_lgamp.integrations.split.state import Snapshot, named_globals, untouched
 from tests.integrations.split.own_models import WIDTH, Attention, Gpt, cross_entropy
 from tests.integrations.split.splitting import layers_of
 from tests.integrations.split.test_beside_arguments import batches, in_turn, trained
@@ -69,6 +69,7 @@ class Counting(Gpt):
         return self.calls, self.tokens, self.losses, self.length, self.warm_up.calls, self.warm_up.seen
 
 
+SHAPES: list[int] = []
 COUNTS = ["calls", "tokens", "module", "length", "losses"]
 
 
@@ -147,6 +148,14 @@ class Noisy(Attention):
         return hidden * self.draw(self.generator) if self.training else hidden
 
 
+def test_a_global_that_only_has_the_name_of_an_attribute_is_no_state():
+    class Reading(nn.Module):
+        def forward(self, hidden):
+            return hidden * self.COUNTS * len(SHAPES)
+
+    assert [each.names for each in named_globals(Reading())] == [["SHAPES"]]
+
+
 def drawn(generator):
     return torch.rand(WIDTH, generator=generator)
 
@@ -178,6 +187,15 @@ def test_a_hook_of_the_gradient_of_a_weight_of_both_ends_is_refused():
     model.head.weight.register_hook(torch.sign)
     with pytest.raises(ConfigError, match="a parameter of 'embedding' has a hook .* and is shared by what precedes"):
         layers_of(model)
+
+
+def test_weights_that_are_tied_later_are_refused():
+    model = Counting(set())
+    layers = layers_of(model)
+    model.head.weight = model.embedding.weight
+    with pytest.raises(ConfigError, match="parameters of the Counting were tied after deepspeed.initialize"):
+        layers.check_blocks()
+    layers_of(model).check_blocks()
 
 
 @pytest.mark.parametrize("change", ["swap", "copy", "remove"])

@@ -269,7 +269,7 @@ class Reached:
         for kind in dict.fromkeys(map(type, own)):
             if kind.__module__.partition(".")[0] != "torch":
                 self._function(getattr(kind, "forward", None))
-                self._visit(kind.__name__, kind)
+                self._attributes += map(vars, kind.__mro__[: kind.__mro__.index(nn.Module)])
         for module in own:
             self._visit("forward", vars(module).get("forward"))
         before = None
