@@ -107,10 +107,12 @@ class Comparison:
 
     def _both(self, micro_batches: Sequence[Arguments], rounds: int) -> Both:
         """Returns what the model computes in all rounds, and what its layers do."""
-        return (
-            self._rounds(rounds, lambda is_whole: [self._whole(each, is_whole) for each in micro_batches]),
-            self._rounds(rounds, lambda is_whole: self._in_layers(micro_batches, is_whole)),
-        )
+        whole = self._rounds(rounds, lambda is_whole: [self._whole(each, is_whole) for each in micro_batches])
+        if rounds == 1:
+            # What cannot be taken back, such as an iterator that repeats itself, then begins five forwards later, and
+            # after two rounds four: with any period it is elsewhere in one of them.
+            self._rounds(3, lambda is_whole: [self._whole(micro_batches[0], is_whole)])
+        return whole, self._rounds(rounds, lambda is_whole: self._in_layers(micro_batches, is_whole))
 
     def _rounds(self, rounds: int, compute: Callable[[bool], list[Computed]]) -> list[Computed]:
         """Returns what is computed in all rounds. The model is the same afterwards."""

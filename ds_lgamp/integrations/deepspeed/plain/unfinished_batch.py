@@ -203,7 +203,9 @@ class ModelSettings:
 
     def _watch(self) -> None:
         objects = {id(each): each for module in self._modules for each in vars(module).values() if has_attributes(each)}
-        parts = [each for module in self._modules for each in (module._buffers, module._modules) if each]
+        parts: list[Any] = [
+            each for module in self._modules for each in (module._buffers, module._modules) if _holds(each)
+        ]
         self._holders = [*map(vars, self._modules), *map(vars, objects.values()), *parts]
         self._sizes = [*map(len, self._holders)]
         own = [Named(vars(each), [*_names(each)]) for each in (*self._modules, *objects.values())]
@@ -320,7 +322,7 @@ class Reached:
             self._visit(kind.__name__, kind)
         if isinstance(value, nn.Module):
             for part in (value._buffers, value._modules):
-                self._visit("buffer", dict(part))
+                self._visit("buffer", {**part} if _holds(part) else None)
 
     def _function(self, function: Any) -> None:
         if not isinstance(function, FunctionType):
@@ -334,6 +336,11 @@ class Reached:
         self._attributes.append(vars(function))
         for name, each in signature(function, follow_wrapped=False).parameters.items():
             self._visit(name, None if each.default is each.empty else each.default)
+
+
+def _holds(part: Any) -> bool:
+    """Whether a dictionary of a module holds something. Modules in TorchScript have others, which do not change."""
+    return isinstance(part, dict) and bool(part)
 
 
 class _Getting:
