@@ -17,7 +17,9 @@ OPTIMIZER, PARAMETERS = "offload_optimizer", "offload_param"
 IN_MEMORY, ON_HOST = f"{OURS}, all on the device", f"{OURS}, all on the host"
 OPTIMIZER_ON_HOST = f"{OURS}, optimizer on the host"
 DEEPSPEED = "DeepSpeed ZeRO-3, all on the host"
+STATE_IN_BF16 = f"{ON_HOST}, state in bf16"
 FSDP2_IN_MEMORY, FSDP2_ON_HOST = "FSDP2, all on the device", "FSDP2, all on the host"
+DEFERRED = f"{FSDP2_ON_HOST}, deferred sync"
 
 
 class Fsdp2:
@@ -77,9 +79,9 @@ CONTENDERS = (
     Contender(DEEPSPEED, partial(StockDeepSpeed, stage=3, offload=ALL)),
     Contender(FSDP2_IN_MEMORY, partial(Fsdp2, offload=False)),
     Contender(f"{ON_HOST}, gradients unchecked", partial(Layered, stage=3, offload=ALL, more=UNCHECKED)),
-    Contender(f"{ON_HOST}, state in bf16", partial(Layered, stage=3, offload=ALL, more=IN_BF16)),
+    Contender(STATE_IN_BF16, partial(Layered, stage=3, offload=ALL, more=IN_BF16)),
     Contender(OPTIMIZER_ON_HOST, partial(Layered, stage=3, offload=[OPTIMIZER])),
-    Contender(f"{FSDP2_ON_HOST}, deferred sync", partial(Fsdp2, offload=True, deferred_sync=True)),
+    Contender(DEFERRED, partial(Fsdp2, offload=True, deferred_sync=True)),
     Contender(FSDP2_ON_HOST, partial(Fsdp2, offload=True)),
 )
 """In running order: what the targets compare comes first."""

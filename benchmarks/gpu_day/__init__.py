@@ -25,6 +25,7 @@ PARTS = (
     Part(f"{__name__}.stages", 240),
     Part(f"{__name__}.settings", 470),
     Part(f"{__name__}.offload", 475),
+    Part(f"{__name__}.offload_large", 475),
     Part(f"{__name__}.speed", 475),
     Part(f"{__name__}.trace", 120),
     Part(f"{__name__}.ranks", 420),

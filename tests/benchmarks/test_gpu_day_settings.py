@@ -10,9 +10,9 @@ import pytest
 import torch.distributed as dist
 
 from benchmarks.gpt.contenders import BASELINE
-from benchmarks.gpt.offload import DEEPSPEED, FSDP2_IN_MEMORY, IN_MEMORY, ON_HOST
+from benchmarks.gpt.offload import DEEPSPEED, DEFERRED, FSDP2_IN_MEMORY, IN_MEMORY, ON_HOST, STATE_IN_BF16
 from benchmarks.gpt.sizes import SIZES, TINY
-from benchmarks.gpu_day import beside, environment, findings, nccl, settings
+from benchmarks.gpu_day import beside, environment, findings, nccl, offload_large, settings
 from benchmarks.gpu_day.layouts import Layout
 from benchmarks.gpu_day.recomputation import FIXED, WITHIN
 from benchmarks.record import MET, MISSED, OURS, Row
@@ -192,6 +192,15 @@ def test_a_part_takes_its_own_place_in_the_record_and_on_the_page(monkeypatch, t
     stages, settings, offloading = gpu_tables.day_machines().splitlines()[2:]
     assert "| stages | GPU |" in stages and "| settings | other GPU |" in settings and "offload" in offloading
     assert json.loads((tmp_path / "gpu_day.json").read_text())["name"] == findings.NAME
+
+
+def test_a_model_that_the_host_cannot_hold_is_not_trained(monkeypatch):
+    monkeypatch.setattr(offload_large, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cuda"))
+    monkeypatch.setattr(offload_large, "host_memory", lambda: 110e9)
+    monkeypatch.setattr(offload_large, "beside_each_other", lambda size, some: [(each.name, {}) for each in some])
+    found = dict(offload_large.run(None))
+    assert {name for name, result in found.items() if not result} == {STATE_IN_BF16, DEFERRED}
+    assert found[ON_HOST] == found[DEEPSPEED] == {"not run": "the host has 110 GB, and 121 GB are needed"}
 
 
 def test_the_page_shows_rates_beside_each_other_and_why_one_is_missing(monkeypatch, tmp_path):

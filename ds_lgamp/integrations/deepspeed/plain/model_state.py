@@ -27,7 +27,7 @@ from ds_lgamp.integrations.deepspeed.plain.model_methods import Elsewhere, repla
 from ds_lgamp.integrations.split.parts import full_shape
 from ds_lgamp.integrations.split.stand_ins import replacing
 from ds_lgamp.integrations.split.state import buffers_of
-from ds_lgamp.partition.agreement import raise_everywhere
+from ds_lgamp.partition.agreement import everyone, host_group, raise_everywhere
 
 
 class LastRead(NamedTuple):
@@ -296,9 +296,15 @@ def _under_all_names(state: dict[str, Any], values: dict[str, Tensor], exclude_f
 
 
 def _load(engine: Engine, stock: Callable[..., Any], state: dict[str, Any], strict: bool) -> Any:
-    """Loads the layers of this rank from the whole ``state``. Collective over all ranks, with the same state; raises
-    RuntimeError on all if it does not fit one of them."""
+    """Loads the layers of this rank from the whole ``state``. Collective over all ranks, with the same state, or with
+    the first rank's where others have an empty one, as ``state_dict`` returns it to them; raises RuntimeError on all if
+    it does not fit one of them."""
     agree(Next.LOAD_STATE)
+    given = everyone(bool(state))
+    if given[0] and not all(given):
+        of_first = [dict(state) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(of_first, src=0, group=host_group())
+        state = of_first[0] or {}
     refusal = None
     if divided(engine.lgamp.placed) or is_replaced(engine.module):
         refusal = (

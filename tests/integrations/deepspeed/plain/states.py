@@ -41,6 +41,8 @@ def train_and_read(name: str, stage: int, block: dict[str, Any], folder: str) ->
     whole = torch.load(Path(folder, "weights.bin"))
     model.load_state_dict({key: value + 1 for key, value in whole.items()})
     seen["loaded"] = own_weights(model)
+    model.load_state_dict(seen["state"])
+    seen["back"] = own_weights(model)
     seen["refusals"] = {
         "shapes": refusal(lambda: model.load_state_dict({key: value[:1] for key, value in whole.items()})),
         "assign": refusal(lambda: model.load_state_dict(whole, assign=True)),

@@ -81,6 +81,12 @@ def test_a_loaded_state_is_trained_on(seen):
             assert torch.equal(value, rank["weights"][key] + 1), key
 
 
+def test_a_state_that_was_read_is_loaded_although_only_the_first_rank_has_it(seen):
+    ranks, _, _ = seen
+    for rank in ranks:
+        assert all(torch.equal(value, rank["weights"][key]) for key, value in rank["back"].items())
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
