@@ -49,7 +49,7 @@ class Efficiency:
     """Fraction of the host's memory bandwidth that its updates reach."""
     host_rounding: float = 3.5
     """How many times as long as with copies in fp32 an update on the host takes that rounds state in bf16 by chance.
-    ``python -m benchmarks run host_update`` has 3.3 with one thread and 3.7 with two. Those updates take arithmetic
+    ``python -m benchmarks run host_update`` has 3.5 with one thread and 2.6 with two. Those updates take arithmetic
     rather than memory's time, so many cores per GPU may make it less: measured there, it belongs into a file."""
     crowding: float = 0.733
     """How much collectives over a part of a node disturb each other: among k of its n GPUs, they reach (k/n)**crowding
