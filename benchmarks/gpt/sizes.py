@@ -28,10 +28,14 @@ class GptSize(NamedTuple):
         return self.micro_batches * self.samples * self.sequence
 
     @property
+    def parameters(self) -> int:
+        """About how many: a layer has 12 h^2."""
+        return 12 * self.layers * self.width**2 + (2 * self.vocabulary + self.sequence) * self.width
+
+    @property
     def state_bytes(self) -> int:
-        """Of weights, gradients in fp32, master weights and Adam's state: 18 per parameter, of which a layer has about
-        12 h^2."""
-        return 18 * (12 * self.layers * self.width**2 + (2 * self.vocabulary + self.sequence) * self.width)
+        """Of weights, gradients in fp32, master weights and Adam's state: 18 per parameter."""
+        return 18 * self.parameters
 
     @property
     def model_flops(self) -> float:

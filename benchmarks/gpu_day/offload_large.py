@@ -16,13 +16,11 @@ from ds_lgamp.runtime.node import host_memory
 SIZE = "6.7B"
 ON_THE_HOST = {STATE_IN_BF16: 8, ON_HOST: 18, DEEPSPEED: 18, DEFERRED: 16}
 """Bytes of the host for each parameter, by contender."""
-_OF_ALL = 18
-"""Bytes for each parameter that ``GptSize.state_bytes`` counts."""
 
 
 def run(out: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     on_cpu = get_accelerator().device_name() == "cpu"
-    room, parameters = host_memory(), SIZES[SIZE].state_bytes / _OF_ALL
+    room, parameters = host_memory(), SIZES[SIZE].parameters
     fitting = []
     for contender in [each for each in CONTENDERS if each.name in ON_THE_HOST]:
         needed = ON_THE_HOST[contender.name] * parameters

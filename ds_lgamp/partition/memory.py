@@ -107,12 +107,15 @@ class HostRoom:
 
 def common_copy(values: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, int] | None:
     """Returns a copy of ``values``, which are the same on all ranks of ``group``, in memory that its ranks on this
-    machine have in common, and how many these are. Collective; returns None on every rank if one cannot have it, as in
-    containers that hide their processes from each other.
+    machine have in common, and how many these are. Collective; returns None on every rank if no machine has two of
+    them, or if one cannot have it, as in containers that hide their processes from each other.
 
     The memory has no name that could outlive the job: processes open what the first of them has created.
     """
     machines = everyone(machine(), group)
+    if len({*machines}) == len(machines):
+        # Nobody has another rank beside it.
+        return None
     here = machines[group.rank()]
     first = machines.index(here)
     with ExitStack() as stack:

@@ -96,7 +96,7 @@ class Configuration:
         again = self.recomputed_pairs if self.recompute == "auto" else None
         sharers = self.home_shared_by if self.keep_frozen == "host" else None
         named = {**asdict(self), "hierarchy": hierarchy, "kept": None, "recomputed_pairs": again}
-        named["home_shared_by"] = sharers
+        named |= {"home_shared_by": sharers}
         absent = (*ROUNDED, "keep_frozen", "home_shared_by", "kept", "recomputed_pairs")
         return {name: value for name, value in named.items() if value is not None or name not in absent}
 

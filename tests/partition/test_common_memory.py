@@ -73,6 +73,7 @@ def unless_last_opens():
     [
         (partial(on_machines, "aab"), [2, 2, 1]),
         (partial(on_machines, "aba"), [2, 1, 2]),
+        (partial(on_machines, "abc"), [1, 1, 1]),
         (unless_last_opens, [1, 1, 1]),
     ],
 )

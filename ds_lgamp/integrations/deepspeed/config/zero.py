@@ -152,7 +152,8 @@ def home_of_frozen(settings: LgampConfig, config: Any, layout: Layout, module: P
     if not weights:
         return "none"
     memory = _memory_of_a_rank()
-    memory["host"] *= _ranks_with_one_home(module)
+    if asked != "device":
+        memory["host"] *= _ranks_with_one_home(module)
     if asked == "auto":
         homes: Iterator[Home] = (home for home in memory if weights <= FOR_FROZEN * memory[home])
         return next(homes, "none")
