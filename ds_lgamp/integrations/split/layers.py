@@ -125,7 +125,8 @@ class Layers:
 
 def _ties(model: nn.Module) -> int:
     """Returns how many names of parameters are second names."""
-    return sum(1 for _ in model.named_parameters(remove_duplicate=False)) - sum(1 for _ in model.parameters())
+    named = [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]
+    return len(named) - len({*named})
 
 
 def _refuse_gradient_hooks(sides: Sides) -> None:
