@@ -75,7 +75,11 @@ def test_habits_of_scripts_train_as_in_a_plain_process_or_are_refused():
         "a generator of torch in blocks in training": "equal",
         "a mask in a global in training": "refused",
         "blocks that change places": "refused",
+        "frozen views of a buffer": "refused",
+        "tensors of blocks that change in training": "equal",
+        "a tensor of all blocks that changes in training": "refused",
         "the gradients of a model dropped inside a batch": "refused",
+        "views of a buffer that changes between steps": "equal",
     }
     outcomes = train_all({case: training(WAYS[way], pipeline_ranks=2) for case, way in enumerate(kinds)})
     assert {way: outcomes[case].kind for case, way in enumerate(kinds)} == kinds

@@ -61,7 +61,7 @@ class Comparison:
     def __init__(self, split: SplitForward, layers: Sequence[Layer], calls: BatchCalls) -> None:
         leave_out_hosts()
         self._original, self._model, self._calls = split.original, split.original.model, calls
-        self._chunks = [Chunk([layer], number, calls.before_layer) for number, layer in enumerate(layers)]
+        self._layers = layers
         self._own_modules, self._loss_in = split.own_state.modules, split.loss_in
         self._random_sources = split.original.random_sources
         self._trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
@@ -75,10 +75,8 @@ class Comparison:
         try:
             draws = self._draws(arguments)
         except Exception as error:
-            raise self._refusal(f"on its dummy inputs it fails with {type(error).__name__}: {error}") from error
-        found = self._on_others(arguments, (_ROUNDS, 1)) or [self._both([arguments, arguments], _ROUNDS)]
-        for pair in found:
-            self._compare(*pair, draws)
+            raise self._failure(error) from error
+        self._compare_both(arguments, draws)
         self._check_in_training(arguments)
 
     def _check_in_training(self, arguments: Arguments) -> None:
@@ -90,9 +88,21 @@ class Comparison:
                 draws = self._draws(arguments)
             except Exception:
                 return
-            found = self._on_others(arguments, (_ROUNDS, 1))
-        for pair in found:
-            self._compare(*pair, draws)
+            self._compare_both(arguments, draws)
+
+    def _compare_both(self, arguments: Arguments, draws: bool) -> None:
+        """Compares what the model and its layers compute with these arguments and others; only these if one of both
+        takes no others."""
+        # New ones, which have not learned what changes in evaluation.
+        self._chunks = [Chunk([layer], number, self._calls.before_layer) for number, layer in enumerate(self._layers)]
+        found = self._on_others(arguments, (_ROUNDS, 1))
+        try:
+            found = found or [self._both([arguments, arguments], _ROUNDS)]
+        except Exception as error:
+            raise self._failure(error) from error
+        for whole, layers in found:
+            for pair in zip(whole, layers, strict=True):
+                self._compare_one(*pair, draws)
 
     def _on_others(self, arguments: Arguments, rounds: Sequence[int]) -> list[Both]:
         """Returns what is computed with these arguments and others of each kind, in so many rounds."""
@@ -223,10 +233,6 @@ class Comparison:
         """Whether all generators have the same state twice."""
         return all(source.same(*states) for source, *states in zip(self._random_sources, one, other))
 
-    def _compare(self, whole: Sequence[Computed], layers: Sequence[Computed], draws: bool) -> None:
-        for pair in zip(whole, layers, strict=True):
-            self._compare_one(*pair, draws)
-
     def _compare_one(self, whole: Computed, split: Computed, draws: bool) -> None:
         for index, pair in enumerate(zip(whole.hidden[: self._comparable], split.hidden)):
             if not _are_equal(*pair):
@@ -247,6 +253,9 @@ class Comparison:
             if own.isfinite().all() and not _are_equal(own, other, total):
                 name = next(name for name, each in self._model.named_parameters() if each is parameter)
                 raise self._refusal(f"the gradient of '{name}' {_OTHERWISE}")
+
+    def _failure(self, error: Exception) -> ConfigError:
+        return self._refusal(f"on its dummy inputs it fails with {type(error).__name__}: {error}")
 
     def _refusal(self, reason: str) -> ConfigError:
         return ConfigError(

@@ -165,6 +165,12 @@ class Snapshot:
         for generator, state in self._generators:
             generator.set_state(state)
 
+    def tensors(self) -> list[Tensor]:
+        """Returns the tensors in attributes, in containers and under names to which a forward may write."""
+        leaves = tree_leaves([[before for _, before in (*self._attributes, *self._named)], *self._contents])
+        found = {id(leaf): leaf for leaf in leaves if type(leaf) is Tensor}
+        return [each for each in found.values() if not (each.requires_grad or each.is_inference())]
+
     def changed(self) -> Iterator[tuple[int, str, Any]]:
         """Yields the places of attributes that are others now, or contain others, each with what was there before."""
         for attributes, before in self._attributes:
@@ -298,13 +304,10 @@ def restored(modules: Iterable[nn.Module], depth: int = 1, named: Iterable[Named
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[Snapshot]:
     """Gives a model back after the block all that its modules and hooks held, with the globals that its forwards name,
-    and the values of buffers, and of tensors that hooks hold. Forwards that run inside leave no counters, caches or
-    other submodules. Yields what is there before."""
-    by_hooks = named_by_hooks(model)
-    tensors = [leaf for each in by_hooks for name in each.names for leaf in tree_leaves(each.holder[name])]
-    values = with_values([each for each in tensors if type(each) is Tensor and not each.is_inference()])
-    with Buffers(model.named_modules()).restored(), values:
-        with restored(model.modules(), _DEPTH, [*named_globals(model), *by_hooks]) as before:
+    and the values of buffers and other tensors there. Forwards that run inside leave no counters, caches or other
+    submodules. Yields what is there before."""
+    with restored(model.modules(), _DEPTH, [*named_globals(model), *named_by_hooks(model)]) as before:
+        with with_values(before.tensors()):
             yield before
 
 

@@ -227,4 +227,68 @@ LASTING: dict[str, dict[str, str]] = {
         "block_init": "self.memory = None",
         "inside": "if self.memory is not None:\n    y = y + 0.1 * self.memory.mean()\nself.memory = y.detach()",
     },
+    "tensors of blocks that change in training": {
+        "block_init": "self.scale = torch.ones(1)",
+        "inside": "y = y * self.scale.clone()\nif self.training:\n    self.scale.mul_(1.1)",
+    },
+    "tensors in lists of blocks that change in training": {
+        "block_init": "self.scales = [torch.ones(1)]",
+        "inside": "y = y * self.scales[0].clone()\nif self.training:\n    self.scales[0].mul_(1.1)",
+    },
+    "tensors of blocks that are made in training": {
+        "inside": "if self.training:\n    if not hasattr(self, 'scale'):\n        self.scale = torch.ones(1)\n"
+        "    y = y * self.scale.clone()\n    self.scale.mul_(1.1)",
+    },
+    "a tensor of all blocks that changes in training": {
+        "model_init": "self.scale = torch.ones(1)",
+        "made": "for block in model.blocks:\n    block.scale = model.scale",
+        "inside": "y = y * self.scale.clone()\nif self.training:\n    self.scale.mul_(1.1)",
+    },
+    "a tensor of the model that changes before blocks in training": {
+        "model_init": "self.scale = torch.ones(1)",
+        "before_blocks": "x = x * self.scale.clone()\nif self.training:\n    self.scale.mul_(1.1)",
+    },
 }
+
+_BASE = {"model_init": "self.register_buffer('base', torch.ones(8))"}
+_TAKEN = "for number, block in enumerate(model.blocks):\n    block.{}"
+_SLICE = _TAKEN.format("register_buffer('scale', model.base[number : number + 1])")
+VIEWS: dict[str, dict[str, str]] = {
+    "views of a buffer that changes between steps": {
+        **_BASE,
+        "made": _SLICE,
+        "inside": "y = y * self.scale",
+        "before_step": "model.base.mul_(1.1)",
+    },
+    "views that change between steps and a buffer of all": {
+        **_BASE,
+        "made": _SLICE,
+        "inside": "y = y * self.scale",
+        "after_blocks": "x = x * self.base.mean()",
+        "before_step": "for block in model.blocks:\n    block.scale.mul_(1.1)",
+    },
+    "views that blocks change": {
+        **_BASE,
+        "made": _SLICE,
+        "inside": "y = y * self.scale.clone()\nif self.training:\n    self.scale.mul_(1.1)",
+        "after_blocks": "x = x * self.base.mean()",
+    },
+    "views with common numbers": {
+        "made": "base = torch.ones(8)\n" + _TAKEN.format("register_buffer('scale', base[number : number + 2])"),
+        "inside": "y = y * self.scale.sum()",
+        "before_step": "model.blocks[1].scale.mul_(1.1)",
+    },
+    "a buffer and its transpose": {
+        "block_init": "self.register_buffer('one', torch.ones(WIDTH, WIDTH))\n"
+        "self.register_buffer('other', self.one.t())",
+        "inside": "y = y @ (self.one + self.other) / 16",
+        "before_step": "for block in model.blocks:\n    block.one[0].mul_(1.1)",
+    },
+    "frozen views of a buffer": {
+        **_BASE,
+        "made": _TAKEN.format("scale = nn.Parameter(model.base[number : number + 1], requires_grad=False)"),
+        "inside": "y = y * self.scale",
+        "before_step": "model.base.mul_(1.1)",
+    },
+}
+"""Tensors that share memory."""

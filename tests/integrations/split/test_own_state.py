@@ -178,6 +178,43 @@ def test_what_blocks_draw_in_training_alone_is_refused_unless_it_can_be_drawn_ag
         layers_of(model)
 
 
+class Growing(Attention):
+    """Multiplies in training by a tensor that is no buffer, and that grows with every call of so many."""
+
+    def __init__(self, scale, every=1):
+        super().__init__(causal=True)
+        self.scale, self.every, self.calls = scale, every, 0
+
+    def forward(self, hidden):
+        scaled = super().forward(hidden) * self.scale.clone()
+        if self.training:
+            self.calls += 1
+            if self.calls % self.every == 0:
+                self.scale.mul_(1.5)
+        return scaled
+
+
+def test_a_trial_leaves_the_values_of_tensors_that_are_no_buffers():
+    model = Counting(set())
+    model.blocks = nn.ModuleList(Growing(torch.ones(1)) for _ in range(3))
+    layers_of(model)
+    assert [block.scale.item() for block in model.blocks] == [1.0] * 3
+
+
+def test_a_tensor_that_several_blocks_change_in_training_is_refused():
+    model, scale = Counting(set()), torch.ones(1)
+    model.blocks = nn.ModuleList(Growing(scale) for _ in range(3))
+    with pytest.raises(ConfigError, match="block 1 computes something else"):
+        layers_of(model)
+
+
+def test_layers_that_fail_in_training_where_the_model_does_not_are_refused():
+    model = Counting(set())
+    model.blocks = nn.ModuleList(Growing(torch.ones(1), every=2) for _ in range(3))
+    with pytest.raises(ConfigError, match="fails with RuntimeError: layer 1.* after a forward had left it alone"):
+        layers_of(model)
+
+
 def test_a_trial_leaves_generators_of_modules_as_they_were():
     model = Counting(set())
     model.blocks = nn.ModuleList(Noisy(drawn, torch.Generator().manual_seed(seed)) for seed in range(3))

@@ -43,7 +43,7 @@ from ds_lgamp.integrations.deepspeed.model.module import (
 from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import share_values
 from ds_lgamp.partition.agreement import raise_everywhere
-from ds_lgamp.partition.memory import bytes_of
+from ds_lgamp.partition.memory import bytes_of, write
 from ds_lgamp.partition.policy import UnitParameter
 from ds_lgamp.runtime.recompute import undisturbed
 
@@ -186,7 +186,8 @@ def _receive(
 ) -> nn.Module:
     """Gives ``layer`` the tensors that arrive from pipeline rank ``source``, and says which of them are trained.
 
-    A layer without memory receives no tensors.
+    They arrive in the memory that the layer has, since a buffer may be a view of another one, also outside the layer. A
+    layer without memory receives no tensors.
     """
     expected = [name for name in infos if name.startswith(f"{prefix}.")]
     names = [f"{prefix}.{name}" for name, _ in tensors_of(layer)]
@@ -199,11 +200,16 @@ def _receive(
     for name, tensor in tensors_of(layer):
         info = infos[f"{prefix}.{name}"]
         if tensor.device.type != "meta":
-            tensor.data = torch.empty(info.shape, dtype=info.dtype, device=tensor.device)
+            if (tensor.shape, tensor.dtype) != (info.shape, info.dtype):
+                tensor.data = torch.empty(info.shape, dtype=info.dtype, device=tensor.device)
             arriving.append(tensor.data)
         if isinstance(tensor, nn.Parameter):
             tensor.requires_grad_(info.requires_grad)
-    transfer(dist.irecv, module, source, arriving)
+    whole = [tensor.contiguous() for tensor in arriving]
+    transfer(dist.irecv, module, source, whole)
+    for tensor, values in zip(arriving, whole):
+        if values is not tensor:
+            write(tensor, values)
     return layer
 
 

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterable
-from itertools import chain, combinations, compress
+from itertools import chain, compress, islice
 from typing import NamedTuple
 
 import torch
@@ -169,29 +169,34 @@ def sharing_of(name: str, parameter: Parameter) -> Sharing:
 
 
 def complaint_about_memory(named: Iterable[tuple[str, Tensor]]) -> str | None:
-    """Returns the sentence that refuses a trained parameter which shares memory with another one of the tensors, or
-    whose elements share it; None if there is none. The tensors have the names that the sentence shall use."""
+    """Returns the sentence that refuses a parameter which shares memory with another one of the tensors, or a trained
+    one whose elements share it; None if there is none. The tensors have the names that the sentence shall use.
+
+    Parameters move to the memory of their unit, also frozen ones, whose values a script may change.
+    """
     by_storage: dict[int, list[tuple[str, Tensor]]] = {}
     for name, tensor in named:
         if type(tensor.data) is Tensor and tensor.layout is torch.strided and tensor.numel() and not tensor.is_meta:
-            if _trains(tensor) and _repeats(tensor):
+            if isinstance(tensor, Parameter) and tensor.requires_grad and _repeats(tensor):
                 return (
                     f"elements of the parameter {name} share memory, which no optimizer can update; make it from a "
                     "clone() of its values"
                 )
             by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
     for members in by_storage.values():
-        for (name, tensor), (other, second) in combinations(members, 2):
-            if tensor is not second and (_trains(tensor) or _trains(second)) and _overlap(tensor, second):
-                return (
-                    f"{name} and {other} share memory, but are two tensors, of which one would not follow the updates "
-                    "of the other; make them one parameter, or clone() one"
-                )
+        # A model that was read from a file may have all tensors in one storage.
+        placed = sorted(((_range(tensor), name, tensor) for name, tensor in members), key=lambda each: each[0].start)
+        for number, (own, name, tensor) in enumerate(placed):
+            for other, second_name, second in islice(placed, number + 1, None):
+                if other.start >= own.stop:
+                    break
+                is_parameter = isinstance(tensor, Parameter) or isinstance(second, Parameter)
+                if tensor is not second and is_parameter and _overlap(tensor, second):
+                    return (
+                        f"{name} and {second_name} share memory, but are two tensors, of which one would not follow "
+                        "changes of the other; make them one parameter, or clone() one"
+                    )
     return None
-
-
-def _trains(tensor: Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter) and tensor.requires_grad
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
@@ -211,9 +216,6 @@ def _repeats(tensor: Tensor) -> bool:
 
 def _overlap(first: Tensor, second: Tensor) -> bool:
     """Whether two tensors of one storage have bytes in common."""
-    ranges = [_range(tensor) for tensor in (first, second)]
-    if ranges[0].stop <= ranges[1].start or ranges[1].stop <= ranges[0].start:
-        return False
     # Columns of one matrix lie between each other.
     return first.dtype != second.dtype or bool(torch.isin(_places(first), _places(second)).any())
 

@@ -14,7 +14,8 @@ from tests.integrations.deepspeed.linear import ONE_LAYER_PER_CHUNK, build, engi
 
 
 class Counting(nn.Module):
-    """Has tensors that differ in every layer: a weight, and buffers of dtypes that NCCL does not carry, one empty."""
+    """Has tensors that differ in every layer: a weight, and buffers, two of dtypes that NCCL does not carry, one empty,
+    one transposed."""
 
     def __init__(self, number):
         super().__init__()
@@ -22,6 +23,7 @@ class Counting(nn.Module):
         self.register_buffer("steps", torch.tensor([number, -number], dtype=torch.int16))
         self.register_buffer("on", torch.tensor(number % 2 == 0))
         self.register_buffer("nothing", torch.empty(0, 3))
+        self.register_buffer("columns", torch.full((3, 2), float(number)).t())
 
     def forward(self, inputs):
         return inputs @ self.weight
@@ -41,6 +43,9 @@ def move(stage):
         for name in ("send", "recv"):
             patch.setattr(dist, name, lambda *_, name=name, **__: alone.append(name))
         module = build([LayerSpec(Counting, number) for number in range(4)])
+        for part in module.modules():
+            if isinstance(part, Counting):
+                part.columns += 1
         engine = engine_of(module, ONE_LAYER_PER_CHUNK, stage)
     with engine.module.full_parameters():
         layers = {name: value.clone() for name, value in engine.module.state_dict().items()}
@@ -95,6 +100,33 @@ def test_a_module_that_has_moved_away_keeps_no_memory():
     assert run_on_ranks(2, sizes_of_given_modules) == [[36, 0, 36, 36], [36, 36, 0, 36]]
 
 
+class Scaled(nn.Linear):
+    """Scales by a number of a buffer of all layers, of which it has a view."""
+
+    def __init__(self, base, number):
+        super().__init__(6, 6)
+        self.register_buffer("scale", base[number : number + 1])
+        self.register_buffer("row", base[None, :2].expand(3, 2))
+        self.register_buffer("column", base[:2, None].t())
+
+
+def views_after_a_move():
+    """Returns the buffers of this rank's layers after a change of what they are views of."""
+    prepare_rank()
+    base = torch.arange(4.0)
+    engine = engine_of(build([Scaled(base, number) for number in range(4)]), ONE_LAYER_PER_CHUNK, 1)
+    base.add_(10)
+    return {name: buffer.tolist() for name, buffer in engine.module.named_buffers()}
+
+
+def test_buffers_of_a_module_that_has_moved_are_views_as_before():
+    for rank, buffers in enumerate(run_on_ranks(2, views_after_a_move)):
+        for number in (rank, rank + 2):
+            assert buffers[f"{number}.scale"] == [10.0 + number]
+            assert buffers[f"{number}.row"] == [[10.0, 11.0]] * 3
+            assert buffers[f"{number}.column"] == [[10.0, 11.0]]
+
+
 @pytest.fixture(scope="module")
 def ranks():
     return run_on_ranks(4, move, 1)
@@ -107,10 +139,11 @@ def test_every_layer_arrives_with_all_its_values(ranks):
             assert layers[f"{number}.steps"].tolist() == [number, -number]
             assert layers[f"{number}.on"].item() == (number % 2 == 0)
             assert layers[f"{number}.nothing"].shape == (0, 3)
+            assert torch.equal(layers[f"{number}.columns"], torch.full((2, 3), number + 1.0))
 
 
 def test_messages_travel_in_batches_of_the_pipelines_group(ranks):
     for batched, pipeline, alone, _ in ranks:
-        # Layer 1 goes down and layer 2 up, each with three tensors that are not empty.
-        assert batched == [pipeline] * 6
+        # Layer 1 goes down and layer 2 up, each with four tensors that are not empty.
+        assert batched == [pipeline] * 8
         assert len(pipeline) == 2 and not alone
