@@ -43,7 +43,7 @@ from ds_lgamp.watch.this_rank import this_rank
 
 if TYPE_CHECKING:
     # DeepSpeed, which this imports, is imported late: it may be missing, and takes seconds.
-    from ds_lgamp.integrations.deepspeed.explain.laid_out import LaidOut
+    from ds_lgamp.integrations.deepspeed.explain.facts import LaidOut
 
 _OF_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "CROSS_", "MASTER_", "TORCHELASTIC_")
 """Prefixes of a launcher's variables. A dry run starts without them."""
@@ -116,7 +116,7 @@ def of_flags(arguments: Sequence[str], config: str, launch: Launch) -> Demand:
 
 def laid_out_on(path: str, facts: Mapping[str, Any]) -> "LaidOut":
     """Returns how ranks would be laid out on the cluster file ``path``. Raises ConfigError if they cannot be."""
-    from ds_lgamp.integrations.deepspeed.explain.laid_out import LaidOut
+    from ds_lgamp.integrations.deepspeed.explain.facts import LaidOut
 
     try:
         cluster = read_islands(path)

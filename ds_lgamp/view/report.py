@@ -1,7 +1,8 @@
-"""Simulated and recorded steps as text: a Gantt chart of characters, and a table of where the time went."""
+"""Simulated and recorded steps as text: a Gantt chart of characters, and a table of where the time went.
+And aligned columns, for whatever else is text."""
 
 import string
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 
 from ds_lgamp.schedule.actions import BETWEEN_NODES, COLLECTIVES, OF_WEIGHTS, Kind
 from ds_lgamp.schedule.card import Wait
@@ -164,3 +165,17 @@ def _cells(figures: Figures, kind: str) -> str:
 
 def _seconds(time: float) -> str:
     return f"{time:.4g}"
+
+
+def table(titles: Sequence[str], rows: Sequence[Sequence[object]], left: Container[int] = ()) -> str:
+    """Returns aligned columns. Columns with an index in ``left`` align to the left, other columns to the right."""
+    cells = [titles, *([f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    lines = (
+        "  ".join(
+            cell.ljust(width) if index in left else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths))
+        )
+        for row in cells
+    )
+    return "\n".join(line.rstrip() for line in lines)

@@ -1,7 +1,7 @@
 """Writes the explanation as text."""
 
 import itertools
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -9,11 +9,13 @@ from ds_lgamp.config import BLOCK
 from ds_lgamp.cost.activations import ActivationMemory
 from ds_lgamp.cost.offload import HostMemory
 from ds_lgamp.cost.units import aligned, packed_bytes
+from ds_lgamp.fields import with_unit
 from ds_lgamp.integrations.deepspeed.engine.memory import LATER
 from ds_lgamp.integrations.deepspeed.explain.facts import Explanation, TokenFacts
 from ds_lgamp.schedule.actions import STARTED
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.view.report import table
 
 _BUS = 31.5e9
 """Bytes per second in one direction of PCIe 4.0 x16."""
@@ -158,17 +160,17 @@ def _traffic_table(facts: Explanation) -> str:
         of_chunks, of_tied = [moved.gathers, moved.reduces], [moved.tied_gathers, moved.tied_reduces, rank.tied_sums]
         of_experts = [moved.expert_gathers, moved.expert_reduces] if facts.divides_experts else []
         counts = [*of_chunks, *of_experts, *of_tied, moved.frozen_gathers, moved.sends]
-        sent = [with_bytes(rank.collective_bytes_sent)]
+        sent = [_size(rank.collective_bytes_sent)]
         if rank.bytes_between_nodes is not None:
             counts += [moved.refreshes, moved.combines]
-            sent.append(with_bytes(rank.bytes_between_nodes))
+            sent.append(_size(rank.bytes_between_nodes))
         if rank.bus_bytes_loaded is not None and rank.bus_bytes_stored is not None:
-            sent += [with_bytes(rank.bus_bytes_loaded), with_bytes(rank.bus_bytes_stored)]
+            sent += [_size(rank.bus_bytes_loaded), _size(rank.bus_bytes_stored)]
         rows.append([rank.pipeline_rank, *counts, *sent])
     rounds = facts.settings.activation_dtype is not None and facts.ranks[0].hop_bytes is not None
     if rounds:
         for row, rank in zip(rows, facts.ranks):
-            row.append(with_bytes(rank.hop_bytes or 0))
+            row.append(_size(rank.hop_bytes or 0))
     titles += [*between, "collectives send", *(["between nodes"] if between else [])]
     titles += ["from the host", "to the host"] if facts.ranks[0].bus_bytes_loaded is not None else []
     titles += [f"results in {facts.settings.activation_dtype}"] if rounds else []
@@ -265,7 +267,7 @@ _COUNTS = ("layers", "all_to_alls")
 
 
 def _size(number: float | None) -> str:
-    return "unknown" if number is None else with_bytes(number)
+    return "unknown" if number is None else with_unit(round(number), "B")
 
 
 def _words(facts: Explanation) -> str:
@@ -284,18 +286,18 @@ def _words(facts: Explanation) -> str:
     if constants := max(rank.constants for rank in facts.ranks):
         sentences.append(
             f"Quantised weights lie and travel as packed bytes. Each rank has the constants of its layers whole, up to "
-            f"{with_bytes(constants)} of its weights."
+            f"{_size(constants)} of its weights."
         )
     sentences += _words_on_activations(facts)
     update = max(facts.ranks, key=lambda rank: rank.update_bytes_sent)
     if update.update_collectives:
         sentences.append(
-            f"The step of {facts.optimizer} itself sends at most {with_bytes(update.update_bytes_sent)} in "
+            f"The step of {facts.optimizer} itself sends at most {_size(update.update_bytes_sent)} in "
             f"{update.update_collectives} collective(s) on a rank, beside those above."
         )
     sentences += _words_on_bus(facts)
     if any(facts.balance_bytes) and facts.spec.pipeline_ranks > 1:
-        there, back = map(with_bytes, facts.balance_bytes)
+        there, back = map(_size, facts.balance_bytes)
         sentences.append(
             f"Every message of hidden states takes {there} more along for the loss that balances experts, and every "
             f"message of gradients {back}."
@@ -330,7 +332,7 @@ def _words_on_bus(facts: Explanation) -> list[str]:
     together = facts.spec.micro_batch_group >= facts.spec.micro_batches and not facts.spec.returns_outputs
     always = ", whatever the number of micro-batches" if together else ""
     return [
-        f"Over a bus of {with_bytes(_BUS)}/s in each direction (PCIe 4.0 x16), a step's loads take at least "
+        f"Over a bus of {with_unit(_BUS, 'B/s')} in each direction (PCIe 4.0 x16), a step's loads take at least "
         f"{loaded / _BUS:.3g} s, its stores {stored / _BUS:.3g} s{always}."
     ]
 
@@ -376,26 +378,3 @@ def _words_on_experts(facts: Explanation) -> list[str]:
         "Links of a cluster file carry the bytes of experts as if all data-parallel ranks shared them, and no tokens."
     )
     return sentences
-
-
-def table(titles: Sequence[str], rows: Sequence[Sequence[object]], left: Container[int] = ()) -> str:
-    """Returns aligned columns. Columns with an index in ``left`` align to the left, other columns to the right."""
-    cells = [titles, *([f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    lines = (
-        "  ".join(
-            cell.ljust(width) if index in left else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths))
-        )
-        for row in cells
-    )
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def with_bytes(number: float) -> str:
-    """Returns ``number`` bytes in decimal units, with three digits."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if number < 999.5:
-            return f"{number:.0f} {unit}" if unit == "B" or number >= 99.95 else f"{number:.3g} {unit}"
-        number /= 1000
-    return f"{number:.3g} TB"

@@ -15,8 +15,7 @@ from ds_lgamp.integrations.user_script import failures_end_the_process, leave, r
 
 # These need a DeepSpeed that check_seams accepts, so functions import them.
 if TYPE_CHECKING:
-    from ds_lgamp.integrations.deepspeed.explain.facts import Explanation
-    from ds_lgamp.integrations.deepspeed.explain.laid_out import LaidOut
+    from ds_lgamp.integrations.deepspeed.explain.facts import Explanation, LaidOut
 
 LayOut = Callable[[dict[str, Any]], "LaidOut"]
 STOCK_REFUSAL = "must divide distributed world size"
@@ -181,7 +180,7 @@ class _Explainer:
         raise SystemExit(0)
 
     def _text(self, facts: "Explanation", laid_out: "LaidOut | None") -> str:
-        from ds_lgamp.integrations.deepspeed.explain.laid_out import assigned_json, assigned_text
+        from ds_lgamp.integrations.deepspeed.explain.facts import assigned_json, assigned_text
         from ds_lgamp.integrations.deepspeed.explain.text import as_text
 
         if self._as_json:
