@@ -16,7 +16,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.parts import Attribute, Result, ShapesOfCalls
-from ds_lgamp.integrations.split.state import MISSING, Snapshot, copied_containers, set_or_delete
+from ds_lgamp.integrations.split.reached import MISSING
+from ds_lgamp.integrations.split.state import Snapshot, copied_containers, set_or_delete
 
 
 class Autocast(NamedTuple):

@@ -23,6 +23,8 @@ from ds_lgamp.integrations.split.parts import (
     Tree,
     find_blocks,
     model_of,
+    modules_in,
+    own_parameters,
     parameters_of,
     place_of,
 )
@@ -125,7 +127,7 @@ class Layers:
 
 def _ties(model: nn.Module) -> int:
     """Returns how many names of parameters are second names."""
-    named = [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]
+    named = [*map(id, own_parameters(modules_in(model)))]
     return len(named) - len({*named})
 
 

@@ -283,6 +283,21 @@ def model_of(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def modules_in(model: nn.Module) -> list[nn.Module]:
+    """Returns the modules of a model, each as often as it has names. Runs before every batch, so it makes no names, as
+    ``model.modules()`` does."""
+    found = [model]
+    # The list grows.
+    for module in found:
+        found += [child for child in module._modules.values() if child is not None]
+    return found
+
+
+def own_parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Returns the parameters that ``modules`` themselves have, each as often as it has names there."""
+    return [each for module in modules for each in module._parameters.values() if each is not None]
+
+
 def place_of(model: nn.Module, path: str) -> tuple[dict[str, Any], str]:
     """Returns in which of a module's dictionaries the part lies, and under which name."""
     parent, _, name = path.rpartition(".")

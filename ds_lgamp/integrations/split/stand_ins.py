@@ -19,7 +19,8 @@ from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.call import Arguments, BlockArguments, SetAttributes, apart
 from ds_lgamp.integrations.split.imagined import Imagined, Shape, UnknownShape, shapes_in
 from ds_lgamp.integrations.split.parts import Blocks, Part, Result, ShapesOfCalls, full_shape, place_of
-from ds_lgamp.integrations.split.state import MISSING, set_or_delete, version_of
+from ds_lgamp.integrations.split.reached import MISSING
+from ds_lgamp.integrations.split.state import set_or_delete, version_of
 
 
 class StandIn(nn.Module):

@@ -1,120 +1,23 @@
 """Remembers and copies what modules hold besides parameters, in attributes, buffers, classes, globals and hooks."""
 
-from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque
+from collections import UserDict, UserList, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import fields, is_dataclass
-from dis import get_instructions
-from functools import cache, partial
-from inspect import unwrap
 from operator import is_
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from types import FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ds_lgamp.config import BLOCK, ConfigError
+from ds_lgamp.integrations.split.reached import CONTAINERS, MISSING, Named, Reached, named_by_hooks, named_globals
 from ds_lgamp.partition.memory import write
 from ds_lgamp.runtime.references import leave_out, only_count
 
-
-class Named(NamedTuple):
-    """Some of the values in a dictionary."""
-
-    holder: Any
-    names: Sequence[str]
-
-
-def named_globals(model: nn.Module) -> list[Named]:
-    """Returns the globals that forwards name, except functions, classes and modules. Forwards of torch name none that
-    count."""
-    found: dict[int, Named] = {}
-    for kind in _classes(model):
-        forward = unwrap(kind.forward)
-        if isinstance(forward, FunctionType):
-            held, names = _globals_in(forward)
-            known = found.get(id(held), Named(held, []))
-            found[id(held)] = known._replace(names=[*dict.fromkeys([*known.names, *names])])
-    return [each for each in found.values() if each.names]
-
-
-def _globals_in(function: FunctionType) -> Named:
-    held = function.__globals__
-    return Named(held, [name for name in global_names(function.__code__) if name in held and _is_state(held[name])])
-
-
-class Variables:
-    """The variables of a closure, by their names."""
-
-    def __init__(self, function: FunctionType) -> None:
-        self._cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
-
-    def named(self) -> Named:
-        # A variable without a value has an empty cell.
-        return Named(self, [name for name, cell in self._cells.items() if cell != CellType()])
-
-    def __getitem__(self, name: str) -> Any:
-        return self._cells[name].cell_contents
-
-    def update(self, values: dict[str, Any]) -> None:
-        for name, value in values.items():
-            self._cells[name].cell_contents = value
-
-
-def named_by_hooks(model: nn.Module) -> list[Named]:
-    """Returns what the hooks of a model's modules and parameters hold: globals, variables of closures, and attributes
-    of objects outside the model."""
-    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    owners = (*model.modules(), *model.parameters())
-    waiting = [hook for owner in owners for kind in kinds for hook in (getattr(owner, kind, None) or {}).values()]
-    found: list[Named] = []
-    seen = set(map(id, model.modules()))
-    while waiting:
-        hook = waiting.pop()
-        if id(hook) in seen:
-            continue
-        seen.add(id(hook))
-        if isinstance(hook, MethodType):
-            waiting += [hook.__func__, hook.__self__]
-        elif isinstance(hook, partial):
-            waiting += [hook.func, *hook.args, *hook.keywords.values()]
-        elif isinstance(hook, FunctionType):
-            variables = Variables(hook).named()
-            found += [_globals_in(hook), variables]
-            waiting += [variables.holder[name] for name in variables.names]
-        elif type(getattr(hook, "__dict__", None)) is dict and not isinstance(hook, (Tensor, type)):
-            found.append(Named(vars(hook), [*vars(hook)]))
-    return [each for each in found if each.names]
-
-
-def _classes(model: nn.Module) -> Iterator[type[nn.Module]]:
-    return (kind for kind in dict.fromkeys(map(type, model.modules())) if not _is_torchs(kind))
-
-
-def _is_torchs(kind: type) -> bool:
-    return kind is object or kind.__module__.partition(".")[0] == "torch"
-
-
-@cache
-def global_names(code: CodeType, attributes: bool = False) -> Sequence[str]:
-    """Returns the names of globals, or those that may be of attributes, in code and in functions inside it."""
-    wanted = () if attributes else ("LOAD_GLOBAL", "LOAD_NAME")
-    own = [each.argval for each in get_instructions(code) if each.opname in wanted]
-    if attributes:
-        # For getattr, and what imports a name there.
-        own += [each for each in (*code.co_names, *code.co_consts) if isinstance(each, str) and each.isidentifier()]
-    inside = [each for each in code.co_consts if isinstance(each, CodeType)]
-    return [*dict.fromkeys([*own, *(name for each in inside for name in global_names(each, attributes))])]
-
-
-def _is_state(value: Any) -> bool:
-    return not callable(value) and not isinstance(value, ModuleType)
-
-
-CONTAINERS = (list, dict, set, deque, Counter, OrderedDict, defaultdict)
 OF_TORCH = frozenset(vars(nn.Module()))
 """The attributes that every module has, such as those for its parameters and hooks."""
 _LARGE = 1000
@@ -145,10 +48,10 @@ class Snapshot:
         self._seen: set[int] = set()
         for module in modules:
             self._remember_attributes(vars(module), depth)
-        self._named = [(holder, {name: holder[name] for name in names}) for holder, names in named]
-        for holder, before in self._named:
+        self._named = [(each, each.values()) for each in named]
+        for each, before in self._named:
             for name, value in before.items():
-                self._search(value, depth, (id(holder), name))
+                self._search(value, depth, (id(each.holder), name))
 
     def restore(self, leaving: Collection[Place] = ()) -> None:
         """Gives everything back, except attributes at the places ``leaving`` and what is in them."""
@@ -156,8 +59,8 @@ class Snapshot:
             for name in differing(attributes, before):
                 if (id(attributes), name) not in leaving:
                     set_or_delete(attributes, name, before.get(name, MISSING))
-        for holder, before in self._named:
-            holder.update(before)
+        for each, before in self._named:
+            each.restore(before)
         for *place, container, before in self._contents:
             if tuple(place) not in leaving and not holds_the_same(container, before):
                 container.clear()
@@ -203,10 +106,6 @@ class Snapshot:
                 self._generators.append((value, value.get_state()))
         elif depth > 1 and has_attributes(value):
             self._remember_attributes(vars(value), depth - 1)
-
-
-MISSING: Any = object()
-"""Stands for an attribute that is not there."""
 
 
 def set_or_delete(attributes: dict[str, Any], name: str, value: Any) -> None:
@@ -303,11 +202,12 @@ def restored(modules: Iterable[nn.Module], depth: int = 1, named: Iterable[Named
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[Snapshot]:
-    """Gives a model back after the block all that its modules and hooks held, with the globals that its forwards name,
-    and the values of buffers and other tensors there. Forwards that run inside leave no counters, caches or other
-    submodules. Yields what is there before."""
-    with restored(model.modules(), _DEPTH, [*named_globals(model), *named_by_hooks(model)]) as before:
-        with with_values(before.tensors()):
+    """Gives a model back after the block all that its modules and hooks held, what its forwards reach by names, and the
+    values of buffers and other tensors there. Forwards that run inside leave no counters, caches or other submodules.
+    Yields what is there before."""
+    named, reached = [*named_globals(model), *named_by_hooks(model)], Reached(model.modules(), model.parameters())
+    with restored((), 1, reached.named()) as by_names, restored(model.modules(), _DEPTH, named) as before:
+        with with_values([*by_names.tensors(), *before.tensors()]):
             yield before
 
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.split.state import Snapshot, named_globals, untouched
+from ds_lgamp.integrations.split.reached import named_globals
+from ds_lgamp.integrations.split.state import Snapshot, untouched
 from tests.integrations.split.own_models import WIDTH, Attention, Gpt, cross_entropy
 from tests.integrations.split.splitting import layers_of
 from tests.integrations.split.test_beside_arguments import batches, in_turn, trained
@@ -312,6 +313,40 @@ def test_a_trial_takes_back_what_hooks_of_a_script_have_counted():
     tokens = batches(0)[0]
     model(tokens, tokens)
     assert (calls, observers[0].calls, observers[1].total) == (1, len(model.blocks), len(model.blocks))
+
+
+CALLS = 0
+
+
+class Counted:
+    """Counts in an attribute of the class, and in a slot of an object."""
+
+    __slots__ = ("own",)
+    calls = 0
+
+    def __init__(self):
+        self.own = 0
+
+
+COUNTED = Counted()
+
+
+def count_beside():
+    """Counts where only a function of the script names it."""
+    global CALLS
+    CALLS += 1
+    Counted.calls += 1
+    COUNTED.own += 1
+
+
+def test_a_trial_takes_back_what_functions_of_a_script_have_counted():
+    class Calling(Counting):
+        def forward(self, tokens, labels):
+            count_beside()
+            return super().forward(tokens, labels)
+
+    layers_of(Calling(set()), pipeline_ranks=2)
+    assert (CALLS, Counted.calls, COUNTED.own) == (0, 0, 0)
 
 
 def test_a_trial_leaves_no_traces():

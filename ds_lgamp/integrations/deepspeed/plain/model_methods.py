@@ -1,24 +1,21 @@
 """What calls of a plain script's own model do while its layers are on many ranks.
 
 Calls that pass by its engine evaluate, as transformers' Trainer needs. Guards are around the parameters of layers that
-other pipeline ranks hold. And what of a script's own code is watched while a batch is open.
+other pipeline ranks hold.
 """
 
-import sys
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from functools import cached_property, partial, wraps
+from functools import wraps
 from inspect import Parameter, ismethod, signature
-from types import FunctionType, MethodType, ModuleType
+from types import MethodType
 from typing import Any, NoReturn, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ds_lgamp.config import BLOCK, ConfigError
-from ds_lgamp.integrations.split.state import version_of
 from ds_lgamp.partition.guard import Guards, NotGatheredError
 from ds_lgamp.partition.quantised import free_constants
 
@@ -162,50 +159,3 @@ def replace_method(model: Any, name: str, replacement: Callable[[Callable[..., A
     itself = Parameter("self", Parameter.POSITIONAL_ONLY)
     method.__signature__ = shown.replace(parameters=[itself, *shown.parameters.values()])  # type: ignore[attr-defined]
     setattr(model, name, MethodType(method, model))
-
-
-_LIBRARIES = {
-    *sys.stdlib_module_names, "accelerate", "deepspeed", "ds_lgamp", "megatron", "numpy", "peft", "torch",
-    "transformer_engine", "transformers",
-}  # fmt: skip
-"""Packages whose functions count only where they are forwards of the model."""
-_FEW = 16
-"""Elements of the largest tensor of the CPU whose values count. Of others it shows whether an operation changed it."""
-
-
-def is_own(value: Any) -> bool:
-    """Whether a function, class or module is no library's."""
-    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-    if isinstance(value, FunctionType):
-        # One that wraps another one has its name.
-        name = value.__globals__.get("__name__")
-    return (name or "builtins").partition(".")[0] not in _LIBRARIES
-
-
-def parts_of(value: Any) -> list[Any]:
-    """Returns what a method, a property or the like refers to."""
-    if isinstance(value, MethodType):
-        return [value.__self__, value.__func__]
-    if isinstance(value, partial):
-        return [value.func, value.args, value.keywords]
-    if isinstance(value, (staticmethod, classmethod)):
-        return [value.__func__]
-    if isinstance(value, property):
-        return [value.fget]
-    if isinstance(value, cached_property):
-        return [value.func]
-    return [value()] if isinstance(value, weakref.ref) else []
-
-
-def is_array(value: Any) -> bool:
-    return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"
-
-
-def mark_of(value: Any) -> Any:
-    """Returns what shows that a tensor or an array has changed in itself."""
-    if not isinstance(value, Tensor):
-        return repr(value.tolist()) if value.size <= _FEW else value.copy()
-    if type(value) is not Tensor or value.layout is not torch.strided:
-        return version_of(value)
-    few = value.device.type == "cpu" and value.numel() <= _FEW
-    return version_of(value), value.data_ptr(), repr(value.tolist()) if few else None

@@ -1,35 +1,32 @@
 """The batch of a plain script before its step: the micro-batches that the engine has got, which the script must leave
 alone, as it must the model; and how far the program has run."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
-from contextvars import ContextVar
-from functools import partial
-from inspect import signature
-from itertools import islice, takewhile
+from itertools import chain, islice, takewhile
 from operator import itemgetter
-from types import FunctionType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.deepspeed.engine.data import Versions
 from ds_lgamp.integrations.deepspeed.engine.training import Training
-from ds_lgamp.integrations.deepspeed.plain.model_methods import is_array, is_own, mark_of, parts_of
 from ds_lgamp.integrations.split.call import Arguments, BatchCalls
-from ds_lgamp.integrations.split.state import (
+from ds_lgamp.integrations.split.parts import modules_in, own_parameters
+from ds_lgamp.integrations.split.reached import (
     CONTAINERS,
+    HOOKS,
     MISSING,
-    OF_TORCH,
+    NO_VALUE,
     Named,
-    Variables,
-    copied_containers,
-    differing,
-    global_names,
-    has_attributes,
+    Reached,
+    filled,
+    is_array,
 )
+from ds_lgamp.integrations.split.state import OF_TORCH, copied_containers, differing, has_attributes, version_of
 from ds_lgamp.integrations.transformers.models import whole_to_layers
 from ds_lgamp.partition.agreement import raise_everywhere
 from ds_lgamp.runtime.batch import BatchState
@@ -183,11 +180,11 @@ class ModelSettings:
 
     def begin(self) -> None:
         """Remembers the settings as a batch begins."""
-        modules = list(self._model.modules())
+        modules = modules_in(self._model)
         if modules != self._modules or self._sizes != [*map(len, self._holders)]:
             self._modules = modules
             self._watch()
-        self._parameters = list(self._model.parameters())
+        self._parameters = own_parameters(modules)
         self.remember()
 
     def remember(self) -> None:
@@ -202,158 +199,57 @@ class ModelSettings:
         return next((each for each, *pair in zip(words, now, self._state) if not _is_same(*pair)), _OTHERS)
 
     def _watch(self) -> None:
-        objects = {id(each): each for module in self._modules for each in vars(module).values() if has_attributes(each)}
-        parts: list[Any] = [
-            each for module in self._modules for each in (module._buffers, module._modules) if _holds(each)
-        ]
+        attributes = [item for module in self._modules for item in vars(module).items()]
+        objects = {id(each): each for name, each in attributes if name not in OF_TORCH and has_attributes(each)}
+        parts = [each for module in self._modules for each in filled(module)]
         self._holders = [*map(vars, self._modules), *map(vars, objects.values()), *parts]
         self._sizes = [*map(len, self._holders)]
         own = [Named(vars(each), [*_names(each)]) for each in (*self._modules, *objects.values())]
-        reached = Reached(self._modules, self._model.parameters())
+        reached = Reached(self._modules, own_parameters(self._modules))
         others = [*(Named(each, [*each]) for each in parts), *reached.named()]
         self._watched = [each for each in (*own, *others) if each.names]
         # The first name twice: with a single one, an itemgetter returns no tuple.
-        self._getters = [(itemgetter(names[0], *names), holder) for holder, names in self._watched]
-        found = [(_said_of(name), holder[name]) for holder, names in self._watched for name in names]
+        self._getters = [(itemgetter(each.names[0], *each.names), each.holder) for each in self._watched]
+        found = [(_said_of(name), value) for each in self._watched for name, value in each.values().items()]
         found += [(_said_of(name), value) for name, value in reached.values()]
         containers = [each for each in found if type(each[1]) in CONTAINERS]
         tensors = [each for each in found if isinstance(each[1], Tensor) or is_array(each[1])]
         self._containers, self._tensors = ([value for _, value in each] for each in (containers, tensors))
-        watched = [_said_of(name) for _, names in self._watched for name in names]
+        watched = [_said_of(name) for each in self._watched for name in each.names]
         self._words = [*watched, *(words for words, _ in (*containers, *tensors))]
 
     def _read(self) -> list[Any]:
         """Returns which parameters are frozen, all values, and what shows that one of them has changed in itself."""
         try:
             values = [value for get, holder in self._getters for value in get(holder)[1:]]
-        except KeyError:
+        except NO_VALUE:
             # Somebody has deleted one, perhaps the forward.
-            values = [holder.get(name, MISSING) for holder, names in self._watched for name in names]
+            values = [each.holder.get(name, MISSING) for each in self._watched for name in each.names]
+        # Most modules have none.
+        hooks = chain.from_iterable(map(_hooks_in, self._holders[: len(self._modules)]))
         return [
             *(each.requires_grad for each in self._parameters),
             *values,
             *(each.copy() for each in self._containers),
-            *map(mark_of, self._tensors),
-            [key for module in self._modules for kind in _HOOKS if (hooks := vars(module).get(kind)) for key in hooks],
+            *map(_mark_of, self._tensors),
+            [key for each in hooks if each for key in each],
             [*map(len, self._holders)],
         ]
 
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_MOST = 1000
-"""Elements of the largest container that is searched for others."""
+_hooks_in = itemgetter(*HOOKS)
+_FEW = 16
+"""Elements of the largest tensor of the CPU whose values count. Of others it shows whether an operation changed it."""
 
 
-class Reached:
-    """What forwards and hooks of ``modules``, and hooks of ``parameters``, can read besides these.
-
-    Follows the names in their code: globals, functions and their closures, defaults and attributes, classes, methods,
-    objects and what is in them.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]) -> None:
-        self._names = {"forward", "backward", "__call__", "__getattr__", "__getitem__"}
-        """In code that was found."""
-        self._seen: dict[int, Any] = {}
-        """Keeps objects, whose ids would come again otherwise."""
-        self._globals: dict[int, tuple[Any, dict[str, None]]] = {}
-        self._variables: list[Named] = []
-        self._attributes: list[Any] = []
-        """Dictionaries and others in which only names count that are in code."""
-        self._values: list[tuple[str, Any]] = []
-        own = [*modules]
-        for module in own:
-            self._seen[id(module)] = module
-            self._attributes += [vars(module)] if is_own(type(module)) else []
-        for owner in (*own, *parameters):
-            for hook in [hook for kind in _HOOKS for hook in (getattr(owner, kind, None) or {}).values()]:
-                self._visit("hook", hook)
-        for kind in dict.fromkeys(map(type, own)):
-            if kind.__module__.partition(".")[0] != "torch":
-                self._function(getattr(kind, "forward", None))
-                self._attributes += map(vars, kind.__mro__[: kind.__mro__.index(nn.Module)])
-        for module in own:
-            self._visit("forward", vars(module).get("forward"))
-        before = None
-        while before != (before := (len(self._seen), len(self._names))):
-            for holder, names in self.named():
-                for name in names:
-                    self._visit(name, holder[name])
-
-    def named(self) -> list[Named]:
-        """Returns what holds values by name."""
-        of_globals = [Named(held, [*names]) for held, names in self._globals.values()]
-        attributes = [Named(each, [name for name in [*each] if name in self._names]) for each in self._attributes]
-        return [each for each in (*of_globals, *self._variables, *attributes) if each.names]
-
-    def values(self) -> list[tuple[str, Any]]:
-        """Returns containers, tensors and arrays, each with the name under which it was found."""
-        return self._values
-
-    def _visit(self, name: str, value: Any) -> None:
-        if value is None or isinstance(value, (str, int, float, nn.Parameter)) or id(value) in self._seen:
-            return
-        self._seen[id(value)] = value
-        if isinstance(value, Tensor) or is_array(value):
-            self._values.append((name, value))
-        elif type(value) in (*CONTAINERS, tuple):
-            self._values.append((name, value))
-            for each in [*(value.values() if isinstance(value, dict) else value)] if len(value) <= _MOST else ():
-                self._visit(name, each)
-        elif isinstance(value, ContextVar):
-            self._variables.append(Named(_Getting(lambda _: value.get(None)), [name]))
-        elif isinstance(value, (FunctionType, type, ModuleType)):
-            if is_own(value):
-                self._function(value) if isinstance(value, FunctionType) else self._add(value)
-        else:
-            for each in parts_of(value):
-                self._visit(name, each)
-            if hasattr(value, "__dict__") or hasattr(type(value), "__slots__"):
-                self._add(value)
-                self._visit(name, type(value))
-
-    def _add(self, value: Any) -> None:
-        if isinstance(getattr(value, "__dict__", None), dict) or isinstance(value, type):
-            self._attributes.append(vars(value))
-        for kind in type(value).__mro__ if is_own(type(value)) else ():
-            if slots := [name for name in vars(kind).get("__slots__", ()) if hasattr(value, name)]:
-                self._attributes.append(_Getting(partial(getattr, value), slots))
-        for kind in value.__bases__ if isinstance(value, type) else ():
-            self._visit(kind.__name__, kind)
-        if isinstance(value, nn.Module):
-            for part in (value._buffers, value._modules):
-                self._visit("buffer", {**part} if _holds(part) else None)
-
-    def _function(self, function: Any) -> None:
-        if not isinstance(function, FunctionType):
-            return
-        self._names |= {*global_names(function.__code__, attributes=True)}
-        held = function.__globals__
-        names = self._globals.setdefault(id(held), (held, {}))[1]
-        names.update(dict.fromkeys(name for name in global_names(function.__code__) if name in held))
-        variables = Variables(function).named()
-        self._variables += [variables] if variables.names else []
-        self._attributes.append(vars(function))
-        for name, each in signature(function, follow_wrapped=False).parameters.items():
-            self._visit(name, None if each.default is each.empty else each.default)
-
-
-def _holds(part: Any) -> bool:
-    """Whether a dictionary of a module holds something. Modules in TorchScript have others, which do not change."""
-    return isinstance(part, dict) and bool(part)
-
-
-class _Getting:
-    """Values by name, from a function."""
-
-    def __init__(self, get: Any, names: Iterable[str] = ()) -> None:
-        self._get, self._names = get, [*names]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __getitem__(self, name: str) -> Any:
-        return self._get(name)
+def _mark_of(value: Any) -> Any:
+    """Returns what shows that a tensor or an array has changed in itself."""
+    if not isinstance(value, Tensor):
+        return repr(value.tolist()) if value.size <= _FEW else value.copy()
+    if type(value) is not Tensor or value.layout is not torch.strided:
+        return version_of(value)
+    few = value.device.type == "cpu" and value.numel() <= _FEW
+    return version_of(value), value.data_ptr(), repr(value.tolist()) if few else None
 
 
 def _said_of(name: str) -> str:

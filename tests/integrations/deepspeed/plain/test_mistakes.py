@@ -102,3 +102,24 @@ def test_changes_between_calls_are_found_after_a_forward_has_deleted_an_attribut
     settings.remember()
     model.weight.requires_grad_(False)
     assert settings.changed() == "the modes or frozen parameters of the model were"
+
+
+class Given:
+    __slots__ = ("rate",)
+
+
+def test_changes_are_found_after_a_script_has_deleted_what_no_dictionary_holds():
+    given = Given()
+    given.rate = 3.0
+
+    class Rated(nn.Linear):
+        def forward(self, inputs):
+            return super().forward(inputs) * given.rate
+
+    settings = ModelSettings(Rated(2, 2))
+    settings.begin()
+    assert settings.changed() is None
+    del given.rate
+    assert settings.changed() == "'rate' of the model was"
+    given.rate = 3.0
+    assert settings.changed() is None

@@ -1,0 +1,304 @@
+"""What forwards and hooks of a model can read besides its modules and parameters: the names in their code, and what
+lies under them."""
+
+import sys
+import weakref
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
+from dis import get_instructions
+from functools import cache, cached_property, partial
+from inspect import signature, unwrap
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+MISSING: Any = object()
+"""Stands for a value that is not there."""
+NO_VALUE = (KeyError, AttributeError, ValueError)
+"""What a name raises that has lost its value: in a dictionary, an object, the variables of a closure."""
+CONTAINERS = (list, dict, set, deque, Counter, OrderedDict, defaultdict)
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_MOST = 1000
+"""Elements of the largest container that is searched for others."""
+_LIBRARIES = {
+    *sys.stdlib_module_names, "accelerate", "deepspeed", "ds_lgamp", "megatron", "numpy", "peft", "torch",
+    "transformer_engine", "transformers",
+}  # fmt: skip
+"""Packages whose functions count only where they are forwards of the model."""
+
+
+class Named(NamedTuple):
+    """Some of the values in a dictionary."""
+
+    holder: Any
+    names: Sequence[str]
+    owner: type | None = None
+    """The class whose attributes these are; None for other dictionaries."""
+
+    def values(self) -> dict[str, Any]:
+        return {name: self.holder[name] for name in self.names}
+
+    def restore(self, values: dict[str, Any]) -> None:
+        """Gives back those of the ``values`` that are others now."""
+        changed = {name: value for name, value in values.items() if self.holder.get(name, MISSING) is not value}
+        if self.owner is None:
+            self.holder.update(changed)
+            return
+        for name, value in changed.items():
+            setattr(self.owner, name, value)
+
+
+class Held:
+    """Values by name that lie in no dictionary.
+
+    Args:
+        read: returns the value of a name.
+        write: gives a name a value.
+    """
+
+    def __init__(self, names: Iterable[str], read: Callable[[str], Any], write: Callable[[str, Any], None]) -> None:
+        self._names, self._read, self._write = [*names], read, write
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._read(name)
+
+    def get(self, name: str, default: Any) -> Any:
+        try:
+            return self._read(name)
+        except NO_VALUE:
+            return default
+
+    def update(self, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            self._write(name, value)
+
+
+def variables_of(function: FunctionType) -> Named:
+    """Returns the variables of a closure, by their names."""
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
+    # A variable without a value has an empty cell.
+    names = [name for name, cell in cells.items() if cell != CellType()]
+    held = Held(names, lambda name: cells[name].cell_contents, lambda name, value: _fill(cells[name], value))
+    return Named(held, names)
+
+
+def _fill(cell: CellType, value: Any) -> None:
+    cell.cell_contents = value
+
+
+def _value_of(variable: ContextVar[Any], name: str) -> Named:
+    """Returns the value of a context variable, which cannot become unset again."""
+
+    def write(_: str, value: Any) -> None:
+        if value is not MISSING:
+            variable.set(value)
+
+    return Named(Held([name], lambda _: variable.get(MISSING), write), [name])
+
+
+@cache
+def global_names(code: CodeType, attributes: bool = False) -> Sequence[str]:
+    """Returns the names of globals, or those that may be of attributes, in code and in functions inside it."""
+    wanted = () if attributes else ("LOAD_GLOBAL", "LOAD_NAME")
+    own = [each.argval for each in get_instructions(code) if each.opname in wanted]
+    if attributes:
+        # For getattr, and what imports a name there.
+        own += [each for each in (*code.co_names, *code.co_consts) if isinstance(each, str) and each.isidentifier()]
+    inside = [each for each in code.co_consts if isinstance(each, CodeType)]
+    return [*dict.fromkeys([*own, *(name for each in inside for name in global_names(each, attributes))])]
+
+
+def hooks_of(owners: Iterable[nn.Module | nn.Parameter]) -> list[Any]:
+    """Returns the hooks of modules and parameters."""
+    return [hook for owner in owners for kind in HOOKS for hook in (getattr(owner, kind, None) or {}).values()]
+
+
+def referents(value: Any) -> list[Any]:
+    """Returns what a method, a property or the like refers to."""
+    if isinstance(value, MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, partial):
+        return [value.func, value.args, value.keywords]
+    if isinstance(value, (staticmethod, classmethod)):
+        return [value.__func__]
+    if isinstance(value, property):
+        return [value.fget]
+    if isinstance(value, cached_property):
+        return [value.func]
+    return [value()] if isinstance(value, weakref.ref) else []
+
+
+def filled(module: nn.Module) -> list[dict[str, Any]]:
+    """Returns the dictionaries of buffers and modules in ``module`` that hold some. Modules in TorchScript have others,
+    which do not change."""
+    return [each for each in (module._buffers, module._modules) if isinstance(each, dict) and each]
+
+
+def is_array(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"
+
+
+def _is_own(value: Any) -> bool:
+    """Whether a function, class or module is no library's."""
+    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+    if isinstance(value, FunctionType):
+        # One that wraps another one has its name.
+        name = value.__globals__.get("__name__")
+    return (name or "builtins").partition(".")[0] not in _LIBRARIES
+
+
+class Reached:
+    """What forwards and hooks of ``modules``, and hooks of ``parameters``, can read besides these.
+
+    Follows the names in their code: globals, functions and their closures, defaults and attributes, classes, methods,
+    objects and what is in them.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]) -> None:
+        self._names = {"forward", "backward", "__call__", "__getattr__", "__getitem__"}
+        """In code that was found."""
+        self._seen: dict[int, Any] = {}
+        """Keeps objects, whose ids would come again otherwise."""
+        self._globals: dict[int, tuple[Any, dict[str, None]]] = {}
+        self._variables: list[Named] = []
+        self._attributes: list[tuple[Any, type | None]] = []
+        """Dictionaries and others in which only names count that are in code, each with the class that has it, if it is
+        a class's."""
+        self._values: list[tuple[str, Any]] = []
+        own = [*modules]
+        for module in own:
+            self._seen[id(module)] = module
+            self._attributes += [(vars(module), None)] if _is_own(type(module)) else []
+        for hook in hooks_of([*own, *parameters]):
+            self._visit("hook", hook)
+        for kind in dict.fromkeys(map(type, own)):
+            if kind.__module__.partition(".")[0] != "torch":
+                self._function(getattr(kind, "forward", None))
+                self._attributes += [(vars(each), each) for each in kind.__mro__[: kind.__mro__.index(nn.Module)]]
+        for module in own:
+            self._visit("forward", vars(module).get("forward"))
+        before = None
+        while before != (before := (len(self._seen), len(self._names))):
+            for each in self.named():
+                for name, value in each.values().items():
+                    self._visit(name, value)
+
+    def named(self) -> list[Named]:
+        """Returns what holds values by name."""
+        of_globals = [Named(held, [*names]) for held, names in self._globals.values()]
+        attributes = [
+            Named(held, [name for name in [*held] if name in self._names], owner) for held, owner in self._attributes
+        ]
+        return [each for each in (*of_globals, *self._variables, *attributes) if each.names]
+
+    def values(self) -> list[tuple[str, Any]]:
+        """Returns containers, tensors and arrays, each with the name under which it was found."""
+        return self._values
+
+    def _visit(self, name: str, value: Any) -> None:
+        if value is None or isinstance(value, (str, int, float, nn.Parameter)) or id(value) in self._seen:
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, Tensor) or is_array(value):
+            self._values.append((name, value))
+        elif type(value) in (*CONTAINERS, tuple):
+            self._values.append((name, value))
+            for each in [*(value.values() if isinstance(value, dict) else value)] if len(value) <= _MOST else ():
+                self._visit(name, each)
+        elif isinstance(value, ContextVar):
+            self._variables.append(_value_of(value, name))
+        elif isinstance(value, (FunctionType, type, ModuleType)):
+            if _is_own(value):
+                self._function(value) if isinstance(value, FunctionType) else self._add(value)
+        else:
+            for each in referents(value):
+                self._visit(name, each)
+            if hasattr(value, "__dict__") or hasattr(type(value), "__slots__"):
+                self._add(value)
+                self._visit(name, type(value))
+
+    def _add(self, value: Any) -> None:
+        if isinstance(value, type):
+            self._attributes.append((vars(value), value))
+        elif isinstance(getattr(value, "__dict__", None), dict):
+            self._attributes.append((vars(value), None))
+        for kind in type(value).__mro__ if _is_own(type(value)) else ():
+            if slots := [name for name in vars(kind).get("__slots__", ()) if hasattr(value, name)]:
+                self._attributes.append(
+                    (Held(slots, partial(getattr, value), partial(object.__setattr__, value)), None)
+                )
+        for kind in value.__bases__ if isinstance(value, type) else ():
+            self._visit(kind.__name__, kind)
+        for part in filled(value) if isinstance(value, nn.Module) else ():
+            self._visit("buffer", {**part})
+
+    def _function(self, function: Any) -> None:
+        if not isinstance(function, FunctionType):
+            return
+        self._names |= {*global_names(function.__code__, attributes=True)}
+        held = function.__globals__
+        names = self._globals.setdefault(id(held), (held, {}))[1]
+        names.update(dict.fromkeys(name for name in global_names(function.__code__) if name in held))
+        variables = variables_of(function)
+        self._variables += [variables] if variables.names else []
+        self._attributes.append((vars(function), None))
+        for name, each in signature(function, follow_wrapped=False).parameters.items():
+            self._visit(name, None if each.default is each.empty else each.default)
+
+
+def named_globals(model: nn.Module) -> list[Named]:
+    """Returns the globals that forwards name, except functions, classes and modules. Forwards of torch name none that
+    count."""
+    found: dict[int, Named] = {}
+    for kind in _classes(model):
+        forward = unwrap(kind.forward)
+        if isinstance(forward, FunctionType):
+            own = _globals_in(forward)
+            known = found.get(id(own.holder), own)
+            found[id(own.holder)] = Named(own.holder, [*dict.fromkeys([*known.names, *own.names])])
+    return [each for each in found.values() if each.names]
+
+
+def _globals_in(function: FunctionType) -> Named:
+    held = function.__globals__
+    return Named(held, [name for name in global_names(function.__code__) if name in held and _is_state(held[name])])
+
+
+def named_by_hooks(model: nn.Module) -> list[Named]:
+    """Returns what the hooks of a model's modules and parameters hold: globals, variables of closures, and attributes
+    of objects outside the model."""
+    waiting = hooks_of([*model.modules(), *model.parameters()])
+    found: list[Named] = []
+    seen = set(map(id, model.modules()))
+    while waiting:
+        hook = waiting.pop()
+        if id(hook) in seen:
+            continue
+        seen.add(id(hook))
+        if isinstance(hook, FunctionType):
+            variables = variables_of(hook)
+            found += [_globals_in(hook), variables]
+            waiting += variables.values().values()
+        elif parts := referents(hook):
+            waiting += tree_leaves(parts)
+        elif type(getattr(hook, "__dict__", None)) is dict and not isinstance(hook, (Tensor, type)):
+            found.append(Named(vars(hook), [*vars(hook)]))
+    return [each for each in found if each.names]
+
+
+def _classes(model: nn.Module) -> Iterator[type[nn.Module]]:
+    return (kind for kind in dict.fromkeys(map(type, model.modules())) if not _is_torchs(kind))
+
+
+def _is_torchs(kind: type) -> bool:
+    return kind is object or kind.__module__.partition(".")[0] == "torch"
+
+
+def _is_state(value: Any) -> bool:
+    return not callable(value) and not isinstance(value, ModuleType)
