@@ -31,6 +31,20 @@ class Entry(NamedTuple):
     parts: int
     """How many ranks each have a part of the rows; 1 if all have all of them."""
 
+    @classmethod
+    def of_slices(
+        cls, ranks: int, divide_rows: bool, gather: Callable[[Tensor], Tensor], copy: Callable[[Tensor], Tensor]
+    ) -> Entry | None:
+        """Returns that of a head of which each of the ``ranks`` has a slice; None if there is one rank.
+
+        Args:
+            divide_rows: whether each has a part of the rows, as with sequence parallelism.
+            gather, copy: what gives a rank the rows of all, and the same rows, with backwards that add up gradients.
+        """
+        if ranks == 1:
+            return None
+        return cls(gather, ranks) if divide_rows else cls(copy, 1)
+
 
 def deferred(head: Head, hidden: Tensor, loss_chunk: int | str | None, entry: Entry | None = None) -> Logits | None:
     """Returns the logits of ``hidden`` states, not computed. None if they have no more rows than a piece, or if no

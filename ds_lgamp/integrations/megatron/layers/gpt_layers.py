@@ -219,12 +219,8 @@ def tied_logits(embedding: WordEmbedding, hidden: Tensor) -> Tensor:
 
 def _entry_of(config: TransformerConfig) -> Entry | None:
     """Returns how the hidden state reaches this rank's slice of the head; None if there is one."""
-    ranks = config.tensor_model_parallel_size
-    if ranks == 1:
-        return None
-    if config.sequence_parallel:
-        return Entry(gather_from_sequence_parallel_region, ranks)
-    return Entry(copy_to_tensor_model_parallel_region, 1)
+    regions = gather_from_sequence_parallel_region, copy_to_tensor_model_parallel_region
+    return Entry.of_slices(config.tensor_model_parallel_size, config.sequence_parallel, *regions)
 
 
 def language_model_loss(logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:

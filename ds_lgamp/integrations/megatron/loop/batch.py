@@ -196,7 +196,10 @@ def _head_of(model: torch.nn.Module) -> GPTModel | None:
 def deferring_logits(model: GPTModel, loss_chunk: int | str | None) -> Iterator[None]:
     """Inside the block, the logits of a model with labels are computed in pieces of rows where its loss is. Its loss
     is one of every token, so the backward computes each piece again, for the gradients that the script gives it."""
-    layer, entry = model.output_layer, _entry_of(model.output_layer)
+    layer = model.output_layer
+    regions = gather_from_sequence_parallel_region, copy_to_tensor_model_parallel_region
+    own_regions = (partial(region, group=layer.tp_group) for region in regions)
+    entry = Entry.of_slices(layer.config.tensor_model_parallel_size, layer.sequence_parallel, *own_regions)
     stock, stock_loss = layer.forward, model.compute_language_model_loss
 
     def logits_of(hidden: torch.Tensor, weight: Any = None, runtime_gather_output: Any = None) -> Any:
@@ -216,16 +219,6 @@ def deferring_logits(model: GPTModel, loss_chunk: int | str | None) -> Iterator[
         yield
     finally:
         del layer.forward, model.compute_language_model_loss
-
-
-def _entry_of(layer: ColumnParallelLinear) -> Entry | None:
-    """Returns how hidden states reach this rank's slice of a head; None if there is one."""
-    ranks = layer.config.tensor_model_parallel_size
-    if ranks == 1:
-        return None
-    if layer.sequence_parallel:
-        return Entry(partial(gather_from_sequence_parallel_region, group=layer.tp_group), ranks)
-    return Entry(partial(copy_to_tensor_model_parallel_region, group=layer.tp_group), 1)
 
 
 _NAMES = {"backward": "backward-compute", "activation": "forward-recv", "gradient": "backward-recv"}
