@@ -23,7 +23,7 @@ from torch.nn import Parameter
 from benchmarks.host_update import timed
 from benchmarks.record import OURS, REPETITIONS, Record, begin
 from ds_lgamp.cost.offload import OnDisk
-from ds_lgamp.optimizers.disk_updates import DiskUpdates
+from ds_lgamp.optimizers.host_updates import DiskUpdates
 from ds_lgamp.partition.bus import Bus
 from ds_lgamp.partition.disk import Disk, Move, aligned
 from ds_lgamp.partition.flat_storage import UnitParameter

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 from benchmarks.record import OURS, REPETITIONS, Config, Record, begin
-from ds_lgamp.optimizers.disk_updates import updates_of
+from ds_lgamp.optimizers.host_updates import updates_of
 from ds_lgamp.partition.bus import Bus
 from ds_lgamp.partition.host import Host, HostThread
 from ds_lgamp.partition.policy import UnitParameter, ZeroPolicy

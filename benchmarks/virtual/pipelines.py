@@ -27,7 +27,8 @@ from torch.distributed.pipelining import (
 from benchmarks.record import OURS
 from benchmarks.virtual.bare import BareLoop
 from benchmarks.virtual.chunk import Setting, SleepingParts, TorchSplitChunk, VirtualChunk, loss_function, sleep_until
-from ds_lgamp.optimizers.updates import HostUpdates, Options, Updates, postpone, start_postponed
+from ds_lgamp.optimizers.host_updates import HostUpdates
+from ds_lgamp.optimizers.updates import Options, Updates, postpone, start_postponed
 from ds_lgamp.partition.bus import Bus
 from ds_lgamp.partition.host import Host, HostThread
 from ds_lgamp.partition.policy import UnitParameter, ZeroPolicy

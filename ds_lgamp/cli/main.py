@@ -363,29 +363,12 @@ def _run_megatron(
 
 
 def _checkpoint(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    if options.action == "export":
-        _check_export(parser, options)
-    from ds_lgamp.cli.checkpoint import run_command
+    from ds_lgamp.cli.checkpoint import check_export, run_command
 
+    if options.action == "export":
+        check_export(parser, options)
     with own_output() as output:
         return run_command(options.action, options, output)
-
-
-def _check_export(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Checks that every option belongs to the format, and fills in defaults."""
-    ranks, files = (options.pipeline_ranks, options.data_ranks), (options.dtype, options.max_shard_size)
-    if options.format == "deepspeed":
-        if files != (None, None):
-            parser.error("--dtype and --max-shard-size belong to --format safetensors")
-        if None in ranks or min(ranks) < 1:
-            parser.error("--format deepspeed needs --pipeline-ranks and --data-ranks of at least 1")
-        return
-    if ranks != (None, None):
-        parser.error("--pipeline-ranks and --data-ranks belong to --format deepspeed")
-    options.dtype = options.dtype or "fp32"
-    options.max_shard_size = 5.0 if options.max_shard_size is None else options.max_shard_size
-    if not 0 < options.max_shard_size < float("inf"):
-        parser.error(f"--max-shard-size is {options.max_shard_size:g}; use a size above 0, in 10^9 bytes")
 
 
 def _detect(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:

@@ -128,7 +128,7 @@ from ds_lgamp.cost.offload import (
     device_weights,
     host_memory,
 )
-from ds_lgamp.cost.state import Ledger, StateWalk, Step
+from ds_lgamp.cost.state import Ledger, StateWalk, Step, held_between_steps
 from ds_lgamp.cost.traffic import weights_on_host
 from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize, on_host, stays
 from ds_lgamp.schedule.actions import Action, Kind
@@ -246,19 +246,6 @@ def memory_over_time(
         host=host,
     )
     return memory, during
-
-
-def held_between_steps(
-    units: Sequence[UnitSize], sharding: Sharding, size: ElementBytes
-) -> tuple[int, int, int | None]:
-    """Returns the bytes of weights, master weights and optimizer state that a device holds between steps."""
-    weights = master = trainable = 0
-    for unit in units:
-        part = unit.part(sharding)
-        weights += size.weights_of(unit) * unit.kept(sharding)
-        master += size.master * part if size.weights < size.master and not unit.frozen else 0
-        trainable += min(part, unit.trainable)
-    return weights, master, None if size.optimizer is None else size.optimizer * trainable
 
 
 Pair = tuple[int, int]

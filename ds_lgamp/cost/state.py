@@ -368,3 +368,16 @@ def _postpones(actions: Sequence[Action]) -> bool:
     """Whether updates that the previous step left come before the forwards."""
     kinds = (action.kind for action in actions if action.kind in (Kind.UPDATE, Kind.FORWARD))
     return next(kinds, None) is Kind.UPDATE
+
+
+def held_between_steps(
+    units: Sequence[UnitSize], sharding: Sharding, size: ElementBytes
+) -> tuple[int, int, int | None]:
+    """Returns the bytes of weights, master weights and optimizer state that a device holds between steps."""
+    weights = master = trainable = 0
+    for unit in units:
+        part = unit.part(sharding)
+        weights += size.weights_of(unit) * unit.kept(sharding)
+        master += size.master * part if size.weights < size.master and not unit.frozen else 0
+        trainable += min(part, unit.trainable)
+    return weights, master, None if size.optimizer is None else size.optimizer * trainable

@@ -1,16 +1,14 @@
-"""Steps a torch optimizer on the shards of all units at once, or of one unit after another: on the device, or in the
-host's thread beside the program."""
+"""Steps a torch optimizer on the shards of all units at once, or of one unit after another.
+:mod:`ds_lgamp.optimizers.host_updates` does so in the host's thread."""
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.optim import optimizer as of_torch
 
 from ds_lgamp.optimizers.rounding import RoundedSteps
@@ -20,7 +18,7 @@ from ds_lgamp.partition.policy import UnitParameter
 from ds_lgamp.partition.shards import Segment
 from ds_lgamp.partition.unit import Unit, parts_of
 from ds_lgamp.partition.zero_partition import ZeroPartition
-from ds_lgamp.schedule.spec import BLOCK_ON_DEVICE, BLOCK_ON_HOST
+from ds_lgamp.schedule.spec import BLOCK_ON_DEVICE
 
 Options = list[dict[str, Any]]
 """The hyper-parameters of every parameter group."""
@@ -72,7 +70,7 @@ class Updates:
         self, optimizer: torch.optim.Optimizer, partition: ZeroPartition, when: str, rounds: bool = False
     ) -> None:
         self.optimizer, self.when, self.partition = optimizer, when, partition
-        self._rounded = RoundedSteps(_twin_of(optimizer), BLOCK_ON_DEVICE) if rounds else None
+        self._rounded = RoundedSteps(twin_of(optimizer), BLOCK_ON_DEVICE) if rounds else None
         self._lagging: Sequence[Unit] = ()
         """Units whose weights do not equal their master weights, because the optimizer is updating these."""
         for group in optimizer.param_groups:
@@ -279,78 +277,7 @@ class Updates:
         self._lagging = ()
 
 
-class HostUpdateError(RuntimeError):
-    """An update on the host failed; the message names the rank and the unit."""
-
-
-class HostUpdates(Updates):
-    """Updates for shards on the host.
-
-    :meth:`update_alone` runs in the host's thread, while schedulers and scripts read and write the optimizer's groups.
-    So it steps a twin, which has groups of its own and shares the state.
-    """
-
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, partition: ZeroPartition, when: str, rounds: bool = False
-    ) -> None:
-        super().__init__(optimizer, partition, when, rounds)
-        self._twin = _twin_of(optimizer)
-        self._twin.found_inf = None
-        self._rounded_on_host = RoundedSteps(self._twin, BLOCK_ON_HOST) if rounds else None
-
-    def cannot_take(self, unit: Unit, thawed: UnitParameter) -> str | None:
-        # A host that takes units takes others, too.
-        return None
-
-    def skip_if(self, found_inf: torch.Tensor | None) -> None:
-        self._twin.found_inf = found_inf
-
-    def learn_of_skip(self) -> None:
-        super().learn_of_skip()
-        if self._rounded_on_host is not None:
-            # Loads of the step have waited for all updates of the one before.
-            self._rounded_on_host.forget_counts()
-
-    def update_alone(self, unit: Unit, factor: Any, options: Options) -> Callable[[], None] | None:
-        with self._named(unit):
-            unit.scale_gradient(factor)
-            unit.before_change()
-            self._step_twin(unit, options, self.optimizer.state)
-            unit.round_weights()
-            unit.drop_gradient()
-            unit.after_update()
-        return None
-
-    def _step_twin(
-        self,
-        unit: Unit,
-        options: Options,
-        state: dict,
-        copies: Mapping[torch.Tensor, torch.Tensor] = MappingProxyType({}),
-    ) -> None:
-        """Steps the twin on the shards of ``unit``, or on their ``copies``, whose ``state`` it has then."""
-        if self._rounded_on_host is not None:
-            self._rounded_on_host.step(unit, options, state, copies, self._twin.found_inf)
-            return
-        self._twin.state = state
-        self._twin.param_groups = [
-            {**group, "params": [copies.get(shard, shard) for shard in self.shards_of(unit, index)]}
-            for index, group in enumerate(options)
-        ]
-        self._twin.step()
-
-    @contextmanager
-    def _named(self, unit: Unit) -> Iterator[None]:
-        """Lets errors of an update name rank and unit."""
-        try:
-            yield
-        except Exception as error:
-            raise HostUpdateError(
-                f"rank {dist.get_rank()} failed to update {unit.name} on the host ({type(error).__name__}: {error})"
-            ) from error
-
-
-def _twin_of(optimizer: torch.optim.Optimizer) -> Any:
+def twin_of(optimizer: torch.optim.Optimizer) -> Any:
     """Returns an optimizer with all attributes of ``optimizer`` but its hooks, and without what a scheduler or a script
     wrapped around its step."""
     # DeepSpeedCPUAdam would free its part in C++ a second time.

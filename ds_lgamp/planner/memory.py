@@ -11,7 +11,8 @@ from itertools import takewhile
 from typing import Literal, NamedTuple
 
 from ds_lgamp.cost.activations import ActivationBytes, ChunkBytes
-from ds_lgamp.cost.memory import Memory, held_between_steps, memory_over_time
+from ds_lgamp.cost.memory import Memory, memory_over_time
+from ds_lgamp.cost.state import held_between_steps
 from ds_lgamp.cost.traffic import narrow_bytes
 from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize, aligned
 from ds_lgamp.planner.activations import Software, chunk_bytes, end_bytes, layer_bytes, share

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_lgamp.partition.agreement import own_of_disjoint
+from ds_lgamp.partition.agreement import everyone, own_of_disjoint
 from ds_lgamp.runtime.links import RESET, Endpoint, Ends, Links, Route
 from ds_lgamp.schedule.placement import Placement
 from ds_lgamp.schedule.spec import ActivationType
@@ -28,6 +28,12 @@ def posts_on_arrival() -> bool:
     """Whether programs of this job must post receives on arrival: with any backend but gloo, operations run in order on
     a device's streams, which may share hardware queues."""
     return dist.get_backend() != "gloo"
+
+
+def all_pipelines(pipeline: dist.ProcessGroup) -> list[list[int]]:
+    """Returns the global ranks of every pipeline. Collective over all ranks."""
+    pipelines = {tuple(ranks) for ranks in everyone(dist.get_process_group_ranks(pipeline))}
+    return [list(ranks) for ranks in sorted(pipelines)]
 
 
 def pipeline_links(

@@ -10,7 +10,7 @@ from hypothesis import assume, given
 
 from ds_lgamp.config import read_block
 from ds_lgamp.cost.units import aligned, packed_bytes
-from ds_lgamp.integrations.deepspeed.config.zero import travel_of
+from ds_lgamp.integrations.deepspeed.config.precision import travel_of
 from ds_lgamp.planner.cluster import Cluster, Link
 from ds_lgamp.planner.configuration import ROUNDED, Configuration, describe, method_of
 from ds_lgamp.planner.hardware import RESTORE_BYTES, ROUND_BYTES, Group

@@ -1,5 +1,6 @@
-"""The types in which a run computes, accumulates and communicates, and the loss scaler of fp16."""
+"""The types in which a run computes, accumulates and communicates, what travels rounded, and fp16's loss scaler."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -7,7 +8,10 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import LAMB_OPTIMIZER, DtypeEnum
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, LossScalerBase
 
-from ds_lgamp.config import BLOCK, ConfigError
+from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
+from ds_lgamp.cost.units import Travel
+from ds_lgamp.integrations.deepspeed.config.check_keys import FROZEN, GRADIENTS, QUANTISED, WEIGHTS
+from ds_lgamp.integrations.program_spec import HPZ, MICS, shard_groups
 
 _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """The fields of DeepSpeed's dynamic loss scaler that change from step to step. The configuration sets the others."""
@@ -107,3 +111,56 @@ def load_scaler_state(scaler: LossScalerBase, state: dict[str, Any] | None) -> N
     if scaler.dynamic and state is not None:
         for name in _SCALER_STATE:
             setattr(scaler, name, state[name])
+
+
+_WEIGHT_BITS = 8
+_AGAINST_ROUNDING = {
+    HPZ: "keeps shards in nodes",
+    MICS: "keeps shards in nodes",
+    "reproducible": "promises the same bits in every layout",
+    "communication_data_type": "says how gradients travel, too",
+    "keep_frozen": "says that frozen weights do not travel",
+}
+"""What other keys say, in words."""
+
+
+def travel_of(settings: LgampConfig, given: Mapping[str, Any], config: Any) -> Travel:
+    """Returns what travels rounded. Raises ConfigError where a key would mean nothing, or what nobody has thought of.
+
+    Args:
+        given: ds_config.json, as the user wrote it.
+        config: the DeepSpeedConfig.
+    """
+    section, stage = given.get("zero_optimization"), int(config.zero_config.stage)
+    # DeepSpeed still takes true for stage 1.
+    asked = [name for name in QUANTISED if isinstance(section, Mapping) and section.get(name)]
+    if settings.quantised_gradient_bits != 8 and GRADIENTS not in asked:
+        raise ConfigError(
+            f"{BLOCK}.quantised_gradient_bits is {settings.quantised_gradient_bits}, but "
+            f"zero_optimization.{GRADIENTS} is not true; set it, or remove quantised_gradient_bits"
+        )
+    for name in asked:
+        _refuse_rounding(name, settings, given, stage)
+    return Travel(
+        weights=_WEIGHT_BITS if WEIGHTS in asked else None,
+        frozen=_WEIGHT_BITS if WEIGHTS in asked or FROZEN in asked else None,
+        gradients=settings.quantised_gradient_bits if GRADIENTS in asked else None,
+    )
+
+
+def _refuse_rounding(name: str, settings: LgampConfig, given: Mapping[str, Any], stage: int) -> None:
+    """Raises ConfigError if ``name``, one of the :data:`QUANTISED` keys, means nothing or contradicts another key."""
+    said = f"zero_optimization.{name} is true"
+    least = 1 if name == GRADIENTS else 3
+    if stage < least:
+        stages = "stage 1, 2 or 3" if least == 1 else "stage 3"
+        raise ConfigError(f"{said}, but zero_optimization.stage is {stage}; use {stages}, or remove it")
+    others = {
+        f"zero_optimization.{next(iter(shard_groups(given)), '')}": stage == 3 and bool(shard_groups(given)),
+        f"{BLOCK}.reproducible": settings.reproducible,
+        "communication_data_type": name == GRADIENTS and given.get("communication_data_type") is not None,
+        f"{BLOCK}.keep_frozen": name == FROZEN and settings.keep_frozen in ("device", "host"),
+    }
+    other = next((other for other, holds in others.items() if holds), None)
+    if other is not None:
+        raise ConfigError(f"{said}, but {other} {_AGAINST_ROUNDING[other.split('.')[-1]]}; remove one of them")

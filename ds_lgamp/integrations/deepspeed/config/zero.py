@@ -1,4 +1,4 @@
-"""Hierarchical shards, offloading, the home of frozen weights and rounded travel, as ds_config.json asks for them."""
+"""Hierarchical shards, offloading, the home of frozen weights, as ds_config.json asks for them."""
 
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -13,8 +13,6 @@ from deepspeed.runtime.pipe.module import PipelineModule
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.cost.offload import OnDisk
-from ds_lgamp.cost.units import Travel
-from ds_lgamp.integrations.deepspeed.config.check_keys import FROZEN, GRADIENTS, QUANTISED, WEIGHTS
 from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
     ON_ACCELERATOR,
     ON_CPU,
@@ -163,59 +161,6 @@ def home_of_frozen(settings: LgampConfig, config: Any, layout: Layout, module: P
             f"{memory[asked] / 1e9:.3g} GB for each; use 'none'"
         )
     return asked
-
-
-_WEIGHT_BITS = 8
-_AGAINST_ROUNDING = {
-    HPZ: "keeps shards in nodes",
-    MICS: "keeps shards in nodes",
-    "reproducible": "promises the same bits in every layout",
-    "communication_data_type": "says how gradients travel, too",
-    "keep_frozen": "says that frozen weights do not travel",
-}
-"""What other keys say, in words."""
-
-
-def travel_of(settings: LgampConfig, given: Mapping[str, Any], config: Any) -> Travel:
-    """Returns what travels rounded. Raises ConfigError where a key would mean nothing, or what nobody has thought of.
-
-    Args:
-        given: ds_config.json, as the user wrote it.
-        config: the DeepSpeedConfig.
-    """
-    section, stage = given.get("zero_optimization"), int(config.zero_config.stage)
-    # DeepSpeed still takes true for stage 1.
-    asked = [name for name in QUANTISED if isinstance(section, Mapping) and section.get(name)]
-    if settings.quantised_gradient_bits != 8 and GRADIENTS not in asked:
-        raise ConfigError(
-            f"{BLOCK}.quantised_gradient_bits is {settings.quantised_gradient_bits}, but "
-            f"zero_optimization.{GRADIENTS} is not true; set it, or remove quantised_gradient_bits"
-        )
-    for name in asked:
-        _refuse_rounding(name, settings, given, stage)
-    return Travel(
-        weights=_WEIGHT_BITS if WEIGHTS in asked else None,
-        frozen=_WEIGHT_BITS if WEIGHTS in asked or FROZEN in asked else None,
-        gradients=settings.quantised_gradient_bits if GRADIENTS in asked else None,
-    )
-
-
-def _refuse_rounding(name: str, settings: LgampConfig, given: Mapping[str, Any], stage: int) -> None:
-    """Raises ConfigError if ``name``, one of the :data:`QUANTISED` keys, means nothing or contradicts another key."""
-    said = f"zero_optimization.{name} is true"
-    least = 1 if name == GRADIENTS else 3
-    if stage < least:
-        stages = "stage 1, 2 or 3" if least == 1 else "stage 3"
-        raise ConfigError(f"{said}, but zero_optimization.stage is {stage}; use {stages}, or remove it")
-    others = {
-        f"zero_optimization.{next(iter(shard_groups(given)), '')}": stage == 3 and bool(shard_groups(given)),
-        f"{BLOCK}.reproducible": settings.reproducible,
-        "communication_data_type": name == GRADIENTS and given.get("communication_data_type") is not None,
-        f"{BLOCK}.keep_frozen": name == FROZEN and settings.keep_frozen in ("device", "host"),
-    }
-    other = next((other for other, holds in others.items() if holds), None)
-    if other is not None:
-        raise ConfigError(f"{said}, but {other} {_AGAINST_ROUNDING[other.split('.')[-1]]}; remove one of them")
 
 
 def regathers_from_host(settings: LgampConfig, zero_stage: int, hierarchy: Hierarchy | None, data_ranks: int) -> bool:

@@ -18,7 +18,7 @@ from ds_lgamp.integrations.deepspeed.engine.optimizer_state import (
     names_of_cut,
     state_of,
 )
-from ds_lgamp.optimizers.disk_updates import updates_of
+from ds_lgamp.optimizers.host_updates import updates_of
 from ds_lgamp.optimizers.norms import GradientNorm, clip_factor
 from ds_lgamp.optimizers.tensors import TensorOptimizer
 from ds_lgamp.optimizers.updates import Updates, has_other_step, start_postponed

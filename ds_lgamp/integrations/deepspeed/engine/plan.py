@@ -11,7 +11,7 @@ from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.cost.units import Travel
 from ds_lgamp.integrations.deepspeed.config.optimizer_choice import known_kind
-from ds_lgamp.integrations.deepspeed.config.precision import checks_overflow, parameter_dtype
+from ds_lgamp.integrations.deepspeed.config.precision import checks_overflow, parameter_dtype, travel_of
 from ds_lgamp.integrations.deepspeed.config.run_checks import (
     refuse_irreproducible,
     refuse_optimizer,
@@ -29,7 +29,6 @@ from ds_lgamp.integrations.deepspeed.config.zero import (
     refuse_offloaded_optimizer,
     regathers_from_host,
     share_of_host,
-    travel_of,
 )
 from ds_lgamp.integrations.deepspeed.model.module import Layout, announced_tensors, layer_prefix, layout_of, prefix_of
 from ds_lgamp.integrations.program_spec import micro_batch_shares, program_spec

@@ -40,11 +40,11 @@ from ds_lgamp.integrations.megatron.loop.batch import (
 from ds_lgamp.integrations.megatron.loop.budget import Budget
 from ds_lgamp.integrations.megatron.loop.sharded.model import partition_of
 from ds_lgamp.integrations.program_spec import program_of, program_spec
-from ds_lgamp.partition.agreement import everyone, host_group
+from ds_lgamp.partition.agreement import host_group
 from ds_lgamp.partition.zero_partition import ZeroPartition
 from ds_lgamp.runtime.batch import ActionError, BatchState, Calls, ParameterHolder, Position, Storage
 from ds_lgamp.runtime.compiled import notice_compilations
-from ds_lgamp.runtime.edges import pipeline_links, posts_on_arrival
+from ds_lgamp.runtime.edges import all_pipelines, pipeline_links, posts_on_arrival
 from ds_lgamp.runtime.executor import Executor
 from ds_lgamp.runtime.trace import Trace, trace_if_asked
 from ds_lgamp.schedule.actions import Action, Kind
@@ -201,7 +201,7 @@ class Pipeline:
     def __init__(self, first: Batch, shapes: Any, patience: float, trace: Trace | None) -> None:
         this_rank.start()
         alone = first.pipeline_ranks == 1
-        pipelines = [[dist.get_rank()]] if alone else _all_pipelines(first.groups.pp)
+        pipelines = [[dist.get_rank()]] if alone else all_pipelines(first.groups.pp)
         hosts = None if alone else host_group()
         # Later batches may have more chunks per rank, and two come all the way around.
         around = placement_of(2, first.pipeline_ranks)
@@ -310,12 +310,6 @@ class Pipeline:
 
     def _loss_gradient(self, loss: torch.Tensor, micro_batches: int) -> torch.Tensor:
         return self._running().loss_gradient(loss, micro_batches)
-
-
-def _all_pipelines(pipeline: dist.ProcessGroup) -> list[list[int]]:
-    """Returns the global ranks of every pipeline. Collective over all ranks."""
-    pipelines = {tuple(ranks) for ranks in everyone(dist.get_process_group_ranks(pipeline))}
-    return [list(ranks) for ranks in sorted(pipelines)]
 
 
 SyncFunction = Callable[..., Any]

@@ -9,7 +9,7 @@ import torch
 from torch.nn import Parameter
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.cost.memory import held_between_steps
+from ds_lgamp.cost.state import held_between_steps
 from ds_lgamp.integrations.deepspeed.engine.memory import element_bytes, sharding_of, unit_sizes, update_of
 from ds_lgamp.optimizers.rounding import Noise
 from ds_lgamp.partition.agreement import everyone

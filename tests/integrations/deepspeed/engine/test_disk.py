@@ -18,7 +18,7 @@ from ds_lgamp.cost.activations import ActivationBytes, ChunkBytes
 from ds_lgamp.cost.memory import rank_memory
 from ds_lgamp.cost.offload import DiskUse, OnDisk, disk_use, host_beside_disk, room
 from ds_lgamp.cost.units import ElementBytes, Sharding
-from ds_lgamp.optimizers import disk_updates
+from ds_lgamp.optimizers import host_updates
 from ds_lgamp.partition import bus
 from ds_lgamp.partition.agreement import everyone
 from ds_lgamp.partition.memory import HostRoom
@@ -80,7 +80,7 @@ class Recorder:
 
     def __init__(self, stack):
         self.bytes = 0
-        for owner, name in ((HostRoom, "empty"), (bus, "aligned"), (disk_updates, "aligned")):
+        for owner, name in ((HostRoom, "empty"), (bus, "aligned"), (host_updates, "aligned")):
             stack.enter_context(mock.patch.object(owner, name, self._noting(getattr(owner, name))))
 
     def _noting(self, stock):

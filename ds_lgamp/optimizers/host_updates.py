@@ -1,26 +1,102 @@
-"""Steps a torch optimizer in the host's thread, for one unit after another, where state lies on a disk.
+"""Steps a torch optimizer in the host's thread beside the program, for one unit after another. State lies in the memory
+of the host, or on a disk.
 
-A unit is updated in a buffer of the host, while another buffer is written and then read for the next unit.
+From a disk, a unit is updated in a buffer of the host, while another buffer is written and then read for the next unit.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from threading import Lock
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.nn import Parameter
 
 from ds_lgamp.cost.offload import room
-from ds_lgamp.optimizers.updates import HostUpdates, Options, Updates
+from ds_lgamp.optimizers.rounding import RoundedSteps
+from ds_lgamp.optimizers.updates import Options, Updates, twin_of
 from ds_lgamp.partition.disk import Disk, aligned
 from ds_lgamp.partition.host import HostThread, Job
 from ds_lgamp.partition.policy import UnitParameter
 from ds_lgamp.partition.shards import Segment, is_elementwise
 from ds_lgamp.partition.unit import Unit
 from ds_lgamp.partition.zero_partition import ZeroPartition
-from ds_lgamp.schedule.spec import UPDATE_BUFFERS
+from ds_lgamp.schedule.spec import BLOCK_ON_HOST, UPDATE_BUFFERS
+
+
+class HostUpdateError(RuntimeError):
+    """An update on the host failed; the message names the rank and the unit."""
+
+
+class HostUpdates(Updates):
+    """Updates for shards on the host.
+
+    :meth:`update_alone` runs in the host's thread, while schedulers and scripts read and write the optimizer's groups.
+    So it steps a twin, which has groups of its own and shares the state.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, partition: ZeroPartition, when: str, rounds: bool = False
+    ) -> None:
+        super().__init__(optimizer, partition, when, rounds)
+        self._twin = twin_of(optimizer)
+        self._twin.found_inf = None
+        self._rounded_on_host = RoundedSteps(self._twin, BLOCK_ON_HOST) if rounds else None
+
+    def cannot_take(self, unit: Unit, thawed: UnitParameter) -> str | None:
+        # A host that takes units takes others, too.
+        return None
+
+    def skip_if(self, found_inf: torch.Tensor | None) -> None:
+        self._twin.found_inf = found_inf
+
+    def learn_of_skip(self) -> None:
+        super().learn_of_skip()
+        if self._rounded_on_host is not None:
+            # Loads of the step have waited for all updates of the one before.
+            self._rounded_on_host.forget_counts()
+
+    def update_alone(self, unit: Unit, factor: Any, options: Options) -> Callable[[], None] | None:
+        with self._named(unit):
+            unit.scale_gradient(factor)
+            unit.before_change()
+            self._step_twin(unit, options, self.optimizer.state)
+            unit.round_weights()
+            unit.drop_gradient()
+            unit.after_update()
+        return None
+
+    def _step_twin(
+        self,
+        unit: Unit,
+        options: Options,
+        state: dict,
+        copies: Mapping[torch.Tensor, torch.Tensor] = MappingProxyType({}),
+    ) -> None:
+        """Steps the twin on the shards of ``unit``, or on their ``copies``, whose ``state`` it has then."""
+        if self._rounded_on_host is not None:
+            self._rounded_on_host.step(unit, options, state, copies, self._twin.found_inf)
+            return
+        self._twin.state = state
+        self._twin.param_groups = [
+            {**group, "params": [copies.get(shard, shard) for shard in self.shards_of(unit, index)]}
+            for index, group in enumerate(options)
+        ]
+        self._twin.step()
+
+    @contextmanager
+    def _named(self, unit: Unit) -> Iterator[None]:
+        """Lets errors of an update name rank and unit."""
+        try:
+            yield
+        except Exception as error:
+            raise HostUpdateError(
+                f"rank {dist.get_rank()} failed to update {unit.name} on the host ({type(error).__name__}: {error})"
+            ) from error
 
 
 class Contents(NamedTuple):

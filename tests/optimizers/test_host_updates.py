@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_lgamp.optimizers.disk_updates import Contents, UpdateBuffers
+from ds_lgamp.optimizers.host_updates import Contents, UpdateBuffers
 from ds_lgamp.partition.disk import Disk
 from ds_lgamp.schedule.spec import DISK_BLOCK
 
@@ -108,7 +108,7 @@ def test_a_failed_write_is_raised_by_who_waits_and_by_the_next_read(tmp_path, mo
 END = """
 import atexit, sys
 import torch
-from tests.optimizers.test_disk_updates import Units
+from tests.optimizers.test_host_updates import Units
 units = Units(sys.argv[1], 2)
 units.update_later = lambda: print([units.update(unit)() for unit in range(2)], units.homes[1][0][0].item())
 for unit in range(2):
