@@ -11,20 +11,20 @@ from typing import Any
 
 from ds_lgamp.cli.terminal import at_work, plain, print_rows
 from ds_lgamp.fields import read_text, with_unit
-from ds_lgamp.planner.cluster import CLUSTERS, Cluster, read_cluster, sized
+from ds_lgamp.planner.cluster import Cluster
 from ds_lgamp.planner.configuration import Configuration, describe
 from ds_lgamp.planner.island_search import IslandPlan, alike, search_islands
 from ds_lgamp.planner.islands import IslandCluster
 from ds_lgamp.planner.load import Sent, demand_of, sent
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.predict import Prediction, bandwidth_needed, seconds_over_bandwidth
-from ds_lgamp.planner.runs import Run, read_runs
+from ds_lgamp.planner.runs import Run, predict_all, read_runs
 from ds_lgamp.planner.search import Allowed, NothingFits, Plan, best_by_method, reasons, search
-from ds_lgamp.planner.shortest import BUSY, critical_batch, shortest
+from ds_lgamp.planner.shortest import BUSY, DAY, critical_batch, shortest
 from ds_lgamp.planner.work import is_own, is_quick
 from ds_lgamp.planner.write import OnIslands, why_not, write
+from ds_lgamp.view.report import table
 
-DAY = 86400
 HEADS = ("method", "W", "P", "T", "chunks", "batch", "ZeRO", "recompute", "step")
 """How every table of plans begins."""
 CHUNKS, BATCH = HEADS.index("chunks"), HEADS.index("batch")
@@ -399,7 +399,7 @@ def predict_runs(path: Path, cluster_source: str, as_json: bool) -> int:
     if unknown:
         print(f"columns that mean nothing here: {', '.join(unknown)}", file=sys.stderr)
     with at_work("predicting"):
-        predictions = _predictions(runs, cluster_source)
+        predictions = predict_all(runs, cluster_source)
     if as_json:
         found = [{"seconds": each.seconds, "mfu": each.mfu, "parts_seconds": each.parts} for each in predictions]
         print(json.dumps({"runs": found}))
@@ -409,30 +409,16 @@ def predict_runs(path: Path, cluster_source: str, as_json: bool) -> int:
     return 0
 
 
-def _predictions(runs: list[Run], cluster_source: str) -> list[Prediction]:
-    cluster = read_cluster(cluster_source)
-    predictions = []
-    for number, run in enumerate(runs, 1):
-        # A ready cluster has as many nodes as a row needs.
-        fitting = sized(cluster, run.configuration.gpus) if cluster_source in CLUSTERS else cluster
-        try:
-            predictions.append(run.predict(fitting))
-        except ValueError as error:
-            raise ValueError(f"row {number}: {error}") from None
-    return predictions
-
-
 def _as_text(runs: list[Run], predictions: list[Prediction]) -> str:
     # The models of a table have no experts.
     names = [name for name in predictions[0].parts if name != "expert_parallel"]
     heads = ["row", "seconds", "measured", "MFU", *names]
-    lines = [heads]
+    rows = []
     for number, (run, prediction) in enumerate(zip(runs, predictions), 1):
         measured = "" if run.measured is None else f"{run.measured:.4g}"
         parts = [f"{prediction.parts[name]:.3g}" for name in names]
-        lines.append([str(number), f"{prediction.seconds:.4g}", measured, f"{prediction.mfu:.1%}", *parts])
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in lines)
+        rows.append([str(number), f"{prediction.seconds:.4g}", measured, f"{prediction.mfu:.1%}", *parts])
+    return table(heads, rows)
 
 
 def _summarise(runs: list[Run], predictions: list[Prediction]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ds_lgamp.planner.cluster import Cluster
+from ds_lgamp.planner.cluster import CLUSTERS, Cluster, read_cluster, sized
 from ds_lgamp.planner.configuration import PLANNED, RECOMPUTE, Configuration
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.models import VOCABULARY
@@ -80,6 +80,20 @@ def read_runs(lines: Iterable[str]) -> tuple[list[Run], list[str]]:
     if not runs:
         raise ValueError("the table has no rows")
     return runs, [column for column in columns if column not in (*NEEDED, *OPTIONAL, *IGNORED)]
+
+
+def predict_all(runs: Iterable[Run], cluster_source: str) -> list[Prediction]:
+    """Predicts every row on a cluster. Raises ValueError that names the first row that cannot run."""
+    cluster = read_cluster(cluster_source)
+    predictions = []
+    for number, run in enumerate(runs, 1):
+        # A ready cluster has as many nodes as a row needs.
+        fitting = sized(cluster, run.configuration.gpus) if cluster_source in CLUSTERS else cluster
+        try:
+            predictions.append(run.predict(fitting))
+        except ValueError as error:
+            raise ValueError(f"row {number}: {error}") from None
+    return predictions
 
 
 def _run(row: Mapping[str | Any, str | Any]) -> Run:

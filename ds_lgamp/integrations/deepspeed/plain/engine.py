@@ -342,7 +342,8 @@ class ModelEngine(LgampDoor):
 
     def _run_to_the_end(self, batch: OpenBatch) -> None:
         """Executes the step, and what follows it."""
-        self.lgamp.loader.tokens += sum(map(_tokens, self._unfinished.calls))
+        calls = self._unfinished.calls
+        self.lgamp.loader.tokens += sum(integer_elements(named.get("input_ids", given)) for given, named in calls)
         self._unfinished.clear()
         self._layers.calls.all = []
         batch.run_to_the_end()
@@ -389,12 +390,6 @@ def _drives_deepspeed(accelerate: Any) -> bool:
 
 
 NO_CALL = "engine.step() is called, but no engine(...) since the last step; call that first"
-
-
-def _tokens(arguments: Arguments) -> int:
-    """Returns the number of tokens in a call."""
-    positional, named = arguments
-    return integer_elements(named.get("input_ids", positional))
 
 
 def _shapes(call: Call) -> list[Any]:
