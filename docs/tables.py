@@ -154,14 +154,6 @@ def zero_bubble() -> str:
     return pivot(rows, labels, metric, by_metric(cells), headings)
 
 
-def latency() -> str:
-    """The bubble of every contender at every length of compute, also relative to both simulations."""
-    lengths = ("forward + backward, ms", lambda row: "{forward_ms:g} + {backward_ms:g}".format(**row.config))
-    metrics = ("bubble", "bubble / simulated bubble", "bubble / simulated bubble, one message after another")
-    headings = {name: name for name in metrics}
-    return pivot(read("latency").rows, [lengths, CONTENDER], metric, with_spread(".3f"), headings)
-
-
 def overlap() -> str:
     """The time of a step and of the waits for collectives, for every policy in every layout; the simulated waits in
     parentheses."""
@@ -187,26 +179,6 @@ def overlap() -> str:
         lambda rows: with_spread(".3f")(rows) if rows[0].unit == "ratio" else _and_predicted(rows, ".1f"),
         headings,
     )
-
-
-def network() -> str:
-    """The time of a step in every layout, at every rate and in every order; the bound beside the layered order."""
-    headings = {"step": "step, ms", "bound": "bound, ms", "step / bound": "step / bound", "simulated": "simulated, ms"}
-    whole = median(".0f")
-    cells = {"step": with_spread(".0f"), "bound": whole, "step / bound": median(".3f"), "simulated": whole}
-    return pivot(
-        read("network").rows, [LAYOUT, ("rate", setting("rate")), CONTENDER], metric, by_metric(cells), headings
-    )
-
-
-def updates() -> str:
-    """The time of a step with each way to update, in every layout, at every rate and stage; the ratio to all updates at
-    the step."""
-    ratio = "all at the step / one by one"
-    headings = {"step": "step, ms", "simulated": "simulated, ms", ratio: ratio}
-    cells = {"step": with_spread(".0f"), "simulated": median(".0f"), ratio: median(".3f")}
-    keys = [("link", setting("rate")), ("stage", setting("zero_stage")), CONTENDER]
-    return pivot(read("updates").rows, [LAYOUT, *keys], metric, by_metric(cells), headings)
 
 
 def training(name: str, width: str) -> str:
@@ -287,17 +259,6 @@ def compiled() -> str:
         lambda row: f"{row.metric}, recompute {row.config['recompute']}",
         with_spread(".3f"),
         numbers_from=1,
-    )
-
-
-def gathers() -> str:
-    """Seconds of a step with gathers behind it and with deferred ones, in every layout on every link."""
-    return pivot(
-        read("gathers").rows,
-        [LAYOUT, ("link", setting("link")), ("stage", setting("zero_stage"))],
-        lambda row: row.contender.removeprefix(f"{OURS}, gathers ") + ", s" if row.unit == "s" else "ratio",
-        lambda rows: with_spread(".3f")(rows) if rows[0].unit == "s" else median(".3f")(rows),
-        numbers_from=2,
     )
 
 

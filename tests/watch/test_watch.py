@@ -1,9 +1,7 @@
 """When ranks ask, warn and end, by an invented clock; and where a rank stands, as another thread sees it."""
 
-import ctypes
 import math
 import os
-import signal
 import socket
 import threading
 import time
@@ -16,17 +14,15 @@ import torch.distributed as dist
 
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.spec import ProgramSpec
-from ds_lgamp.watch import guard, last_words
+from ds_lgamp.watch import last_words
 from ds_lgamp.watch.connections import Member
-from ds_lgamp.watch.guard import Guard
 from ds_lgamp.watch.last_words import dump_flight_recorder
 from ds_lgamp.watch.lifeline import Lifeline, Process
 from ds_lgamp.watch.stalls import ANSWER, Asking, AwakeClock, Rounds, StallTalk, stalls
 from ds_lgamp.watch.standing import Neighbours, Standing, Wait
 from ds_lgamp.watch.this_rank import this_rank
 from ds_lgamp.watch.whereabouts import FIRST_BATCH, Observer, Place, Whereabouts
-from testing.processes import is_alive, wait
-from testing.ranks import run_on_ranks, started_ranks
+from testing.ranks import run_on_ranks
 
 LIMIT = 120.0
 MESSAGE = Wait((1,), "the activation that rank 1 sends after F0.0", "SEND_F", 1)
@@ -340,102 +336,10 @@ def test_the_record_of_nccl_is_written_to_the_file_that_torch_is_told(tmp_path):
     assert found == (None, tmp_path / "trace_0") and found[1].read_bytes() == b"record"
 
 
-def test_the_guard_hears_every_new_limit_and_of_the_same_one_now_and_then(monkeypatch):
-    heard = []
-    monkeypatch.setattr(guard.os, "write", lambda file, line: heard.append(float(line)))
-    own = Guard("rank 0")
-    own.arm(LIMIT, 0.0)
-    assert not heard
-    own.begin()
-    for now, limit in ((0.0, LIMIT), (1.0, LIMIT), (2.0, math.inf), (3.0, LIMIT), (4.0, LIMIT), (8.0, LIMIT)):
-        own.arm(limit, now)
-    process = own._process
-    own.disarm()
-    own.disarm()
-    assert heard == [LIMIT + 10, math.inf, LIMIT + 10, LIMIT + 10, math.inf] and process.returncode == 0
-
-
 def test_the_clock_stands_still_while_the_process_is_suspended():
     times = iter([100.0, 101.0, 102.5, 4000.0, 4001.0])
     clock = AwakeClock(lambda: next(times))
     assert [clock.now() for _ in range(4)] == [101.0, 102.5, 102.5, 103.5]
-
-
-def waits_in_a_batch_until_told(folder):
-    """Rank 1 reads its data for a while, and rank 0 waits for it."""
-    os.dup2(os.open(folder / f"{dist.get_rank()} says", os.O_CREAT | os.O_WRONLY), 2)
-    guard._LATER = 1.0
-    this_rank.start()
-    dist.barrier()
-    executor = running("F1.0", "activation")
-    executor.begun.add(True)
-    with this_rank.whereabouts.in_batch(executor, "step 1", True, PAUSED_LIMIT):
-        (folder / f"{dist.get_rank()} waits").write_text(str(os.getpid()))
-        if dist.get_rank() == 0:
-            dist.barrier()
-        while dist.get_rank() == 1 and not (folder / "go on").exists():
-            time.sleep(0.05)
-    if dist.get_rank() == 1:
-        dist.barrier()
-
-
-PAUSED_LIMIT = 10.0
-
-
-@pytest.mark.slow
-def test_ranks_that_were_suspended_for_longer_than_the_limit_go_on(tmp_path):
-    with started_ranks(2, waits_in_a_batch_until_told, tmp_path) as (ranks, results):
-        while len(list(tmp_path.glob("* waits"))) < 2:
-            time.sleep(0.05)
-        for rank in ranks:
-            os.kill(rank.pid, signal.SIGSTOP)
-        time.sleep(PAUSED_LIMIT + 3)
-        for rank in ranks:
-            os.kill(rank.pid, signal.SIGCONT)
-        # Long enough for a round of questions.
-        time.sleep(4)
-        (tmp_path / "go on").touch()
-        assert all(results.get(timeout=60)[1] for _ in ranks)
-    assert not any("this rank, " in file.read_text() for file in tmp_path.glob("* says"))
-
-
-def keeps_the_interpreter():
-    """Does so from the first batch on, before any thread could look at it. Returns if nothing ends it."""
-    guard._LATER = 1.0
-    this_rank.start()
-    dist.barrier()
-    with this_rank.whereabouts.in_batch(running("F1.0", ""), "step 1", True, 1 / FIRST_BATCH):
-        ctypes.PyDLL(None).sleep(20)
-
-
-def test_a_rank_that_keeps_the_interpreter_from_its_first_batch_on_ends():
-    with started_ranks(2, keeps_the_interpreter) as (ranks, _):
-        for rank in ranks:
-            rank.join(60)
-            assert rank.exitcode == -signal.SIGKILL
-
-
-def forks(folder):
-    """Leaves a forked process behind that knows nothing of the guard, and ends."""
-    this_rank.start()
-    dist.barrier()
-    (folder / f"{dist.get_rank()} is guarded").write_text(str(this_rank.lifeline.stalls._guard._process.pid))
-    child = os.fork()
-    if child == 0:
-        time.sleep(1000)
-    (folder / f"{dist.get_rank()} forked").write_text(str(child))
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_guard_ends_with_its_rank_though_a_forked_process_goes_on(tmp_path):
-    with started_ranks(2, forks, tmp_path) as (ranks, _):
-        for rank in ranks:
-            rank.join(60)
-    guards = [int(file.read_text()) for file in tmp_path.glob("* is guarded")]
-    wait(lambda: not any(map(is_alive, guards)), 20)
-    for file in tmp_path.glob("* forked"):
-        os.kill(int(file.read_text()), signal.SIGKILL)
-    assert len(guards) == 2 and not any(map(is_alive, guards))
 
 
 def test_last_words_are_said_even_where_no_thread_starts_any_more(monkeypatch, capfd):

@@ -1,6 +1,7 @@
 """User code that works with DeepSpeed's pipeline engine works with a block too. At P2 W1 it gives the results of stock
 DeepSpeed."""
 
+import functools
 import inspect
 
 import deepspeed
@@ -27,6 +28,16 @@ from tests.integrations.deepspeed.models import seed
 from tests.integrations.deepspeed.running import gathered
 
 
+def without_and_with_a_block(run):
+    """Returns a function of no arguments, which returns what ``run`` does for stock DeepSpeed and for the block."""
+
+    @functools.wraps(run)
+    def run_both():
+        return [run(block) for block in (None, ONE_LAYER_PER_CHUNK)]
+
+    return run_both
+
+
 def in_place_layers():
     return both(lambda: [LayerSpec(nn.Linear, 6, 6), LayerSpec(nn.ReLU, inplace=True)] * 3)
 
@@ -40,62 +51,56 @@ def in_place_first_layer():
     return both(lambda: [LayerSpec(Doubling, 6, 6), LayerSpec(Doubling, 6, 6)])
 
 
-def batch_norm():
-    statistics = []
-    for block in (None, ONE_LAYER_PER_CHUNK):
-        engine = engine_of(build([LayerSpec(nn.Linear, 6, 6), LayerSpec(nn.BatchNorm1d, 6)]), block)
-        engine.train_batch(batches(2))
-        statistics.append({name: buffer.tolist() for name, buffer in engine.module.named_buffers()})
-    return statistics
+@without_and_with_a_block
+def batch_norm(block):
+    engine = engine_of(build([LayerSpec(nn.Linear, 6, 6), LayerSpec(nn.BatchNorm1d, 6)]), block)
+    engine.train_batch(batches(2))
+    return {name: buffer.tolist() for name, buffer in engine.module.named_buffers()}
 
 
-def frozen_layers_and_groups_of_a_callable():
+@without_and_with_a_block
+def frozen_layers_and_groups_of_a_callable(block):
     """A frozen layer does not decay. Groups that a callable makes keep their learning rates."""
-    changes = []
-    for block in (None, ONE_LAYER_PER_CHUNK):
-        module = build(linears(4))
-        for name, parameter in module.named_parameters():
-            parameter.requires_grad_(not name.startswith("0."))
-        before = whole_state(module)
+    module = build(linears(4))
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(not name.startswith("0."))
+    before = whole_state(module)
 
-        def optimizer(parameters):
-            listed = list(parameters)
-            matrices = [parameter for parameter in listed if parameter.dim() == 2]
-            vectors = [parameter for parameter in listed if parameter.dim() < 2]
-            groups = [{"params": matrices}, *([{"params": vectors, "lr": 0.0}] if vectors else [])]
-            return torch.optim.SGD(groups, lr=0.1, weight_decay=0.5)
+    def optimizer(parameters):
+        listed = list(parameters)
+        matrices = [parameter for parameter in listed if parameter.dim() == 2]
+        vectors = [parameter for parameter in listed if parameter.dim() < 2]
+        groups = [{"params": matrices}, *([{"params": vectors, "lr": 0.0}] if vectors else [])]
+        return torch.optim.SGD(groups, lr=0.1, weight_decay=0.5)
 
-        engine = engine_of(module, block, optimizer=optimizer)
-        engine.train_batch(batches(2))
-        after = whole_state(engine.module)
-        changes.append({name: (after[name] - before[name]).abs().max().item() for name in after})
-    return changes
+    engine = engine_of(module, block, optimizer=optimizer)
+    engine.train_batch(batches(2))
+    after = whole_state(engine.module)
+    return {name: (after[name] - before[name]).abs().max().item() for name in after}
 
 
-def parameters_get_other_tensors():
+@without_and_with_a_block
+def parameters_get_other_tensors(block):
     """The script sets ``parameter.data``, before the first batch and after it. The same parameters train on."""
     losses = []
-    for block in (None, ONE_LAYER_PER_CHUNK):
-        for stage in (0, 1):
-            engine = engine_of(build(linears(4)), block, stage)
-            for _ in range(3):
-                for parameter in engine.module.parameters():
-                    parameter.data = parameter.data.clone()
-                losses.append(engine.train_batch(batches(2)).item())
-    return losses[:6], losses[6:]
-
-
-def gradients_end_at_the_inputs():
-    """Micro-batches are parts of what another module has computed."""
-    losses = []
-    for block in (None, ONE_LAYER_PER_CHUNK):
-        engine = engine_of(build(linears(2)), block)
-        encoder = nn.Linear(6, 6, bias=False)
-        nn.init.eye_(encoder.weight)
-        rows = torch.cat([inputs for inputs, _ in batches(2)])
-        parts = encoder(rows).split(len(rows) // 2)
-        losses.append([engine.train_batch(iter([(part, part.detach()) for part in parts])).item(), encoder.weight.grad])
+    for stage in (0, 1):
+        engine = engine_of(build(linears(4)), block, stage)
+        for _ in range(3):
+            for parameter in engine.module.parameters():
+                parameter.data = parameter.data.clone()
+            losses.append(engine.train_batch(batches(2)).item())
     return losses
+
+
+@without_and_with_a_block
+def gradients_end_at_the_inputs(block):
+    """Micro-batches are parts of what another module has computed."""
+    engine = engine_of(build(linears(2)), block)
+    encoder = nn.Linear(6, 6, bias=False)
+    nn.init.eye_(encoder.weight)
+    rows = torch.cat([inputs for inputs, _ in batches(2)])
+    parts = encoder(rows).split(len(rows) // 2)
+    return [engine.train_batch(iter([(part, part.detach()) for part in parts])).item(), encoder.weight.grad]
 
 
 def state_dict_after_steps():
@@ -122,48 +127,42 @@ def two_tied_keys():
     )
 
 
-def evaluation_first_then_other_sizes():
+@without_and_with_a_block
+def evaluation_first_then_other_sizes(block):
     """Evaluates before any step, then trains with more micro-batches, then with another number of rows."""
-    results = []
-    for block in (None, ONE_LAYER_PER_CHUNK):
-        engine = engine_of(build([LayerSpec(nn.Linear, 6, 6) for _ in range(4)]), block)
-        losses = [engine.eval_batch(batches(2)).item()]
-        losses.append(engine.train_batch(batches(2)).item())
-        engine.set_train_batch_size(16)
-        losses.append(engine.train_batch(batches(4)).item())
-        losses.append(engine.eval_batch(batches(3), num_micro_batches=3).item())
-        engine.reset_activation_shape()
-        losses.append(engine.train_batch(batches(4, rows=2)).item())
-        results.append(losses)
-    return results
+    engine = engine_of(build([LayerSpec(nn.Linear, 6, 6) for _ in range(4)]), block)
+    losses = [engine.eval_batch(batches(2)).item()]
+    losses.append(engine.train_batch(batches(2)).item())
+    engine.set_train_batch_size(16)
+    losses.append(engine.train_batch(batches(4)).item())
+    losses.append(engine.eval_batch(batches(3), num_micro_batches=3).item())
+    engine.reset_activation_shape()
+    losses.append(engine.train_batch(batches(4, rows=2)).item())
+    return losses
 
 
-def training_data():
+@without_and_with_a_block
+def training_data(block):
     """Uses DeepSpeed's own loader. The loss is not on the last rank."""
     dataset = list(zip(torch.randn(32, 6, generator=torch.Generator().manual_seed(0)), torch.zeros(32, 6)))
-    results = []
-    for block in (None, ONE_LAYER_PER_CHUNK):
-        module = build([LayerSpec(nn.Linear, 6, 6) for _ in range(3)])
-        config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
-        config |= {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
-        config |= {} if block is None else {"ds_lgamp": block}
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        with quiet():
-            engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, training_data=dataset, config=config)
-        results.append([engine.train_batch().item() for _ in range(3)])
-    return results
+    module = build([LayerSpec(nn.Linear, 6, 6) for _ in range(3)])
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+    config |= {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
+    config |= {} if block is None else {"ds_lgamp": block}
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with quiet():
+        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, training_data=dataset, config=config)
+    return [engine.train_batch().item() for _ in range(3)]
 
 
-def norm_of_owned_parameters():
+@without_and_with_a_block
+def norm_of_owned_parameters(block):
     """A parameter that no optimizer owns is not part of the norm."""
-    norms = []
-    for block in (None, ONE_LAYER_PER_CHUNK):
-        module = build([LayerSpec(nn.Linear, 6, 6), LayerSpec(nn.Linear, 6, 6)])
-        weights = [parameter for parameter in module.parameters() if parameter.dim() == 2]
-        engine = engine_of(module, block, optimizer=torch.optim.SGD(weights, lr=0.1))
-        engine.train_batch(batches(2))
-        norms.append(float(engine.get_global_grad_norm()))
-    return norms
+    module = build([LayerSpec(nn.Linear, 6, 6), LayerSpec(nn.Linear, 6, 6)])
+    weights = [parameter for parameter in module.parameters() if parameter.dim() == 2]
+    engine = engine_of(module, block, optimizer=torch.optim.SGD(weights, lr=0.1))
+    engine.train_batch(batches(2))
+    return float(engine.get_global_grad_norm())
 
 
 class Reporting(PipelineModule):
@@ -180,19 +179,17 @@ class Reporting(PipelineModule):
         return self.reported
 
 
-def several_losses():
-    results = []
-    for block in (None, ONE_LAYER_PER_CHUNK):
-        with quiet():
-            module = Reporting(linears(4), num_stages=2, seed_layers=True, seed_fn=seed)
-        module.loss_fn = module.loss
-        engine = engine_of(module, block)
-        steps = []
-        for step in range(2):
-            engine.train_batch(batches(2, start=step))
-            steps.append({name: float(value) for name, value in engine.get_additional_losses().items()})
-        results.append({"steps": steps, "applied": engine.was_step_applied()})
-    return results
+@without_and_with_a_block
+def several_losses(block):
+    with quiet():
+        module = Reporting(linears(4), num_stages=2, seed_layers=True, seed_fn=seed)
+    module.loss_fn = module.loss
+    engine = engine_of(module, block)
+    steps = []
+    for step in range(2):
+        engine.train_batch(batches(2, start=step))
+        steps.append({name: float(value) for name, value in engine.get_additional_losses().items()})
+    return {"steps": steps, "applied": engine.was_step_applied()}
 
 
 class Announcing(nn.Linear):
@@ -260,34 +257,28 @@ def buffers_that_forwards_replace():
     return both(lambda: [LayerSpec(Averaging) for _ in range(4)])
 
 
-def a_loss_that_changes_its_labels():
-    results = []
-    for block in (None, ONE_LAYER_PER_CHUNK):
-        module = build(linears(4))
-        module.loss_fn = lambda output, target: mean_square(output, target.add_(1.0))
-        engine = engine_of(module, block)
-        results.append([engine.train_batch(batches(2, start=step)).item() for step in range(3)])
-    return results
+@without_and_with_a_block
+def a_loss_that_changes_its_labels(block):
+    module = build(linears(4))
+    module.loss_fn = lambda output, target: mean_square(output, target.add_(1.0))
+    engine = engine_of(module, block)
+    return [engine.train_batch(batches(2, start=step)).item() for step in range(3)]
 
 
-def logits_of_an_evaluation():
-    results = []
-    for block in (None, ONE_LAYER_PER_CHUNK):
-        engine = engine_of(build(linears(4)), block)
-        # Keeps this order, because stock adds the results of two evaluations, whatever they are.
-        options = {"compute_loss": False, "reduce_output": None, "bcast_loss": False}
-        outputs = engine.eval_batch(batches(2), **options)
-        loss, logits = engine.eval_batch(batches(2), return_logits=True)
-        engine.train_batch(batches(2))
-        results.append(
-            [
-                loss.item(),
-                None if logits is None else logits.tolist(),
-                None if outputs is None else [output.tolist() for output in outputs],
-                engine.eval_batch(batches(2)).item(),
-            ]
-        )
-    return results
+@without_and_with_a_block
+def logits_of_an_evaluation(block):
+    engine = engine_of(build(linears(4)), block)
+    # Keeps this order, because stock adds the results of two evaluations, whatever they are.
+    options = {"compute_loss": False, "reduce_output": None, "bcast_loss": False}
+    outputs = engine.eval_batch(batches(2), **options)
+    loss, logits = engine.eval_batch(batches(2), return_logits=True)
+    engine.train_batch(batches(2))
+    return [
+        loss.item(),
+        None if logits is None else logits.tolist(),
+        None if outputs is None else [output.tolist() for output in outputs],
+        engine.eval_batch(batches(2)).item(),
+    ]
 
 
 def shapes_that_change_within_a_batch():
@@ -349,6 +340,7 @@ def after_a_failure():
     def fail(_):
         raise ArithmeticError("the layer is in trouble")
 
+    prepare_rank()
     messages = []
     for layers, loss in (([fail], mean_square), (linears(), lambda output, _: output.detach().mean())):
         with quiet():
@@ -459,13 +451,8 @@ def test_an_error_ahead_of_the_step_is_told_as_it_is():
         assert "requires gradients enabled" in sentence
 
 
-def run_failures():
-    prepare_rank()
-    return after_a_failure()
-
-
 def test_an_engine_does_not_go_on_after_a_batch_that_failed():
-    failure, *after_it, loss, again, evaluation = run_on_ranks(1, run_failures)[0]
+    failure, *after_it, loss, again, evaluation = run_on_ranks(1, after_a_failure)[0]
     assert "ArithmeticError: the layer is in trouble" in failure
     assert "the loss needs no gradient" in loss
     assert all("restart the run" in message for message in (*after_it, again, evaluation))
