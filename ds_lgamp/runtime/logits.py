@@ -47,16 +47,17 @@ class Entry(NamedTuple):
 
 
 def deferred(head: Head, hidden: Tensor, loss_chunk: int | str | None, entry: Entry | None = None) -> Logits | None:
-    """Returns the logits of ``hidden`` states, not computed. None if they have no more rows than a piece, or if no
-    gradients are asked for.
+    """Returns the logits of ``hidden`` states, not computed. None if they have no more rows than a piece, or if nothing
+    in training gets a gradient.
 
     Args:
         loss_chunk: rows of a piece, "auto", or 0 or None for all.
         entry: None if the head has the whole vocabulary.
     """
     width = hidden.shape[-1] if hidden.dim() > 1 else 0
-    plain = type(hidden) in _PLAIN and hidden.is_floating_point() and hidden.numel() > 0
-    if not (loss_chunk and plain and torch.is_grad_enabled() and (hidden.requires_grad or head.weights)):
+    plain = type(hidden) in _PLAIN and hidden.is_floating_point() and hidden.numel() > 0 and not hidden.is_inference()
+    trains = torch.is_grad_enabled()
+    if not (loss_chunk and plain) or (trains and not (hidden.requires_grad or head.weights)):
         return None
     with torch.no_grad():
         probe = head(hidden.detach().reshape(-1, width)[:0])
@@ -94,6 +95,8 @@ class _Source:
 
     def __init__(self, head: Head, hidden: Tensor, piece: int) -> None:
         self.head, self.hidden, self.piece = head, hidden, piece
+        self.trains = torch.is_grad_enabled()
+        """Whether values get a graph, even if something asks for them without."""
         self._version = hidden._version
         self.family: list[ref[Logits]] = []
         """In the order in which they were made."""
@@ -156,7 +159,7 @@ class Logits(Tensor):
         """Returns the logits, computed."""
         if self._computed is None:
             recipe = self.recipe
-            with torch.enable_grad():
+            with torch.set_grad_enabled(recipe.source.trains):
                 if recipe.parent is None or recipe.operation is None:
                     self._computed = recipe(recipe.source.hidden)
                 else:

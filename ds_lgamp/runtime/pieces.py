@@ -94,18 +94,26 @@ class Losses(NamedTuple):
                 logits = step(logits)
             return self.criterion(logits, targets), edge
 
+    def sum(self, hidden: Tensor, weights: Tensor | None) -> Tensor:
+        """Returns the sum of the losses of all rows, without gradients."""
+        pieces = self.pieces(hidden, weights)
+        return torch.stack([_sum(self.of(rows, targets)[0], scale) for rows, targets, scale in pieces]).sum()
+
     def by_row(self, hidden: Tensor) -> Tensor:
         """Returns the loss of every row. Its backward computes each piece again, for gradients that only then are
         known."""
         return _Again.apply(self, hidden, *self.head.weights)
 
     def in_all(self, hidden: Tensor, count: Tensor | None, weights: Tensor | None) -> Tensor:
-        """Returns the sum of the losses of all rows. Its forward computes the gradients, too.
+        """Returns the sum of the losses of all rows. In training its forward computes the gradients, too.
 
         Args:
             count: a number by which to divide it; where it is less than 1, gradients are divided by 1.
             weights: those of the rows; by default ones.
         """
+        if not torch.is_grad_enabled():
+            total = self.sum(hidden, weights)
+            return total if count is None else total / count
         return _Together.apply(self, (count, weights), hidden, *self.head.weights)
 
 
@@ -194,22 +202,20 @@ class _Together(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, losses: Losses, scales: Scales, hidden: Tensor, *weights: Tensor) -> Tensor:
-        sums: list[Tensor] = []
         count, of_rows = scales
         context.count, context.dtypes = count, [each.dtype for each in weights]
         if is_dropping():
             # What is saved now is dropped. The forward that restores it computes the gradients.
-            for rows, targets, scale in losses.pieces(hidden, of_rows):
-                sums.append(_sum(losses.of(rows, targets)[0], scale))
+            total = losses.sum(hidden, of_rows)
             saved = _like_gradients(context.needs_input_grad[2], hidden, weights)
         else:
-            found = _Gradients(weights, hidden, context.needs_input_grad[2])
+            found, sums = _Gradients(weights, hidden, context.needs_input_grad[2]), []
             for rows, targets, scale in losses.pieces(hidden, of_rows):
                 sums.append(_sum(found.add(losses, rows, targets, scale), scale))
+            total = torch.stack(sums).sum()
             saved = [*([] if found.of_rows is None else [found.of_rows]), *found.of_weights]
         # On the host, so that the backward need not wait for the device to read it.
         context.save_for_backward(torch.tensor(not is_dropping(), device="cpu"), *saved)
-        total = torch.stack(sums).sum()
         return total if count is None else total / count
 
     @staticmethod

@@ -1,6 +1,7 @@
 """Head and loss in pieces of rows: values and gradients are those of whole logits."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import peft
@@ -345,6 +346,25 @@ def test_frozen_weights_get_no_gradient_and_hidden_states_do():
     own, hidden.grad = hidden.grad, None
     functional.cross_entropy(head(hidden), torch.arange(20)).backward()
     torch.testing.assert_close(own, hidden.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_without_gradients_losses_are_computed_in_pieces_too(dtype):
+    head, labels = nn.Linear(WIDTH, VOCABULARY).to(dtype), torch.randint(VOCABULARY, (20,))
+    hidden = torch.randn(20, WIDTH, dtype=dtype)
+    criterion = partial(functional.cross_entropy, reduction="none")
+    with torch.no_grad():
+        of_rows = criterion(head(hidden), labels)
+        weights = torch.arange(20.0)
+        with PeakMemory([hidden, labels, of_rows, weights, *head.parameters()]) as memory:
+            before, logits = memory.live(), logits_of(head, hidden, 3)
+            assert isinstance(logits, Logits) and torch.equal(logits.loss_by_row(labels, criterion), of_rows)
+            total = logits.loss_in_all(labels, criterion, torch.float32, torch.tensor(7.0), weights)
+        torch.testing.assert_close(total, (of_rows.float() * weights).sum() / 7)
+        # Twice the logits of a piece, and no gradient of the weight.
+        assert memory.peak - before < 3.5 * (3 * VOCABULARY * dtype.itemsize)
+        values = logits.float()
+    assert torch.equal(values, head(hidden).float()) and not values.requires_grad
 
 
 def test_automatic_pieces_have_no_more_logits_than_hidden_states_have_numbers():

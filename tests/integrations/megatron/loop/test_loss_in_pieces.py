@@ -1,6 +1,7 @@
 """In Megatron-core's loop, head and loss in pieces of rows train as whole logits do."""
 
 import pytest
+import torch
 
 from testing.pieces import watch_pieces
 from testing.ranks import run_on_ranks
@@ -82,6 +83,24 @@ def test_losses_and_norms_on_ranks_with_slices_of_the_vocabulary_are_those_of_on
     assert all(max(pieces) == PIECE for [(_, pieces)] in ranks[-place.tensor_ranks :])
     for [(steps, _)] in ranks:
         assert losses_and_norms(steps) == [pytest.approx(step, rel=1e-5) for step in losses_and_norms(expected)]
+
+
+def evaluate(places: list[Place]) -> list[tuple[float, int]]:
+    """Returns the loss of an evaluation at every place, and the most rows that were computed together."""
+    found = []
+    for place in places:
+        with pytest.MonkeyPatch.context() as patch:
+            pieces, training = watch_pieces(patch.setattr), Training(place)
+            with torch.no_grad():
+                found.append((training.run_batch(0, forward_only=True), max(pieces, default=0)))
+    return found
+
+
+@pytest.mark.parametrize("tensor_ranks", slow_except([2], [1, 2]))
+def test_evaluation_computes_losses_in_pieces(tensor_ranks):
+    places = [Place(1, 4, "layered", tensor_ranks=tensor_ranks, loss_chunk=rows) for rows in (PIECE, 0)]
+    for (found, most), (whole, none) in run_on_ranks(tensor_ranks, evaluate, places, before_init=prepare_process):
+        assert found == pytest.approx(whole, rel=1e-6) and (most, none) == (PIECE, 0)
 
 
 def gather_logits(place: Place) -> list[int]:
