@@ -69,7 +69,7 @@ def peaks(
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "gradient_clipping": 0.0,
     }
-    measured = run_on_ranks(ranks, measure_with_sizes, sizes, [(case, config)], seconds=1200)
+    measured = run_on_ranks(ranks, measure_with_sizes, sizes, [(case, config)], seconds=3600)
     size = 2 if bf16 else 4
     software = Software(ElementBytes(size, size, 8), all_to_all=True, loss_chunk=sizes.loss_chunk)
     told = [of_rank(model, configuration, software, rank).total for rank in range(ranks)]
@@ -84,7 +84,7 @@ def test_the_last_rank_needs_hardly_more_than_the_median_rank():
 
 @pytest.mark.full
 def test_the_last_rank_needs_hardly_more_with_128k_words_and_32k_tokens():
-    measured, _ = peaks("Llama", Sizes(24, 1 << 17, 32, 6, 32), 3, bf16=False)
+    measured, _ = peaks("Llama", Sizes(24, 1 << 17, 128, 2, 32), 3, bf16=False)
     assert measured[-1] <= 1.1 * median(measured), measured
 
 
