@@ -84,7 +84,7 @@ def test_the_last_rank_needs_hardly_more_than_the_median_rank():
 
 @pytest.mark.full
 def test_the_last_rank_needs_hardly_more_with_128k_words_and_32k_tokens():
-    measured, _ = peaks("Llama", Sizes(24, 1 << 17, 128, 2, 32), 3, bf16=False)
+    measured, _ = peaks("Llama", Sizes(24, 1 << 17, 128, 3, 32), 3, bf16=False)
     assert measured[-1] <= 1.1 * median(measured), measured
 
 
