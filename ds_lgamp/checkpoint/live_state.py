@@ -19,7 +19,7 @@ import torch
 from ds_lgamp.checkpoint.files import PIECE, CheckpointError
 from ds_lgamp.checkpoint.live_slot import RUN, LiveSlot, is_written
 from ds_lgamp.checkpoint.names import BUFFERS, PARAMETERS, Share, parameter_name, state_name
-from ds_lgamp.checkpoint.ranges import Range, Scalars, elementwise, ranges_to_write, scalars_of
+from ds_lgamp.checkpoint.ranges import Range, Scalars, ranges_to_write, scalars_of, spread
 from ds_lgamp.partition.bus import event_now
 from ds_lgamp.partition.host import HostThread, Job
 from ds_lgamp.partition.memory import row_of
@@ -221,7 +221,7 @@ class LiveState(Observer):
             yield self._source((unit.name, PARAMETERS), parameter_name, unit.master.values, ranges, 0)
         for segment in unit.master.segments:
             own = [r for r in ranges if segment.start <= r.in_shard.start < segment.end]
-            for key, values in elementwise(self._optimizer, segment).items() if own else ():
+            for key, values in spread(self._optimizer, segment).items() if own else ():
                 place = unit.name, segment.start, segment.end, key
                 yield self._source(place, partial(state_name, key), values, own, segment.start)
 

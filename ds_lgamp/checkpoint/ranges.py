@@ -18,7 +18,7 @@ from ds_lgamp.checkpoint.files import CheckpointError
 from ds_lgamp.checkpoint.names import OPTIMIZER, parameter_name, parse, state_name
 from ds_lgamp.checkpoint.values import UnsupportedValue, decode, encode
 from ds_lgamp.partition.quantised import is_packed
-from ds_lgamp.partition.shards import Segment, is_elementwise
+from ds_lgamp.partition.shards import Segment, elements_of, is_spread
 from ds_lgamp.partition.unit import Part, Unit, parts_of
 from ds_lgamp.partition.zero_partition import ZeroPartition
 
@@ -192,10 +192,19 @@ class Range(NamedTuple):
     start: int
     """Where the first element lies in the flattened parameter."""
 
-    def of(self, values: torch.Tensor, first: int = 0) -> FlatShard:
-        """Returns the range of ``values``, which hold the shard from element ``first`` on."""
-        part, within = self.part, slice(self.in_shard.start - first, self.in_shard.stop - first)
-        return FlatShard(part.shape, self.start, values[within], part.whole_shape, part.slice_offsets)
+    def of(self, values: torch.Tensor, first: int = 0, block: int = 1) -> FlatShard:
+        """Returns the range of ``values``, which hold the shard from element ``first`` on. Each is of a ``block`` of
+        elements, of which the parameter's last one may be short."""
+        part, start, stop = self.part, self.in_shard.start - first, self.in_shard.stop - first
+        if block > 1:
+            shape = blocks_of(part.shape, block)
+            return FlatShard(shape, self.start // block, values[start // block : -(-stop // block)])
+        return FlatShard(part.shape, self.start, values[start:stop], part.whole_shape, part.slice_offsets)
+
+
+def blocks_of(shape: Sequence[int], block: int) -> list[int]:
+    """Returns the shape of what a parameter of ``shape`` has one of for each ``block`` of elements."""
+    return [*shape] if block == 1 else [-(-prod(shape) // block)]
 
 
 def ranges_of_shard(unit: Unit) -> Iterator[Range]:
@@ -233,14 +242,14 @@ def weights(partition: ZeroPartition, exclude_frozen: bool = False) -> dict[str,
 
 
 def optimizer_tensors(partition: ZeroPartition, optimizer: torch.optim.Optimizer) -> dict[str, FlatShard]:
-    """Returns the optimizer state with a value for every element, as far as this rank writes it."""
+    """Returns the optimizer state with a value for every element or block, as far as this rank writes it."""
     tensors = {}
     for unit in partition.units:
         for r in ranges_to_write(unit):
             segment = r.part.segment
             if segment is not None:
-                for key, value in elementwise(optimizer, segment).items():
-                    tensors[state_name(key, r.part.name)] = r.of(value, segment.start)
+                for key, value in spread(optimizer, segment).items():
+                    tensors[state_name(key, r.part.name)] = r.of(value, segment.start, elements_of(key))
     return tensors
 
 
@@ -259,7 +268,7 @@ def scalars_of(states: Iterable[tuple[Segment, Mapping[str, Any]]]) -> Scalars:
     found = Scalars({}, {})
     for segment, state in states:
         try:
-            own = {key: encode(value) for key, value in state.items() if not is_elementwise(value, segment.shard)}
+            own = {key: encode(value) for key, value in state.items() if not is_spread(key, value, segment.shard)}
         except UnsupportedValue as error:
             raise CheckpointError(f"the optimizer's state holds {error}") from None
         if segment.entry is None:
@@ -269,10 +278,10 @@ def scalars_of(states: Iterable[tuple[Segment, Mapping[str, Any]]]) -> Scalars:
     return found
 
 
-def elementwise(optimizer: torch.optim.Optimizer, segment: Segment) -> dict[str, torch.Tensor]:
-    """Returns the optimizer state of ``segment`` with a value for every element."""
+def spread(optimizer: torch.optim.Optimizer, segment: Segment) -> dict[str, torch.Tensor]:
+    """Returns the optimizer state of ``segment`` with a value for every element or block."""
     state = optimizer.state.get(segment.shard, {})
-    return {key: value for key, value in state.items() if is_elementwise(value, segment.shard)}
+    return {key: value for key, value in state.items() if is_spread(key, value, segment.shard)}
 
 
 class Loading:
@@ -320,20 +329,26 @@ class Loading:
         name_of = partial(state_name, key)
         names = (name_of(r.part.name) for r in ranges)
         dtype = next(self._tensors[name] for name in names if name in self._tensors)
+        size, block = segment.end - segment.start, elements_of(key)
         if self._host is not None and self._host.on_disk.optimizer:
-            values = self._host.empty(segment.end - segment.start, dtype, self._host.on_disk.optimizer).zero_()
+            values = self._host.empty(size, dtype, self._host.on_disk.optimizer).zero_()
         else:
-            values = torch.zeros(segment.shard.shape, dtype=dtype, device="cpu")
-        self._add(name_of, ranges, values, segment.start)
+            values = torch.zeros(size // block, dtype=dtype, device="cpu")
+        self._add(name_of, ranges, values, segment.start, block)
         return values
 
     def _add(
-        self, name_of: Callable[[str], str], ranges: Iterable[Range], values: torch.Tensor, first: int = 0
+        self,
+        name_of: Callable[[str], str],
+        ranges: Iterable[Range],
+        values: torch.Tensor,
+        first: int = 0,
+        block: int = 1,
     ) -> None:
         for r in ranges:
             name = name_of(r.part.name)
             if name in self._tensors:
-                self.targets[name] = r.of(values, first)
+                self.targets[name] = r.of(values, first, block)
 
     def commit_weights(self) -> None:
         """Makes what was read the weights. All data-parallel ranks call it together."""

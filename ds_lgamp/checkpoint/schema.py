@@ -23,8 +23,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from ds_lgamp.checkpoint.files import Checksum, distrusted
 from ds_lgamp.checkpoint.names import BUFFERS, OPTIMIZER, PARAMETERS, RANKS, parameter_name, parse
-from ds_lgamp.checkpoint.ranges import FlatShard
+from ds_lgamp.checkpoint.ranges import FlatShard, blocks_of
 from ds_lgamp.checkpoint.values import UnsupportedValue, decode, decode_dtype, name_of_dtype
+from ds_lgamp.partition.shards import elements_of
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 
@@ -308,8 +309,11 @@ def check_tensors(path: Path, state: dict[str, Any], tensors: Mapping[str, Tenso
         if prod(shape) and parameter_name(name) not in tensors:
             raise distrusted(path, f"it lists parameter {name}, but has no tensor of it")
     for key, entry in tensors.items():
-        kind, name, _ = parse(key)
-        if kind in (PARAMETERS, OPTIMIZER) and shapes.get(name) != list(entry.size):
+        kind, name, of = parse(key)
+        expected = shapes.get(name)
+        if expected is not None and kind == OPTIMIZER:
+            expected = blocks_of(expected, elements_of(of))
+        if kind in (PARAMETERS, OPTIMIZER) and expected != list(entry.size):
             listed = f"lists {name} with shape {shapes[name]}" if name in shapes else f"does not list {name or key}"
             raise distrusted(path, f"it {listed}, but has {key} with shape {list(entry.size)}")
         is_text = entry.properties.dtype == torch.uint8 and len(entry.size) == 1

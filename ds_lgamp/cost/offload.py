@@ -24,7 +24,7 @@ from typing import NamedTuple
 from ds_lgamp.cost.activations import ActivationBytes
 from ds_lgamp.cost.state import HeldUnit, Ledger, StateWalk
 from ds_lgamp.cost.traffic import bus_bytes
-from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize, on_host
+from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize, on_host, total
 from ds_lgamp.schedule.actions import Action, Kind
 from ds_lgamp.schedule.spec import BLOCK_ON_HOST, DISK_BLOCK, PIECE, PIECES, UPDATE_BUFFERS, Offload
 
@@ -165,7 +165,7 @@ def host_memory(
         step: temporary memory of an optimizer that steps on all units together, in place of ``size.update``.
     """
     weights = master = gradients = owned = 0
-    at_once = []
+    at_once, states = [], []
     for unit in units:
         part = unit.part(sharding)
         if unit.frozen:
@@ -177,10 +177,11 @@ def host_memory(
         gradients += size.master * part
         at_once.append(min(part, unit.trainable))
         owned += at_once[-1]
+        states.append(size.state(unit, at_once[-1]))
     together = owned if size.updates_together else max(at_once, default=0)
     if not at_once:
         return HostMemory(weights, 0, 0, 0, 0, weights)
-    state = None if size.optimizer is None else size.optimizer * owned
+    state = total(states)
     update = step
     if step is None:
         block = None if size.update_block is None else BLOCK_ON_HOST

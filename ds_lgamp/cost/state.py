@@ -5,7 +5,7 @@ has the formula.
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize, packed_bytes
+from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize, packed_bytes, total
 from ds_lgamp.schedule.actions import PARTITION, Action, Kind
 
 Step = Callable[[Action], None]
@@ -374,10 +374,11 @@ def held_between_steps(
     units: Sequence[UnitSize], sharding: Sharding, size: ElementBytes
 ) -> tuple[int, int, int | None]:
     """Returns the bytes of weights, master weights and optimizer state that a device holds between steps."""
-    weights = master = trainable = 0
+    weights = master = 0
+    states = []
     for unit in units:
         part = unit.part(sharding)
         weights += size.weights_of(unit) * unit.kept(sharding)
         master += size.master * part if size.weights < size.master and not unit.frozen else 0
-        trainable += min(part, unit.trainable)
-    return weights, master, None if size.optimizer is None else size.optimizer * trainable
+        states.append(size.state(unit, min(part, unit.trainable)))
+    return weights, master, total(states)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from ds_lgamp.schedule.spec import BLOCK_ON_DEVICE, RANDOM_NUMBERS, Hierarchy, Offload
+from ds_lgamp.schedule.spec import BLOCK_ON_DEVICE, RANDOM_NUMBERS, STATE_BLOCK, Hierarchy, Offload
 
 ALIGNMENT = 32
 """Every parameter begins at a multiple of so many elements, and every rank's part of a unit's storage ends at one. The
@@ -16,12 +16,12 @@ A matrix also begins at a multiple of 64 bytes, which MKL asks for where results
 Started with Conditional Numerical Reproducibility"). GPU kernels load 16 bytes at once."""
 
 
-def aligned(elements: int) -> int:
+def aligned(elements: int, alignment: int = ALIGNMENT) -> int:
     """Rounds ``elements`` up to a multiple of the alignment."""
-    return -(-elements // ALIGNMENT) * ALIGNMENT
+    return -(-elements // alignment) * alignment
 
 
-def offsets(sizes: Iterable[int]) -> list[int]:
+def offsets(sizes: Iterable[int], alignment: int = ALIGNMENT) -> list[int]:
     """Returns where each parameter begins, and where the padding of the last one ends, in elements.
 
     Args:
@@ -29,13 +29,13 @@ def offsets(sizes: Iterable[int]) -> list[int]:
     """
     starts = [0]
     for size in sizes:
-        starts.append(starts[-1] + aligned(size))
+        starts.append(starts[-1] + aligned(size, alignment))
     return starts
 
 
-def part_size(end: int, ranks: int) -> int:
+def part_size(end: int, ranks: int, alignment: int = ALIGNMENT) -> int:
     """Returns the elements of one part if ``ranks`` equal parts hold a storage of ``end`` elements."""
-    return aligned(-(-end // ranks))
+    return aligned(-(-end // ranks), alignment)
 
 
 _MASTER_BYTES, _RANDOM_BYTES, _SCALE_BYTES = 4, 4, 2
@@ -106,6 +106,10 @@ class UnitSize:
     """How many ranks of a machine share the memory on the host in which it is whole."""
     packed: int | None = None
     """Bytes of an element of packed weights, which no cast changes; None if weights have the type of the run."""
+    alignment: int = ALIGNMENT
+    """That of its parameters and parts."""
+    in_32_bits: int = 0
+    """How many of ``trainable`` keep their state in 32 bits, if the optimizer has state of 8 bits."""
 
     def shared(self, sharding: Sharding) -> Sharding:
         """Returns how the ranks that have the unit share it: of W data-parallel ranks, E of which divide experts, W /
@@ -128,14 +132,14 @@ class UnitSize:
     def part(self, sharding: Sharding) -> int:
         """Returns the elements of one part, including padding."""
         ranks = self.shared(sharding).data_ranks
-        return part_size(self.parameters, ranks) * (ranks // self.parts(sharding))
+        return part_size(self.parameters, ranks, self.alignment) * (ranks // self.parts(sharding))
 
     def kept(self, sharding: Sharding) -> int:
         """Returns the elements whose weights a rank keeps on the device between steps."""
         if self.whole_on is not None:
             return self.part(sharding) if self.whole_on == "device" else 0
         shared = self.shared(sharding)
-        whole = part_size(self.parameters, shared.data_ranks) * shared.data_ranks
+        whole = part_size(self.parameters, shared.data_ranks, self.alignment) * shared.data_ranks
         return whole // (shared.sharers if sharding.zero_stage == 3 else 1)
 
 
@@ -147,7 +151,7 @@ class ElementBytes:
     gradients: int = 4
     """Gradients while they accumulate."""
     optimizer: int | None = 0
-    """Optimizer state, without master weights; None if unknown."""
+    """Optimizer state, without master weights; None if unknown. Of state of 8 bits, what it takes in 32 bits."""
     update: int | None = 0
     """Temporary memory of the optimizer, per element it updates at once; None if unknown."""
     updates_together: bool = False
@@ -161,6 +165,8 @@ class ElementBytes:
     update_block: int | None = None
     """The most elements that an optimizer on the device updates at once, if it rounds by chance; one on the host takes
     ``BLOCK_ON_HOST`` then. None: all of a unit's part."""
+    state_in_8_bits: bool = False
+    """Whether optimizer state has 8 bits, and a scale in fp32 for each :data:`STATE_BLOCK`."""
 
     def bits_of(self, unit: UnitSize) -> int | None:
         """In how many bits weights of ``unit`` are gathered at stage 3; None as they are, as packed ones are."""
@@ -182,6 +188,15 @@ class ElementBytes:
     def master(self) -> int:
         """Weights that the optimizer updates."""
         return max(self.weights, _MASTER_BYTES) if self.copies_weights else self.weights
+
+    def state(self, unit: UnitSize, elements: int) -> int | None:
+        """Returns the bytes of optimizer state for so many ``elements`` of ``unit``; None if unknown. State of 8 bits
+        takes most where as many of them as possible have 32 bits, as they do if the elements are all of the unit."""
+        if self.optimizer is None or not self.state_in_8_bits:
+            return None if self.optimizer is None else self.optimizer * elements
+        in_32_bits = min(elements, unit.in_32_bits)
+        blocks, tensors = (elements - in_32_bits) // STATE_BLOCK, self.optimizer // 4
+        return self.optimizer * in_32_bits + tensors * blocks * (STATE_BLOCK + 4)
 
     def rounding_by_chance(self) -> "ElementBytes":
         """Returns the bytes if updates are computed in fp32 on copies of a block, and rounded by chance: copies of
@@ -221,6 +236,12 @@ class ElementBytes:
     def travelling(self) -> int:
         """Gradients while they are reduced."""
         return self.gradients if self.communication is None else self.communication
+
+
+def total(sizes: Sequence[int | None]) -> int | None:
+    """Returns the sum of ``sizes``; None if one is unknown."""
+    known = [size for size in sizes if size is not None]
+    return sum(known) if len(known) == len(sizes) else None
 
 
 def on_host(units: Sequence[UnitSize], offload: Offload | None) -> list[UnitSize]:

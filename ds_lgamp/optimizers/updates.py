@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim import optimizer as of_torch
 
-from ds_lgamp.optimizers.rounding import RoundedSteps
+from ds_lgamp.optimizers.rounding import InEightBits, RoundedSteps
 from ds_lgamp.optimizers.tensors import TensorOptimizer
 from ds_lgamp.partition.host import ShardUpdate, Work, arriving
 from ds_lgamp.partition.policy import UnitParameter
@@ -323,7 +323,9 @@ def _of_part(value: Any, whole: Segment, part: Segment) -> Any:
 
 def _initial_state(optimizer: torch.optim.Optimizer, segments: Iterable[Segment]) -> defaultdict[torch.Tensor, Any]:
     """Returns the state of ``segments`` before their first step: none, except of Adagrad, which makes its state in its
-    constructor."""
+    constructor. One with state of 8 bits learns which of them have 32."""
+    if isinstance(optimizer, InEightBits):
+        optimizer.watch(segments)
     if type(optimizer) is not torch.optim.Adagrad:
         return defaultdict(dict)
     value = optimizer.defaults["initial_accumulator_value"]

@@ -83,9 +83,9 @@ class FlatStorage:
 
     def _lay_out(self, policy: ZeroPolicy) -> None:
         first = self.parameters[0].parameter
-        *self.offsets, self.end = offsets(entry.parameter.numel() for entry in self.parameters)
+        *self.offsets, self.end = offsets((entry.parameter.numel() for entry in self.parameters), policy.alignment)
         ranks = policy.data_group.size()
-        make = partial(first.new_zeros, part_size(self.end, ranks) * ranks, requires_grad=False)
+        make = partial(first.new_zeros, part_size(self.end, ranks, policy.alignment) * ranks, requires_grad=False)
         # All chunks are laid out at once, and released.
         self.flat = make() if self.frees_weights else in_pool(first.device, make)
         self._bytes = self.flat.untyped_storage().nbytes()

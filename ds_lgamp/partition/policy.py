@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
-from ds_lgamp.cost.units import Travel
+from ds_lgamp.cost.units import Travel, aligned
 from ds_lgamp.partition.agreement import own_of_disjoint
 from ds_lgamp.partition.bus import Bus
 from ds_lgamp.partition.host import Host
-from ds_lgamp.schedule.spec import Hierarchy
+from ds_lgamp.schedule.spec import STATE_BLOCK, Hierarchy
 
 
 class UnitParameter(NamedTuple):
@@ -34,6 +34,8 @@ class UnitParameter(NamedTuple):
     """Its name in the model of the script; None if that is the global one."""
     group_of_script: int | None = None
     """The group in which the script holds it, although it may be frozen; None if there is none."""
+    in_32_bits: bool = False
+    """Whether the optimizer keeps its state in 32 bits, although that of others has 8."""
 
     @property
     def shown(self) -> str:
@@ -94,6 +96,13 @@ class ZeroPolicy(NamedTuple):
     """What travels rounded; nothing together with ``nodes``."""
     copies_weights: bool = True
     """Whether the optimizer updates fp32 copies of half-precision weights, and not these themselves."""
+    state_in_8_bits: bool = False
+    """Whether the optimizer has state of 8 bits, of which blocks of a parameter share a scale."""
+
+    @property
+    def alignment(self) -> int:
+        """Parameters and parts begin at multiples of so many elements."""
+        return STATE_BLOCK if self.state_in_8_bits else aligned(1)
 
     def of_chunk(self, chunk: int) -> "ZeroPolicy":
         """Returns the policy of the units that ``chunk`` alone uses."""
@@ -109,11 +118,12 @@ class ZeroPolicy(NamedTuple):
         # One copy in each node suffices.
         nodes = None if self.nodes is None else self.nodes._replace(replicated=True)
         travel = Travel(weights=self.travel.frozen)
+        alone = self._replace(nodes=nodes, state_in_8_bits=False)
         if self.frozen_home is None:
             host = None if self.host is None or not self.host.parameters else self.host
-            return self._replace(nodes=nodes, host=host, travel=travel)
+            return alone._replace(host=host, travel=travel)
         home = self.frozen_home
-        return self._replace(nodes=nodes, host=None if home == "device" else home, whole=True)
+        return alone._replace(host=None if home == "device" else home, whole=True)
 
     def of_experts(self, sharing: dist.ProcessGroup) -> "ZeroPolicy":
         """Returns the policy of a unit of experts that only the ranks in ``sharing`` have. Each of them has computed

@@ -14,6 +14,7 @@ from ds_lgamp.partition.flat_storage import FlatStorage
 from ds_lgamp.partition.memory import in_pool
 from ds_lgamp.partition.policy import UnitParameter, ZeroPolicy
 from ds_lgamp.partition.quantised import start_rounded_sum
+from ds_lgamp.schedule.spec import STATE_BLOCK
 
 ACCUMULATES_IN_OTHER_DTYPES = hasattr(torch.Tensor, "grad_dtype")
 """Whether a parameter's gradient may have another dtype than the parameter (torch 2.13)."""
@@ -221,9 +222,23 @@ class Segment(NamedTuple):
         return other.start <= self.start < other.end
 
 
+SCALES = ("absmax1", "absmax2")
+"""The keys of optimizer state of 8 bits that hold a scale for each block of elements."""
+
+
+def elements_of(key: str) -> int:
+    """Returns how many elements share a value of the optimizer's state ``key``."""
+    return STATE_BLOCK if key in SCALES else 1
+
+
 def is_elementwise(value: Any, shard: torch.Tensor) -> bool:
     """Whether a ``value`` of the optimizer's state has an element for each of ``shard``."""
     return isinstance(value, torch.Tensor) and value.shape == shard.shape
+
+
+def is_spread(key: str, value: Any, shard: torch.Tensor) -> bool:
+    """Whether a ``value`` of the optimizer's state has an element for each of ``shard``, or for each block of it."""
+    return isinstance(value, torch.Tensor) and value.shape == (shard.numel() // elements_of(key),)
 
 
 class MasterWeights:
@@ -251,9 +266,9 @@ class MasterWeights:
             self.values = shard.float() if policy.host is None else policy.host.master_weights(shard)
         self.counts_in_norm = tie_group is None or tie_group.rank() == 0
         """Whether this pipeline rank's copy of a tied unit is the one that is counted and saved."""
-        self.segments = _segments(storage, self.values, by_parameter=False)
-        self.is_cut = False
-        """Whether each parameter has a segment of its own."""
+        self.is_cut = policy.state_in_8_bits
+        """Whether each parameter has a segment of its own, as one has whose blocks are its own."""
+        self.segments = _segments(storage, self.values, by_parameter=self.is_cut)
         self._storage, self._shard = storage, shard
         self._policy = policy
 

@@ -377,16 +377,28 @@ def unit_sizes(partition: ZeroPartition, home_of_frozen: Literal["device", "host
     """Returns the sizes of the units of a partition, as the formula of memory takes them."""
     sizes = []
     for unit in partition.units:
-        owned = [math.prod(shape) for _, shape, group in unit.storage.contents() if group is not None]
         chunks = tuple(chunk for chunk, units in partition.chunk_units.items() if unit in units)
         copies = 1 if unit.tie_group is None or not unit.trains else unit.tie_group.size()
-        size = UnitSize(unit.storage.end, sum(map(aligned, owned)), chunks, unit.tied, copies, not unit.trains)
+        alignment = unit.policy.alignment
+        size = UnitSize(unit.storage.end, _taken(unit), chunks, unit.tied, copies, not unit.trains, alignment=alignment)
         # Experts are means over all ranks, and lie on fewer.
         divided = unit.policy.mean_ranks // unit.policy.data_group.size()
         whole_on = None if unit.trains or home_of_frozen == "none" else home_of_frozen
         packed = (entry.parameter.dtype.itemsize for entry in unit.storage.parameters if is_packed(entry.parameter))
         # Who imagines a partition has no homes, and takes one machine for that of all ranks.
         sharers = (unit.storage.home_shared_by or unit.policy.data_group.size()) if whole_on == "host" else 1
-        size = replace(size, expert_ranks=divided, whole_on=whole_on, home_shared_by=sharers)
+        exact = _taken(unit, in_32_bits=True)
+        size = replace(size, expert_ranks=divided, whole_on=whole_on, home_shared_by=sharers, in_32_bits=exact)
         sizes.append(replace(size, packed=next(packed, None)))
     return sizes
+
+
+def _taken(unit: Unit, in_32_bits: bool = False) -> int:
+    """Returns the elements that parameters of the optimizer take in a unit: all, or those with state ``in_32_bits``."""
+    entries = zip(unit.storage.parameters, unit.storage.contents())
+    sizes = (
+        math.prod(shape)
+        for entry, (_, shape, group) in entries
+        if group is not None and (entry.in_32_bits or not in_32_bits)
+    )
+    return sum(aligned(size, unit.policy.alignment) for size in sizes)

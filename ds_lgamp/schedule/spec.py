@@ -46,6 +46,9 @@ UPDATE_BUFFERS = 2
 BLOCK_ON_HOST, BLOCK_ON_DEVICE = 1 << 20, 1 << 22
 """The most elements that an update in bf16 copies to fp32 at once: what stays in caches, and what keeps an
 accelerator busy."""
+STATE_BLOCK = 256
+"""So many elements of a parameter share a scale in optimizer state of 8 bits. With such state they are the alignment:
+then a block lies in one parameter and in one part, as where one process has the whole parameter."""
 RANDOM_NUMBERS = 262_139
 """How many random numbers such updates use again and again. A prime, so that elements with the same one are no column
 of a matrix."""

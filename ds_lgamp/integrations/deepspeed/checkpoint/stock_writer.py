@@ -29,6 +29,7 @@ from ds_lgamp.integrations.deepspeed.checkpoint.stock_files import (
     tied_keys,
 )
 from ds_lgamp.integrations.deepspeed.model.module import layer_prefix
+from ds_lgamp.partition.shards import SCALES
 
 _ALIGNMENT = 2
 """DeepSpeed pads a group's flat tensor to a multiple of this many elements per data-parallel rank."""
@@ -224,6 +225,11 @@ def _moments(whole: WholeCheckpoint, names: list[str]) -> dict[str, list[Tensor]
     only some of the parameters have a key."""
     moments = {}
     for key, by_name in whole.moments.items():
+        if key in SCALES:
+            raise CheckpointError(
+                f"the optimizer's state has 8 bits and scales ({key}), which stock DeepSpeed cannot load at this layout; "
+                "train with an optimizer of 32 bits"
+            )
         held = [by_name[name] for name in names if name in by_name]
         if held and len(held) < len(names):
             lacking = next(name for name in names if name not in by_name)

@@ -10,11 +10,12 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.deepspeed.config.optimizer_choice import translated
+from ds_lgamp.integrations.deepspeed.config.optimizer_choice import asked_in_32_bits, in_8_bits, translated
 from ds_lgamp.integrations.deepspeed.model.layer_moves import place_layers
 from ds_lgamp.integrations.deepspeed.model.module import Layout, global_names, over_data, over_pipeline, shown_name
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import sharing_of
 from ds_lgamp.optimizers.muon import MATRIX_OPTIONS, OTHER_OPTIONS
+from ds_lgamp.optimizers.rounding import InEightBits
 from ds_lgamp.partition.agreement import everyone, raise_everywhere
 
 _OF_PARAMETERS = ("params", "param_names")
@@ -168,15 +169,36 @@ def prepare_optimizer(module: PipelineModule, config: Any, arguments: dict[str, 
         parameters = arguments.get("model_parameters")
         groups = split_for_muon(trainable_parameters(module) if parameters is None else parameters)
     raise_everywhere(_complaint_about_matrices(module, groups), ConfigError)
-    if isinstance(given, torch.optim.Optimizer):
+    # Layers may move to other pipeline ranks.
+    asked = over_pipeline(module, given.exact if isinstance(given, InEightBits) else frozenset())
+    if isinstance(given, InEightBits):
+        given.exact = given.exact.union(*asked)
+    elif isinstance(given, torch.optim.Optimizer):
         arguments["optimizer"] = translated(given)
     elif given is not None:
-        arguments["optimizer"] = partial(_made_by, given)
+        arguments["optimizer"] = partial(_made_by, module, given)
     elif config.optimizer_name == "muon":
         arguments["model_parameters"] = groups
 
 
-def _made_by(given: Callable[[Any], torch.optim.Optimizer], parameters: Any) -> torch.optim.Optimizer:
+def on_shards(module: PipelineModule, optimizer: Any) -> Any:
+    """Returns what takes the place of an ``optimizer`` whose state has 8 bits, and knows which parameters have 32; any
+    other, or None, as it is. Raises ConfigError if shards cannot have such state."""
+    made = in_8_bits(optimizer)
+    if isinstance(made, InEightBits):
+        if module._grid.get_slice_parallel_world_size() > 1:
+            raise ConfigError(
+                f"optimizer is {type(optimizer).__name__}, but tensor-parallel ranks have slices of parameters, whose "
+                "blocks would have other scales; use one of 32 bits"
+            )
+        asked = asked_in_32_bits(made)
+        made.exact = frozenset(name for name, tensor in global_names(module) if id(tensor) in asked)
+    return made
+
+
+def _made_by(
+    module: PipelineModule, given: Callable[[Any], torch.optim.Optimizer], parameters: Any
+) -> torch.optim.Optimizer:
     """Returns the optimizer that a callable makes. Collective over all ranks.
 
     Raises ConfigError on all ranks if the groups of their optimizers have other options, or another order.
@@ -188,7 +210,7 @@ def _made_by(given: Callable[[Any], torch.optim.Optimizer], parameters: Any) -> 
             "groups in the same order, empty ones included"
         )
     add_placeholders(made.param_groups)
-    return translated(made)
+    return translated(on_shards(module, made))
 
 
 def split_for_muon(parameters: Any) -> list[dict[str, Any]]:

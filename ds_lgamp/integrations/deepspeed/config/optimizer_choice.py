@@ -1,8 +1,8 @@
 """Decides which optimizers work on shards, and which class the ``optimizer`` of ds_config.json stands for."""
 
-import importlib
 import inspect
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,46 @@ from torch import nn
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.optimizers.lamb import Lamb
 from ds_lgamp.optimizers.muon import MATRIX_OPTIONS, OTHER_OPTIONS, Muon
+from ds_lgamp.optimizers.rounding import InEightBits, class_in_8_bits
 from ds_lgamp.optimizers.tensors import TensorOptimizer
+
+
+def in_8_bits(optimizer: Any) -> Any:
+    """Returns what takes the place of ``optimizer`` if bitsandbytes keeps its state in 8 bits; else ``optimizer``. As
+    :func:`translated`, it has the same groups and hooks.
+
+    Raises ConfigError if shards cannot have such state, or if the script asks for settings of single parameters other
+    than "optim_bits".
+    """
+    if isinstance(optimizer, InEightBits) or getattr(getattr(optimizer, "args", None), "optim_bits", 32) == 32:
+        return optimizer
+    kind, rule = type(optimizer).__name__, getattr(optimizer, "optimizer_name", "")
+    made = class_in_8_bits(rule)
+    if made is None or optimizer.args.max_unorm > 0:
+        raise ConfigError(
+            f"optimizer is {kind}, whose state of 8 bits needs whole tensors; use bitsandbytes' AdamW8bit or Lion8bit, "
+            "or one of 32 bits, such as paged_adamw_32bit"
+        )
+    return _in_place_of(optimizer, made(optimizer))
+
+
+def asked_in_32_bits(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Returns the ids of the parameters whose state bitsandbytes would keep in 32 bits, because the script has told its
+    manager so. Raises ConfigError if it asks for anything else."""
+    if not isinstance(optimizer, InEightBits):
+        return set()
+    manager = import_module("bitsandbytes.optim").GlobalOptimManager.get_instance()
+    modules = ((id(getattr(module, name)), own) for module, name, own in manager.module_weight_config_triple)
+    asked: dict[int, dict[str, Any]] = {**manager.pid2config, **dict(modules)}
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for parameter in own & asked.keys():
+        other = [key for key in asked[parameter] if key != "optim_bits"]
+        if other:
+            raise ConfigError(
+                f"GlobalOptimManager overrides {other[0]} of a parameter, and shards take optim_bits alone; put the "
+                "parameter into a group with options of its own"
+            )
+    return {parameter for parameter in own & asked.keys() if asked[parameter].get("optim_bits") == 32}
 
 
 def counterpart(kind: type) -> type[TensorOptimizer] | None:
@@ -39,6 +78,11 @@ def translated(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         made = translate(optimizer)
     except ValueError as error:
         raise ConfigError(f"optimizer is {type(optimizer).__name__}, but {error}") from None
+    return _in_place_of(optimizer, made)
+
+
+def _in_place_of(optimizer: torch.optim.Optimizer, made: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Returns ``made`` with groups and hooks of ``optimizer``."""
     # The list too, not only the groups in it.
     made.param_groups = optimizer.param_groups
     made._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks  # type: ignore[attr-defined]
@@ -278,12 +322,12 @@ def check_elementwise(optimizer: torch.optim.Optimizer, allow_untested: bool, de
             f"optimizer is {kind.__name__}, which takes parameters on the CPU, and they are on {device.type}; "
             f"use one of {_TORCHS}"
         )
-    if getattr(getattr(optimizer, "args", None), "optim_bits", 32) < 32:
+    if kind.__module__.startswith("torchao."):
         raise ConfigError(
-            f"optimizer is {kind.__name__}, whose states of 8 bits share a scale among neighbours that differ with the "
-            "layout; use one of 32 bits, such as paged_adamw_32bit"
+            f"optimizer is torchao's {kind.__name__}, whose scales differ between shards and whole tensors; use "
+            "bitsandbytes' AdamW8bit (adamw_8bit)"
         )
-    known = kind in ELEMENTWISE | ON_CPU | ON_ACCELERATOR
+    known = kind in ELEMENTWISE | ON_CPU | ON_ACCELERATOR or issubclass(kind, InEightBits)
     known = known or (kind.__module__.startswith("apex.") and kind is _apex_adam())
     if not known and not allow_untested:
         raise ConfigError(
@@ -302,7 +346,7 @@ def check_updates_alone(kind: type, cause: str = f"{BLOCK}.overlap_update is tru
     setting = cause.partition(" is ")[0].split(".", 1)[1]
     if counterpart(kind) is not None:
         raise ConfigError(f"{cause}, but {kind.__name__} steps on all tensors of a rank together; remove {setting}")
-    if kind not in ELEMENTWISE | ON_CPU | ON_ACCELERATOR:
+    if kind not in ELEMENTWISE | ON_CPU | ON_ACCELERATOR and not issubclass(kind, InEightBits):
         raise ConfigError(
             f"{cause}, but {kind.__module__}.{kind.__name__} may count a step for all its parameters together; use one "
             f"of torch's {_TORCHS} (torch_adam in optimizer.params), or remove {setting}"
@@ -385,8 +429,8 @@ def _step_one_element(choice: Choice, device: torch.device) -> None:
 def _apex_adam() -> type | None:
     """FusedAdam of NVIDIA's apex if its kernels can be imported. PyPI has another project of the name apex."""
     try:
-        importlib.import_module("amp_C")
-        return importlib.import_module("apex.optimizers").FusedAdam
+        import_module("amp_C")
+        return import_module("apex.optimizers").FusedAdam
     except Exception:
         # As in ds_lgamp env: whatever is wrong with apex, it cannot be used.
         return None

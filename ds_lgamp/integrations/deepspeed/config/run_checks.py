@@ -44,6 +44,7 @@ from ds_lgamp.integrations.deepspeed.model.module import (
     tied_users,
 )
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import complaint_about_memory, complaint_about_tensor_ranks
+from ds_lgamp.optimizers.rounding import InEightBits
 from ds_lgamp.partition.agreement import (
     Term,
     code_of,
@@ -174,7 +175,14 @@ def refuse_optimizer(settings: LgampConfig, config: Any, kind: type | None) -> N
         return
     if settings.overlap_update:
         check_updates_alone(kind)
-    if not has_master_copies(config) and kind not in UPDATES_HALF:
+    if issubclass(kind, InEightBits):
+        for key in ("stochastic_rounding", "live_checkpoint"):
+            if getattr(settings, key):
+                raise ConfigError(
+                    f"{BLOCK}.{key} is {getattr(settings, key)!r}, but the optimizer is {kind.__name__}, with state of "
+                    "8 bits; use one of 32 bits, or remove the key"
+                )
+    elif not has_master_copies(config) and kind not in UPDATES_HALF:
         raise ConfigError(
             f"bf16.bf16_master_weights_and_grads is True, but the optimizer is {kind.__module__}.{kind.__name__}, "
             "which is not known to update weights in bf16 well; use torch's Adam or AdamW, or remove the key"

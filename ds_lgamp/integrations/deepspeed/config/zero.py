@@ -22,6 +22,7 @@ from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
 from ds_lgamp.integrations.deepspeed.config.precision import parameter_dtype
 from ds_lgamp.integrations.deepspeed.model.module import Layout, announced_tensors, layer_prefix, over_data, prefix_of
 from ds_lgamp.integrations.program_spec import HPZ, MICS, shard_groups
+from ds_lgamp.optimizers.rounding import InEightBits
 from ds_lgamp.partition.agreement import everyone, raise_everywhere
 from ds_lgamp.partition.memory import common_copy
 from ds_lgamp.runtime.node import memory_of, node_name
@@ -324,6 +325,12 @@ def refuse_offloaded_optimizer(config: Any, optimizer: Any) -> None:
 def check_offloaded(config: Any, kind: type) -> None:
     """Raises ConfigError if an optimizer of ``kind`` is not known to give the same result in the host's thread."""
     check_updates_alone(kind, _words_of(config, _OPTIMIZER))
+    for key in (_OPTIMIZER, _PARAMETERS) if issubclass(kind, InEightBits) else ():
+        if _device(config, key) == "nvme":
+            raise ConfigError(
+                f"{_words_of(config, key)}, but the optimizer is {kind.__name__}, with state of 8 bits, which no disk "
+                "holds; use 'cpu', or an optimizer of 32 bits"
+            )
     if kind in ON_ACCELERATOR and get_accelerator().device_name() != "cpu":
         raise ConfigError(
             f"optimizer is {kind.__name__}, which takes shards on the device, but {_words_of(config, _OPTIMIZER)}; use "

@@ -30,6 +30,7 @@ from ds_lgamp.integrations.deepspeed.model.shared_tensors import tensor_group
 from ds_lgamp.integrations.program_spec import advise_on_memory, over_budget
 from ds_lgamp.optimizers.lamb import Lamb
 from ds_lgamp.optimizers.muon import DEFAULTS, Muon, NewtonSchulz
+from ds_lgamp.optimizers.rounding import InEightBits
 from ds_lgamp.partition.agreement import raise_everywhere
 from ds_lgamp.partition.unit import parts_of
 from ds_lgamp.partition.zero_partition import ZeroPartition, unit_sizes
@@ -73,6 +74,8 @@ class Update:
         self.name = name
         self._kind = None if kind is None else counterpart(kind)
         """Lamb or Muon, which need whole tensors; None for other optimizers."""
+        self.in_8_bits: InEightBits | None = None
+        """The optimizer, if its state has 8 bits."""
         self._groups = groups
         self._group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group["params"]}
         counts = [None] if kind is None else [state_tensors(kind, group) for group in groups]
@@ -153,7 +156,9 @@ class Update:
 def update_of(optimizer: Any, config: Any) -> Update:
     """Returns the step of the user's ``optimizer``, or of the one that ``config``, a DeepSpeedConfig, names."""
     if isinstance(optimizer, torch.optim.Optimizer):
-        return Update(type(optimizer).__name__, type(optimizer), optimizer.param_groups)
+        update = Update(type(optimizer).__name__, type(optimizer), optimizer.param_groups)
+        update.in_8_bits = optimizer if isinstance(optimizer, InEightBits) else None
+        return update
     if optimizer is not None:
         return Update(LATER if optimizer is comes_later else "made by a function", None, [])
     device = torch.device(get_accelerator().current_device_name())
@@ -168,6 +173,8 @@ def update_of(optimizer: Any, config: Any) -> Update:
 def state_tensors(kind: type, options: dict[str, Any]) -> int | None:
     """How many tensors of each parameter's shape the optimizer keeps; None if that is unknown."""
     name = kind.__name__
+    if issubclass(kind, InEightBits):
+        return kind.tensors
     if name == "SGD":
         return int(bool(options.get("momentum")))
     if name == "RMSprop":
@@ -209,10 +216,11 @@ def element_bytes(config: Any, update: Update, travel: Travel, rounds: bool) -> 
         copies_weights=has_master_copies(config),
     )
     state, temporary = (
-        None if tensors is None else tensors * size.master
+        None if tensors is None else tensors * (size.master if update.in_8_bits is None else 4)
         for tensors in (update.state_tensors, update.temporary_tensors)
     )
-    size = replace(size, optimizer=state, update=temporary, travel=travel)
+    narrow = update.in_8_bits is not None
+    size = replace(size, optimizer=state, update=temporary, travel=travel, state_in_8_bits=narrow)
     return size.rounding_by_chance() if rounds else size
 
 

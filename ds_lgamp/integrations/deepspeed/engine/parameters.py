@@ -18,6 +18,7 @@ from ds_lgamp.integrations.deepspeed.model.layer_moves import DeferredLayers
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, global_names, shown_name
 from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import Sharing, sharing_of, tensor_group
+from ds_lgamp.optimizers.rounding import InEightBits
 from ds_lgamp.partition.agreement import everyone, raise_everywhere
 from ds_lgamp.partition.bus import Bus
 from ds_lgamp.partition.disk import Disk
@@ -98,7 +99,9 @@ def partition_parameters(
         home: where frozen weights lie between uses.
         disk: where a part of the host's part lies; None if nothing does.
     """
-    chunks, tied = _parameters_by_unit(module, _group_of_parameters(optimizer))
+    state = optimizer if isinstance(optimizer, InEightBits) else getattr(optimizer, "in_8_bits", None)
+    policy = policy._replace(state_in_8_bits=state is not None)
+    chunks, tied = _parameters_by_unit(module, _group_of_parameters(optimizer), state)
     build = partial(
         build_partition,
         chunks,
@@ -167,7 +170,7 @@ def _group_of_parameters(optimizer: torch.optim.Optimizer) -> dict[int, int]:
 
 
 def _parameters_by_unit(
-    module: PlacedModule, groups: dict[int, int]
+    module: PlacedModule, groups: dict[int, int], state: InEightBits | None
 ) -> tuple[dict[int, list[UnitParameter]], dict[str, list[UnitParameter]]]:
     """Returns the parameters of this pipeline rank's chunks, by chunk, and those of its tied modules, by key."""
     layout = module.layout
@@ -181,7 +184,8 @@ def _parameters_by_unit(
             shown = shown_name(module, local)
             among = expert_group(tensor), place_among_experts(tensor)
             owner = group if tensor.requires_grad else None
-            entry = UnitParameter(name, tensor, owner, *sharing, *among, shown, group)
+            exact = state is not None and state.keeps_in_32_bits(local, tensor.numel())
+            entry = UnitParameter(name, tensor, owner, *sharing, *among, shown, group, exact)
             first = name.split(".")
             if first[0] == "tied_modules":
                 tied[first[1]].append(entry)

@@ -17,7 +17,7 @@ from ds_lgamp.config import ConfigError, LgampConfig
 from ds_lgamp.cost.units import Sharding
 from ds_lgamp.integrations.deepspeed.checkpoint.description import Run, share_of
 from ds_lgamp.integrations.deepspeed.checkpoint.rank_state import LiveCheckpoint, open_folder
-from ds_lgamp.integrations.deepspeed.config.client_optimizer import place_with_groups, prepare_optimizer
+from ds_lgamp.integrations.deepspeed.config.client_optimizer import on_shards, place_with_groups, prepare_optimizer
 from ds_lgamp.integrations.deepspeed.config.precision import input_dtype
 from ds_lgamp.integrations.deepspeed.config.zero import live_folder, on_disk_of
 from ds_lgamp.integrations.deepspeed.engine.data import BatchLoader
@@ -129,6 +129,7 @@ class Training:
         """The stage that the user asked for. DeepSpeed always sees 1, so that its ZeRO hooks run."""
         ranks = dist.get_process_group_ranks(module._grid.get_data_parallel_group())
         make_groups(sizes_of(module), ranks, bool(config.use_data_before_expert_parallel_))
+        arguments["optimizer"] = on_shards(module, arguments.get("optimizer"))
         plan = plan_training(settings, arguments, partition_method, micro_batches, scales_in_step)
         self.placed: PlacedModule = module
         """Its layers are placed at the end of this constructor."""

@@ -32,6 +32,7 @@ from ds_lgamp.cost.traffic import (
 )
 from ds_lgamp.cost.units import ElementBytes, Sharding, Travel, UnitSize
 from ds_lgamp.integrations.deepspeed.config.check_keys import for_deepspeed
+from ds_lgamp.integrations.deepspeed.config.client_optimizer import on_shards
 from ds_lgamp.integrations.deepspeed.config.precision import parameter_dtype
 from ds_lgamp.integrations.deepspeed.config.zero import Home, on_disk_of
 from ds_lgamp.integrations.deepspeed.engine.memory import (
@@ -97,6 +98,7 @@ def explain(arguments: dict[str, Any], partition_method: str, calls_engine: bool
     _make_expert_groups(module, module, config)
     if not (calls_engine or arguments.get("optimizer") or config.optimizer_name):
         arguments = {**arguments, "optimizer": comes_later}
+    arguments = {**arguments, "optimizer": on_shards(module, arguments.get("optimizer"))}
     plan = plan_training(settings, arguments, partition_method, config.gradient_accumulation_steps, calls_engine)
     spec = max(plan.specs, key=lambda replica: replica.micro_batches)
     program = _validated(spec)
@@ -119,7 +121,7 @@ def explain(arguments: dict[str, Any], partition_method: str, calls_engine: bool
         unknown = str(reason)
     data_ranks, tensor_ranks = (module.topology().get_dim(axis) or 1 for axis in ("data", "model"))
     step = Step(spec, settings, config, data_ranks, tensor_ranks, activations, update, plan.home_of_frozen, plan.travel)
-    held = model.ranks(settings, config, spec, update.group_of)
+    held = model.ranks(settings, config, spec, update)
     if settings.recompute == "auto" and activations is not None:
         limit = space_left(get_accelerator().total_memory()) if budget is None else budget
         spec = replace(spec, kept=frozenset().union(*(step.kept(rank, each, limit) for rank, each in enumerate(held))))

@@ -3,7 +3,6 @@
 import functools
 import inspect
 import os
-from collections.abc import Callable
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import replace
@@ -21,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ds_lgamp.config import ConfigError, LgampConfig
+from ds_lgamp.integrations.deepspeed.engine.memory import Update
 from ds_lgamp.integrations.deepspeed.engine.parameters import partition_parameters, policy_of
 from ds_lgamp.integrations.deepspeed.explain.activations import faked
 from ds_lgamp.integrations.deepspeed.explain.facts import ChunkFacts, TiedFacts
@@ -139,18 +139,16 @@ class ImaginedModel:
             return module._modules[str(layer)]
         return build_without_memory(spec) if isinstance(spec, LayerSpec) else spec
 
-    def ranks(
-        self, settings: LgampConfig, config: Any, spec: ProgramSpec, group_of: Callable[[str, nn.Parameter], int]
-    ) -> list[ImaginedRank]:
+    def ranks(self, settings: LgampConfig, config: Any, spec: ProgramSpec, update: Update) -> list[ImaginedRank]:
         """Returns all pipeline ranks.
 
         Args:
             config: the DeepSpeedConfig.
             spec: the program of a step.
-            group_of: returns the optimizer's group of a parameter that trains, from its global name and itself.
+            update: the step of the optimizer.
         """
         groups = {
-            id(parameter): group_of(f"{prefix}.{name}", parameter)
+            id(parameter): update.group_of(f"{prefix}.{name}", parameter)
             for prefix, layer in zip(self._names, self.layers)
             if isinstance(layer, nn.Module)
             for name, parameter in layer.named_parameters()
@@ -164,7 +162,7 @@ class ImaginedModel:
             for rank in range(self._module.num_stages):
                 tied = self._tied(rank)
                 placed = self._placed(rank, tied)
-                optimizer: Any = SimpleNamespace(param_groups=_groups(placed, owned))
+                optimizer: Any = SimpleNamespace(param_groups=_groups(placed, owned), in_8_bits=update.in_8_bits)
                 policy = policy_of(placed, settings, config, spec, group, device, disk=None)
                 partition = partition_parameters(placed, optimizer, policy, device)
                 experts = {chunk: self._expert_layers(chunk) for chunk in self.layout.chunks_of(rank)}

@@ -1,0 +1,218 @@
+"""Optimizers of bitsandbytes whose state has 8 bits train on shards as on one process with whole parameters: to the
+bit, because blocks that share a scale lie where they lie there."""
+
+from itertools import product
+
+import bitsandbytes
+import deepspeed
+import pytest
+import torch
+from bitsandbytes.optim import GlobalOptimManager
+from deepspeed.pipe import PipelineModule
+from torch import nn
+
+from ds_lgamp.config import ConfigError
+from ds_lgamp.cost.memory import held_between_steps
+from ds_lgamp.cost.offload import host_memory
+from ds_lgamp.integrations.deepspeed.engine.memory import element_bytes, sharding_of, unit_sizes, update_of
+from testing.deepspeed_rank import prepare_rank
+from testing.ranks import run_on_ranks
+from tests.runtime.assembly import gathered
+from tests.slow import slow_except
+
+MICRO_BATCHES, STEPS = 2, 4
+HOST = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+CPU = torch.device("cpu")
+
+
+class Words(nn.Embedding):
+    """Its state has 32 bits, as the Trainer asks for with every embedding."""
+
+    def __init__(self):
+        super().__init__(48, 100)
+        GlobalOptimManager.get_instance().register_module_override(self, "weight", {"optim_bits": 32})
+
+
+def layers():
+    """Of six larger tensors none is a multiple of a block, and one has 32 bits. Biases are smaller."""
+    torch.manual_seed(0)
+    return [Words(), nn.Linear(100, 60), nn.Tanh(), nn.Linear(60, 70), nn.Tanh(), nn.Linear(70, 59)]
+
+
+def loss_of(outputs, labels):
+    return nn.functional.cross_entropy(outputs.flatten(0, 1), labels.flatten())
+
+
+def micro_batch(step, data_rank, number):
+    generator = torch.Generator().manual_seed(1000 * step + 10 * data_rank + number)
+    tokens = torch.randint(0, 48, (2, 12), generator=generator)
+    return tokens, tokens
+
+
+def adam(parameters, **options):
+    return bitsandbytes.optim.AdamW8bit(parameters, lr=1e-2, eps=1e-4, weight_decay=0.01, **options)
+
+
+def lion(parameters):
+    return bitsandbytes.optim.Lion(parameters, lr=1e-3, weight_decay=0.01, optim_bits=8, is_paged=True)
+
+
+def engine_of(pipeline_ranks=1, stage=3, zero=None, made=adam, callable_=False, block=None, **more):
+    module = PipelineModule(layers(), num_stages=pipeline_ranks, loss_fn=loss_of)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": MICRO_BATCHES,
+        "zero_optimization": {"stage": stage, **(zero or {})},
+        # Gradients add up in the order of ranks.
+        "ds_lgamp": {"chunks_per_rank": 2, "reproducible": True, **(block or {})},
+        **more,
+    }
+    return deepspeed.initialize(
+        model=module, optimizer=made if callable_ else made(module.parameters()), config=config
+    )[0]
+
+
+def train(engine, steps):
+    rank = engine.grid.get_data_parallel_rank()
+    return [
+        engine.train_batch(iter([micro_batch(step, rank, number) for number in range(MICRO_BATCHES)])).item()
+        for step in steps
+    ]
+
+
+def masters(engine):
+    engine.optimizer.partition.catch_up()
+    return gathered(engine.optimizer.partition, lambda unit: unit.master.values)
+
+
+def plain(data_ranks, made=adam, dtype=torch.float32):
+    """Trains on one process, with bitsandbytes' own optimizer. Returns weights by name."""
+    model = nn.Sequential(*layers()).to(dtype)
+    optimizer = made(model.parameters())
+    for step in range(STEPS):
+        sums = [torch.zeros_like(parameter) for parameter in model.parameters()]
+        for rank in range(data_ranks):
+            for number in range(MICRO_BATCHES):
+                tokens, labels = micro_batch(step, rank, number)
+                (loss_of(model(tokens), labels) / MICRO_BATCHES).backward()
+            for total, parameter in zip(sums, model.parameters()):
+                total += parameter.grad
+            model.zero_grad()
+        for total, parameter in zip(sums, model.parameters()):
+            parameter.grad = total / data_ranks
+        optimizer.step()
+        model.zero_grad()
+    return dict(model.named_parameters())
+
+
+def train_as_plain(cases, ranks):
+    prepare_rank()
+    for case in cases:
+        engine = engine_of(**case)
+        train(engine, range(STEPS))
+        expected = plain(ranks // case.get("pipeline_ranks", 1), case.get("made", adam))
+        for name, value in masters(engine).items():
+            assert torch.equal(value, expected[name]), (case, name, (value - expected[name]).abs().max())
+        engine.destroy()
+    return len(cases)
+
+
+def cases_on(ranks):
+    yield from (
+        {"pipeline_ranks": pipeline_ranks, "stage": stage, "zero": zero}
+        for pipeline_ranks, stage, zero in product((1, 2, 4), (0, 1, 2, 3), (None, HOST))
+        if ranks % pipeline_ranks == 0 and (zero is None or stage == 3)
+    )
+    yield {"made": lion}
+    yield {"callable_": True}
+    yield {"stage": 1, "block": {"overlap_update": True}}
+
+
+@pytest.mark.parametrize("ranks", slow_except([2], [1, 2, 4]))
+def test_weights_are_those_of_a_plain_loop_to_the_bit(ranks):
+    cases = list(cases_on(ranks))
+    assert run_on_ranks(ranks, train_as_plain, cases, ranks, seconds=600) == [len(cases)] * ranks
+
+
+def state_of(engine):
+    """Returns the types of moments by the name of the parameter."""
+    state, found = engine.optimizer.optimizer.state, {}
+    for segment in engine.optimizer.partition.segments():
+        found[segment.entry.name] = state[segment.shard]["state1"].dtype
+    return found
+
+
+def go_on_from(folder):
+    """Saves at one layout, and goes on at others from there."""
+    prepare_rank()
+    first = engine_of()
+    train(first, range(2))
+    first.save_checkpoint(folder, tag="first")
+    train(first, range(2, STEPS))
+    expected = masters(first)
+    types = state_of(first)
+    for place in ({"pipeline_ranks": 2}, {"stage": 0}, {"stage": 1}, {"zero": HOST}):
+        engine = engine_of(**place)
+        engine.load_checkpoint(folder, tag="first")
+        own = {name: types[name] for name in state_of(engine).keys() & types.keys()}
+        assert {**state_of(engine), **own} == state_of(engine), place
+        if engine.grid.get_data_parallel_world_size() == first.grid.get_data_parallel_world_size():
+            train(engine, range(2, STEPS))
+            assert all(torch.equal(value, expected[name]) for name, value in masters(engine).items()), place
+        engine.save_checkpoint(folder, tag="second")
+        again = engine_of()
+        again.load_checkpoint(folder, tag="second")
+    with pytest.raises(Exception, match="the optimizer state is from AdamW8bit, but this run has AdamW"):
+        engine_of(made=torch.optim.AdamW).load_checkpoint(folder, tag="first")
+
+
+def test_runs_go_on_at_other_layouts_to_the_bit(tmp_path):
+    run_on_ranks(2, go_on_from, str(tmp_path))
+
+
+def count_bytes(ranks):
+    prepare_rank()
+    for zero, bf16 in product((None, HOST), (False, True)):
+        engine = engine_of(zero=zero, bf16={"enabled": bf16})
+        train(engine, range(1))
+        engine.optimizer.partition.catch_up()
+        update = update_of(engine.optimizer.optimizer, None)
+        size = element_bytes(engine._config, update, engine.lgamp.travel, False)
+        units, spec = unit_sizes(engine.optimizer.partition), engine.lgamp.program_spec
+        sharding = sharding_of(spec, engine.lgamp.settings, ranks)
+        told = held_between_steps(units, sharding, size)[2]
+        if zero is not None:
+            told = host_memory(units, spec.offload, sharding, size).optimizer_state
+        state = engine.optimizer.optimizer.state.values()
+        found = sum(value.nbytes for each in state for value in each.values() if torch.is_tensor(value))
+        assert told == found if ranks == 1 else found <= told, (zero, bf16, told, found)
+        # In 32 bits, an element takes eight bytes. The embedding and the biases do.
+        elements = sum(unit.parameters for unit in units)
+        assert ranks == 2 or found < 4 * elements
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_formula_of_memory_tells_the_bytes_of_the_state(ranks):
+    """On several ranks it tells the most that one may hold: who holds which small parameters, only the cut knows."""
+    run_on_ranks(ranks, count_bytes, ranks)
+
+
+def refuse(folder):
+    prepare_rank()
+    disk = {"offload_optimizer": {"device": "nvme", "nvme_path": folder}}
+    ademamix = bitsandbytes.optim.AdEMAMix8bit
+    for said, options in {
+        "whose state of 8 bits needs whole tensors; use bitsandbytes' AdamW8bit": {"made": ademamix},
+        "with state of 8 bits, which no disk holds; use 'cpu'": {"zero": disk},
+        "live_checkpoint is .*, but the optimizer is AdamW8bit": {"block": {"live_checkpoint": folder}},
+        "stochastic_rounding is True, but the optimizer is AdamW8bit": {
+            "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
+            "block": {"stochastic_rounding": True},
+        },
+    }.items():
+        with pytest.raises(ConfigError, match=said):
+            engine_of(**options)
+
+
+def test_what_has_no_counterpart_on_shards_is_refused(tmp_path):
+    run_on_ranks(1, refuse, str(tmp_path))
