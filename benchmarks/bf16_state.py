@@ -1,11 +1,12 @@
-"""Trains a small GPT in bf16 whose optimizer updates copies in fp32 or the bf16 weights themselves, rounded to the
-nearest number or by chance: ``python -m benchmarks run bf16_state``.
+"""Trains a small GPT in bf16 whose optimizer updates copies in fp32, with moments in fp32 or in 8 bits, or the bf16
+weights themselves, rounded to the nearest number or by chance: ``python -m benchmarks run bf16_state``.
 
 It trains 500 steps on text that can be learned and compares the losses, at a learning rate whose updates bf16 has and
 at one whose updates it loses.
 """
 
 from functools import partial
+from typing import Any
 
 from benchmarks.contenders import Contender, Layout
 from benchmarks.contenders.lgamp import Layered
@@ -16,6 +17,7 @@ from benchmarks.record import OURS, Record, begin
 
 NAME = "bf16_state"
 LEARNING_RATES = (1e-3, 1e-4)
+IN_8_BITS = f"{OURS}, moments in 8 bits"
 NEAREST, BY_CHANCE = f"{OURS}, state in bf16, nearest", f"{OURS}, state in bf16, by chance"
 
 
@@ -27,9 +29,17 @@ def contenders(learning_rate: float) -> list[Contender]:
     layered = partial(Layered, zero_stage=1, resident_chunks=2)
     return [
         Contender(EXACT, partial(layered, more=whole)),
+        Contender(IN_8_BITS, partial(layered, more=whole, optimizer=partial(_in_8_bits, learning_rate)), rounds=True),
         Contender(NEAREST, partial(layered, more=half)),
         Contender(BY_CHANCE, partial(layered, more=half, stochastic_rounding=True), rounds=True),
     ]
+
+
+def _in_8_bits(learning_rate: float, parameters: Any) -> Any:
+    # Only this benchmark needs it.
+    from bitsandbytes.optim import AdamW8bit
+
+    return AdamW8bit(parameters, lr=learning_rate, eps=ADAM_EPSILON, weight_decay=0.01)
 
 
 def run(learns: ModelSize = LEARNS, steps: int = STEPS) -> Record:

@@ -1,6 +1,6 @@
 """ds_lgamp through ``deepspeed.initialize``, as in a training script."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -29,6 +29,7 @@ class Layered:
             them.
         zero: further keys of DeepSpeed's ``zero_optimization``.
         more: further keys of ds_config.json, or other values of some.
+        optimizer: makes one of parameters; None for the one of ds_config.json.
         block: further keys of the block.
     """
 
@@ -43,6 +44,7 @@ class Layered:
         defer_gathers: bool = False,
         zero: Mapping[str, Any] = MappingProxyType({}),
         more: Mapping[str, Any] = MappingProxyType({}),
+        optimizer: Callable[[Any], Any] | None = None,
         **block: Any,
     ) -> None:
         self.layout = layout
@@ -75,7 +77,9 @@ class Layered:
                 loss_fn=loss_function,
                 partition_method="uniform",
             )
-            self.engine, *_ = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)
+            self.engine, *_ = deepspeed.initialize(
+                model=module, model_parameters=module.parameters(), optimizer=optimizer, config=config
+            )
         assert is_ours(self.engine)
 
     def step(self, step: int, micro_batches: int) -> float:

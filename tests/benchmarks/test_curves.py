@@ -35,5 +35,10 @@ def test_fewer_bytes_travel_and_losses_are_close(benchmark, metric):
 def test_state_in_bf16_is_trained_at_every_learning_rate():
     record = bf16_state.run(SIZE, steps=3)
     assert {row.config["learning_rate"] for row in record.rows} == {*bf16_state.LEARNING_RATES}
-    assert {row.contender for row in record.rows} == {EXACT, bf16_state.NEAREST, bf16_state.BY_CHANCE}
-    assert len(record.targets) == len(bf16_state.LEARNING_RATES)
+    assert {row.contender for row in record.rows} == {
+        EXACT,
+        bf16_state.IN_8_BITS,
+        bf16_state.NEAREST,
+        bf16_state.BY_CHANCE,
+    }
+    assert len(record.targets) == 2 * len(bf16_state.LEARNING_RATES)

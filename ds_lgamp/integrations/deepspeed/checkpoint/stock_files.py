@@ -55,14 +55,15 @@ _LAYER_FILE = re.compile(r"layer_(\d+)(-model_00)?-model_states\.pt")
 
 
 def refuse_whole_tensors(optimizer: str | None, options: Mapping[str, Any]) -> None:
-    """Raises CheckpointError for LAMB and Muon, whose state DeepSpeed keeps in a form of its own.
+    """Raises CheckpointError for LAMB and Muon, whose state DeepSpeed keeps in a form of its own, and for state of 8
+    bits, whose blocks it cuts elsewhere.
 
     Args:
         optimizer: its type or class; None if that is unknown.
         options: those of its first parameter group.
     """
     name = (optimizer or "").lower()
-    if name in ("lamb", "muon") or not {"use_muon", "max_coeff"}.isdisjoint(options):
+    if name in ("lamb", "muon") or name.endswith("8bit") or not {"use_muon", "max_coeff"}.isdisjoint(options):
         raise CheckpointError(
             f"the checkpoint is of a run with {optimizer or 'LAMB or Muon'}, whose state stock DeepSpeed keeps in "
             "another form; go on with what wrote it"

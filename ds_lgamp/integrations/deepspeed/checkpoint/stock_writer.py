@@ -29,7 +29,6 @@ from ds_lgamp.integrations.deepspeed.checkpoint.stock_files import (
     tied_keys,
 )
 from ds_lgamp.integrations.deepspeed.model.module import layer_prefix
-from ds_lgamp.partition.shards import SCALES
 
 _ALIGNMENT = 2
 """DeepSpeed pads a group's flat tensor to a multiple of this many elements per data-parallel rank."""
@@ -95,13 +94,13 @@ def _check(whole: WholeCheckpoint, folder: Path, pipeline_ranks: int, data_ranks
             "the checkpoint is of a plain model, of which stock DeepSpeed loads no layers; export its "
             "weights without --format, which the model itself loads"
         )
+    refuse_whole_tensors(whole.state["optimizer"]["class"], {})
     of_parameters = whole.state["optimizer"].get("of_parameters", {})
     if of_parameters:
         raise CheckpointError(
             f"parameters such as {min(of_parameters)} were frozen for a time and count their steps by themselves, "
             "which DeepSpeed's files cannot say; export the weights without --format, or a checkpoint from before"
         )
-    refuse_whole_tensors(whole.state["optimizer"]["class"], {})
     if min(pipeline_ranks, data_ranks) < 1:
         raise CheckpointError(f"the layout is {pipeline_ranks} pipeline x {data_ranks} data ranks; use at least 1 x 1")
     data_type = whole.state["layout"]["data_type"]
@@ -225,11 +224,6 @@ def _moments(whole: WholeCheckpoint, names: list[str]) -> dict[str, list[Tensor]
     only some of the parameters have a key."""
     moments = {}
     for key, by_name in whole.moments.items():
-        if key in SCALES:
-            raise CheckpointError(
-                f"the optimizer's state has 8 bits and scales ({key}), which stock DeepSpeed cannot load at this layout; "
-                "train with an optimizer of 32 bits"
-            )
         held = [by_name[name] for name in names if name in by_name]
         if held and len(held) < len(names):
             lacking = next(name for name in names if name not in by_name)
