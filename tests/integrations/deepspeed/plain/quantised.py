@@ -16,6 +16,7 @@ from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 from testing.deepspeed_rank import quiet
 
 CLIPPING, MICRO_BATCHES = 0.5, 2
+ADAM = {"lr": 1e-2, "eps": 1e-4}
 _FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32}
 QUANTISED = {
     "nf4": {**_FOUR_BITS, "bnb_4bit_quant_type": "nf4"},
@@ -35,6 +36,7 @@ class Case(NamedTuple):
     seed: int = 0
     """Of the base, before it is quantised."""
     zero: dict = {}
+    moments_in_8_bits: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -81,7 +83,7 @@ def config_of(case: Case) -> dict:
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": MICRO_BATCHES,
         "gradient_clipping": CLIPPING,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-4, "torch_adam": True}},
+        "optimizer": {"type": "AdamW", "params": {**ADAM, "torch_adam": True}},
         "zero_optimization": {"stage": case.stage, **case.zero},
         "ds_lgamp": {"pipeline_ranks": case.pipeline_ranks, **case.block},
     }
@@ -91,9 +93,23 @@ def config_of(case: Case) -> dict:
 def engine_of(case: Case, model: torch.nn.Module | None = None):
     model = quantised(case) if model is None else model
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    config, optimizer = config_of(case), None
+    if case.moments_in_8_bits:
+        del config["optimizer"]
+        optimizer = adam_of(case, trained)
     with quiet():
-        engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=config_of(case))
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, optimizer=optimizer, config=config)
     return engine
+
+
+def adam_of(case: Case, parameters) -> torch.optim.Optimizer:
+    if not case.moments_in_8_bits:
+        return torch.optim.AdamW(parameters, **ADAM)
+    # Tests that need it are skipped without it.
+    import bitsandbytes
+
+    # Adapters as small as these have moments of 32 bits by default.
+    return bitsandbytes.optim.PagedAdamW8bit(parameters, **ADAM, min_8bit_size=256)
 
 
 def train(engine, steps: range) -> tuple[list[float], list[float]]:
@@ -114,16 +130,17 @@ def train(engine, steps: range) -> tuple[list[float], list[float]]:
 
 def reference(case: Case, ranks: int, steps: int) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Returns losses and norms of the training on one process, and the adapters after it."""
-    return _trained_alone(case.kind, case.precision, case.seed, ranks, steps)
+    return _trained_alone(case.kind, case.precision, case.seed, case.moments_in_8_bits, ranks, steps)
 
 
 @cache
 def _trained_alone(
-    kind: str, precision: str, seed: int, ranks: int, steps: int
+    kind: str, precision: str, seed: int, moments_in_8_bits: bool, ranks: int, steps: int
 ) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    model = quantised(Case(kind, precision=precision, seed=seed))
+    case = Case(kind, precision=precision, seed=seed, moments_in_8_bits=moments_in_8_bits)
+    model = quantised(case)
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    optimizer = torch.optim.AdamW(trained.values(), lr=1e-2, eps=1e-4)
+    optimizer = adam_of(case, trained.values())
     losses, norms = [], []
     for step in range(steps):
         total = 0.0

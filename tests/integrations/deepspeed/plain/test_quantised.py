@@ -6,7 +6,6 @@ Packed bytes are sharded, gathered and kept as stored, and count by their true s
 from itertools import product
 from pathlib import Path
 
-import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,7 +23,7 @@ from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.plain import quantised
 from tests.integrations.deepspeed.plain.quantised import QUANTISED, Case
 
-pytest.importorskip("bitsandbytes")
+bitsandbytes = pytest.importorskip("bitsandbytes")
 
 STEPS = 3
 NONE = {"keep_frozen": "none"}
@@ -38,9 +37,12 @@ def trained_as_one_process(case):
         last = quantised.train(engine, range(STEPS - 1, STEPS))
     expected_losses, expected_norms, adapters = quantised.reference(case, dist.get_world_size(), STEPS)
     tolerance = 1e-6 if case.precision == "fp32" else 1e-2
+    if case.moments_in_8_bits:
+        # Gradients add up in another order, and a moment between two numbers of 8 bits may become either.
+        tolerance = 1e-4
     assert losses + last[0] == pytest.approx(expected_losses, rel=tolerance), case
     assert norms + last[1] == pytest.approx(expected_norms, rel=tolerance), case
-    if case.precision == "fp32":
+    if case.precision == "fp32" and not case.moments_in_8_bits:
         state = engine.module.state_dict()
         for name, expected in adapters.items():
             if name in state:
@@ -86,6 +88,11 @@ def train_and_count_all(cases):
 
 def test_adapters_beside_packed_weights_train_as_on_one_process():
     run_on_ranks(2, train_and_count_all, [Case("nf4 twice", 2, 3), Case("8 bits", 1, 3, NONE), Case("nf4", 1, 2)])
+
+
+def test_adapters_train_with_moments_of_8_bits():
+    cases = [Case("nf4 twice", ranks, 3, moments_in_8_bits=True) for ranks in (1, 2)]
+    run_on_ranks(2, train_all, [*cases, cases[0]._replace(zero={"offload_optimizer": {"device": "cpu"}})])
 
 
 GRID = {
@@ -211,20 +218,13 @@ def refuse():
     trained = quantised.quantised(stored).requires_grad_(True)
     with pytest.raises(ConfigError, match="holds quantised bytes, which cannot train; freeze it"):
         quantised.engine_of(stored, trained)
-    import bitsandbytes
-
-    model = quantised.quantised(case)
-    optimizer = bitsandbytes.optim.AdamW8bit([each for each in model.parameters() if each.requires_grad])
-    config = {**quantised.config_of(case), "zero_allow_untested_optimizer": True}
-    with pytest.raises(ConfigError, match="optimizer is AdamW8bit, whose states of 8 bits share a scale"):
-        deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     layers = torch.nn.Sequential(bitsandbytes.nn.Linear4bit(64, 64), torch.nn.Linear(64, 1), torch.nn.Flatten(0))
     with pytest.raises(ConfigError, match="that bitsandbytes has not quantised; move the model to its device"):
         quantised.engine_of(case, layers)
 
 
 @pytest.mark.slow
-def test_merging_in_training_optimizers_of_8_bits_and_layers_that_wait_to_be_quantised_are_refused():
+def test_merging_in_training_and_layers_that_wait_to_be_quantised_are_refused():
     run_on_ranks(1, refuse)
 
 

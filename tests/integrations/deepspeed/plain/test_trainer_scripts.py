@@ -1,6 +1,9 @@
 """An unedited script of the Trainer under ``ds_lgamp run``: from the launch to a resumed run, and refusals."""
 
 import json
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +40,27 @@ def test_what_a_trainer_computes_of_logits_in_training_is_refused_in_one_sentenc
         run(tmp_path, written(tmp_path, {"pipeline_ranks": 2}), "refused", f"--max_steps 1 {words}")
 
 
-def written(folder: Path, block: dict[str, Any]) -> Path:
+def test_the_trainers_optimizer_of_8_bits_trains_as_without_deepspeed(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    words = "--model gpt2 --optim adamw_8bit --max_steps 4"
+    script = [str(SCRIPTS / "trains_with_trainer.py"), "--output_dir", str(tmp_path / "alone"), *WORDS, *words.split()]
+    subprocess.run([sys.executable, *script], check=True, capture_output=True)
+    config = written(tmp_path, {}, without=("optimizer", "scheduler"))
+    run(tmp_path, config, "sharded", words, ranks=1)
+    alone, sharded = (json.loads((tmp_path / name / "history.json").read_text()) for name in ("alone", "sharded"))
+    losses, found = ([entry["loss"] for entry in history if "loss" in entry] for history in (alone, sharded))
+    assert len(losses) == 4 and found == pytest.approx(losses, rel=1e-5)
+
+
+def written(folder: Path, block: dict[str, Any], without: Sequence[str] = ()) -> Path:
     """Writes a configuration of stage 3 and returns its file."""
     path = folder / "ds_config.json"
-    path.write_text(json.dumps({**AUTO, "zero_optimization": {"stage": 3}, "ds_lgamp": block}))
+    config = {key: value for key, value in AUTO.items() if key not in without}
+    path.write_text(json.dumps({**config, "zero_optimization": {"stage": 3}, "ds_lgamp": block}))
     return path
 
 
-def run(folder: Path, config: Path, name: str, words: str) -> None:
+def run(folder: Path, config: Path, name: str, words: str, ranks: int = 2) -> None:
     script = [str(SCRIPTS / "trains_with_trainer.py"), "--deepspeed", str(config), "--output_dir", str(folder / name)]
     traced = ["--trace", str(folder / f"{name}, recorded"), "--trace-steps", "3:4"]
-    torchrun(2, ["-m", "ds_lgamp", "run", *traced, *script, *WORDS, *words.format(folder=folder).split()])
+    torchrun(ranks, ["-m", "ds_lgamp", "run", *traced, *script, *WORDS, *words.format(folder=folder).split()])
