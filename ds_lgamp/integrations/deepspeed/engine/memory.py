@@ -90,8 +90,8 @@ class Update:
 
     @property
     def needs_whole_tensors(self) -> bool:
-        """Whether it is LAMB or Muon."""
-        return self._kind is not None
+        """Whether it is LAMB or Muon, or has state of 8 bits, of which blocks of a tensor share a scale."""
+        return self._kind is not None or self.in_8_bits is not None
 
     def group_of(self, name: str, parameter: nn.Parameter) -> int:
         """Returns the group of a parameter that trains. Those of layers that this process has not built belong to

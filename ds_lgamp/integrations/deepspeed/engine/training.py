@@ -47,6 +47,7 @@ from ds_lgamp.integrations.split.state import leave_out_hosts
 from ds_lgamp.optimizers.host_updates import HostUpdateError
 from ds_lgamp.optimizers.lamb import Lamb
 from ds_lgamp.optimizers.muon import Muon
+from ds_lgamp.optimizers.rounding import InEightBits
 from ds_lgamp.partition.agreement import everyone, host_group, raise_everywhere
 from ds_lgamp.partition.bus import Bus
 from ds_lgamp.partition.quantised import PackedPlaces
@@ -168,7 +169,7 @@ class Training:
                 others.
         """
         module = self.placed
-        whole = isinstance(optimizer, Lamb | Muon)
+        whole = isinstance(optimizer, Lamb | Muon | InEightBits)
         refuse_around_experts(module, self.settings, self.program_spec, self.travel, whole, is_deferred(module))
         deferred = DeferredLayers(module, prepare) if is_deferred(module) else None
         self.device = self.door.device

@@ -167,12 +167,13 @@ def refuse_around_experts(
     """Raises ConfigError on all ranks for what does not know divided experts.
 
     Args:
-        whole: whether the optimizer needs whole tensors, as LAMB and Muon do.
+        whole: whether the optimizer needs whole tensors, as LAMB and Muon do, or whole blocks of them.
         deferred: whether layers have no memory yet.
     """
     refused = {
         "it is built inside ds_lgamp.deferred_init(); build it outside": deferred,
-        "the optimizer is LAMB or Muon; use Adam, SGD or another one that works element by element": whole,
+        "the optimizer is LAMB, Muon or one with state of 8 bits; use Adam, SGD or another one that works element by "
+        "element": whole,
         "zero_hpz_partition_size or mics_shard_size is given; remove it": spec.hierarchy is not None,
         "a key zero_quantized_... is true, with which nobody has tried it; remove it": any(travel),
         f"{BLOCK}.live_checkpoint is given; remove it": settings.live_checkpoint is not None,

@@ -172,6 +172,15 @@ def skip_and_freeze():
         segments, state = engine.optimizer.partition.segments(), engine.optimizer.state
         steps = {segment.entry.name: state[segment.shard]["step"] for segment in segments}
         assert steps.pop(frozen) == 2 and set(steps.values()) == {3}
+        arguments = arguments_of(zero=zero)
+        later = next(parameter for name, parameter in arguments["model"].named_parameters() if name == "3.weight")
+        later.requires_grad_(False)
+        engine = deepspeed.initialize(**arguments)[0]
+        train(engine, [0])
+        assert "3.weight" not in state_of(engine)
+        later.requires_grad_(True)
+        train(engine, [1])
+        assert state_of(engine)["3.weight"] == torch.uint8
 
 
 def test_a_skipped_step_changes_nothing_and_a_frozen_weight_keeps_its_state():
@@ -180,7 +189,7 @@ def test_a_skipped_step_changes_nothing_and_a_frozen_weight_keeps_its_state():
 
 def state_of(engine):
     """Returns the types of moments by the name of the parameter."""
-    state, found = engine.optimizer.optimizer.state, {}
+    state, found = engine.optimizer.state, {}
     for segment in engine.optimizer.partition.segments():
         found[segment.entry.name] = state[segment.shard]["state1"].dtype
     return found
