@@ -41,9 +41,12 @@ class Words(nn.Embedding):
 
 
 def layers():
-    """Of six larger tensors none is a multiple of a block, and one has 32 bits. Biases are smaller."""
+    """No size is a multiple of a block. Two of the four larger tensors have state of 32 bits, as all biases have.
+    On two pipeline ranks, the second one of these moves to the other rank."""
     torch.manual_seed(0)
-    return [Words(), nn.Linear(100, 60), nn.Tanh(), nn.Linear(60, 70), nn.Tanh(), nn.Linear(70, 59)]
+    moved = nn.Linear(60, 70)
+    bitsandbytes.optim.GlobalOptimManager.get_instance().register_module_override(moved, "weight", {"optim_bits": 32})
+    return [Words(), nn.Linear(100, 60), nn.Tanh(), moved, nn.Tanh(), nn.Linear(70, 59)]
 
 
 def loss_of(outputs, labels):
@@ -254,7 +257,7 @@ def count_bytes(ranks):
         assert told == (explained if zero is None else explained.host).optimizer_state
         # In 32 bits, an element takes eight bytes. The embedding and the biases do.
         elements = sum(unit.parameters for unit in units)
-        assert ranks == 2 or found < 4 * elements
+        assert ranks == 2 or found < 5 * elements
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
