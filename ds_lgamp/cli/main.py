@@ -17,7 +17,19 @@ from ds_lgamp.version import __version__
 _OF_TRAINING = ("measure", "trace", "trace_steps")
 """Options of ``run`` that watch a training."""
 _OF_SEARCH = (
-    *("batch_size", "tokens", "objective", "top", "plot", "write", "gpus", "host_memory", "sequence_length", "law"),
+    *(
+        "batch_size",
+        "tokens",
+        "objective",
+        "top",
+        "plot",
+        "write",
+        "gpus",
+        "host_memory",
+        "disk",
+        "sequence_length",
+        "law",
+    ),
     *("rounded", "state", "adapters"),
 )
 """Options that belong to --model."""
@@ -79,6 +91,11 @@ def _add_plan_command(commands: Any) -> None:
         "--host-memory",
         metavar="SIZE",
         help="memory of the host of one node, such as '128 GB' (default: the cluster's)",
+    )
+    command.add_argument(
+        "--disk",
+        metavar="RATE",
+        help="plan also with a disk in every node that reads and writes so much at once, such as '5 GB/s'",
     )
     command.add_argument("--batch-size", type=count, metavar="B", help="sequences of a step, over all GPUs")
     command.add_argument("--sequence-length", type=count, metavar="S", help="default: what the model says")
@@ -269,7 +286,7 @@ def _search(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int
         cluster = here()
     else:
         cluster = read_cluster(options.cluster, options.gpus or GPUS_PER_NODE)
-    cluster = with_part(cluster, options.gpus, options.host_memory)
+    cluster = with_part(cluster, options.gpus, options.host_memory, options.disk)
     if options.law is not None:
         others = ("batch_size", "gpus", "objective", "top", "plot", "write", "rounded", "state")
         _refuse(parser, options, others, "{} does not go with --law, which looks for the shortest training")
@@ -284,7 +301,7 @@ def _search_islands(parser: argparse.ArgumentParser, options: argparse.Namespace
     from ds_lgamp.cli.plan_search import search_on_islands
     from ds_lgamp.planner.islands import read_islands
 
-    others = ("law", "plot", "gpus", "host_memory", "rounded", "state", "adapters")
+    others = ("law", "plot", "gpus", "host_memory", "disk", "rounded", "state", "adapters")
     _refuse(parser, options, others, f"{{}} does not go with islands, as {options.cluster} has; remove it")
     if options.objective not in (None, "time"):
         parser.error(f"--objective is '{options.objective}', but plans for islands are ranked by time; remove it")

@@ -22,7 +22,7 @@ from ds_lgamp.planner.runs import Run, predict_all, read_runs
 from ds_lgamp.planner.search import Allowed, NothingFits, Plan, best_by_method, reasons, search
 from ds_lgamp.planner.shortest import BUSY, DAY, critical_batch, shortest
 from ds_lgamp.planner.work import is_own, is_quick
-from ds_lgamp.planner.write import OnIslands, why_not, write
+from ds_lgamp.planner.write import DISK, OnIslands, why_not, write
 from ds_lgamp.view.report import table
 
 HEADS = ("method", "W", "P", "T", "chunks", "batch", "ZeRO", "recompute", "step")
@@ -139,6 +139,11 @@ def print_table(model: Model, cluster: Cluster, plans: Sequence[Plan], tokens: f
         console.print(
             'What travels rounded changes results a little: docs/partition.md, "Rounded travel", and docs/networks.md, '
             '"Hidden states that travel rounded".'
+        )
+    if best.on_disk:
+        disk = with_unit(plans[0].memory.disk * cluster.gpus_per_node, "B")
+        console.print(
+            f'The disk of a node holds {disk}. The written files name {DISK} there: docs/offload.md, "A disk".'
         )
     if best.state == "bf16":
         console.print('State in bf16, rounded by chance, changes results: docs/offload.md, "State in bf16".')

@@ -265,16 +265,18 @@ def ways_to_round(of: Configuration, gradient_bits: int) -> list[dict[str, Any]]
     return [change for is_possible, change in changes if is_possible]
 
 
-def ways_to_offload(configuration: Configuration) -> list[Configuration]:
+def ways_to_offload(configuration: Configuration, disk: bool = False) -> list[Configuration]:
     """Returns a layered configuration with its optimizer on the host, and with its parameters there too at stage 3, if
-    a search can run it on the clock. Alone, a data-parallel rank is at stage 3. The configuration itself comes first,
-    because its inputs of chunks may lie on the host alone."""
+    a search can run it on the clock; with a ``disk``, also with them there. Alone, a data-parallel rank is at stage 3.
+    The configuration itself comes first, because its inputs of chunks may lie on the host alone."""
     one = configuration
     if not is_layered(one) or one.hierarchy is not None or one.computes > MOST_OFFLOADED_COMPUTES:
         return []
     stage = one.zero_stage if one.data_ranks > 1 else 3
     ways = [("optimizer", stage > 0), ("parameters", stage == 3 and not one.keeps_frozen_whole)]
-    return [one, *(replace(one, zero_stage=stage, offload=offload) for offload, is_possible in ways if is_possible)]
+    homes = (False, True) if disk else (False,)
+    offloads = [(offload, on_disk) for on_disk in homes for offload, is_possible in ways if is_possible]
+    return [one, *(replace(one, zero_stage=stage, offload=offload, on_disk=on_disk) for offload, on_disk in offloads)]
 
 
 def with_room(

@@ -95,6 +95,8 @@ class Host:
     """Bytes."""
     memory_bandwidth: float = 51.2e9
     """Bytes per second between processor and memory."""
+    disk: float = 0.0
+    """Bytes per second that it reads from a disk while it writes as many; 0 without a disk for offloading."""
 
 
 @dataclass(frozen=True)
@@ -156,11 +158,12 @@ def _host(text: Mapping[str, Any], gpus: int) -> Host:
     """Reads the host of a node, which its GPUs share, and the bus of one GPU. What is missing has a default."""
     if "host" not in text:
         return Host()
-    given, host = section(text, "host", {"bus", "memory", "memory_bandwidth"}), Host()
+    given, host = section(text, "host", {"bus", "memory", "memory_bandwidth", "disk"}), Host()
     for name, kind, gpus_sharing in (
         ("bus", "bytes per second", 1),
         ("memory", "bytes", gpus),
         ("memory_bandwidth", "bytes per second", gpus),
+        ("disk", "bytes per second", gpus),
     ):
         if name in given:
             host = replace(host, **{name: parse_quantity(f"host.{name}", given[name], kind) / gpus_sharing})
@@ -265,20 +268,24 @@ def sized(cluster: Cluster, gpus: int) -> Cluster:
     return replace(cluster, nodes=ceil(gpus / cluster.gpus_per_node))
 
 
-def with_part(cluster: Cluster, gpus: int | None, host_memory: str | None) -> Cluster:
-    """Returns the cluster with ``gpus`` of the GPUs of its only node, which keep their shares of the host, and with
-    ``host_memory``, such as "128 GB", on the host of every node. None changes nothing.
+def with_part(cluster: Cluster, gpus: int | None, host_memory: str | None, disk: str | None = None) -> Cluster:
+    """Returns the cluster with ``gpus`` of the GPUs of its only node, which keep their shares of the host, with
+    ``host_memory``, such as "128 GB", on the host of every node, and with a ``disk`` there of a rate such as "5 GB/s".
+    None changes nothing.
 
-    Raises ValueError if the cluster has another number of GPUs, or if ``host_memory`` is no size.
+    Raises ValueError if the cluster has another number of GPUs, or if ``host_memory`` or ``disk`` is no quantity.
     """
     if gpus is not None and cluster.nodes == 1 and gpus < cluster.gpus_per_node:
         cluster = replace(cluster, gpus_per_node=gpus)
     if gpus not in (None, cluster.gpus):
         raise ValueError(f"--gpus is {gpus}, but {cluster.name} has {cluster.gpus}; use a multiple of a node")
-    if host_memory is None:
-        return cluster
-    own = parse_quantity("--host-memory", host_memory, "bytes") / cluster.gpus_per_node
-    return replace(cluster, host=replace(cluster.host, memory=own))
+    given = (("memory", "--host-memory", host_memory, "bytes"), ("disk", "--disk", disk, "bytes per second"))
+    shares = {
+        name: parse_quantity(option, text, kind) / cluster.gpus_per_node
+        for name, option, text, kind in given
+        if text is not None
+    }
+    return replace(cluster, host=replace(cluster.host, **shares))
 
 
 def parts_of(cluster: Cluster) -> Iterator[Cluster]:

@@ -60,6 +60,8 @@ class Configuration:
     offload: str | None = None
     """What the host holds, under the layered schedule: the optimizer's state and master weights, which it updates in
     the next step, or the parameters too (stage 3)."""
+    on_disk: bool = False
+    """Whether a disk of the host holds what is offloaded."""
     stores_inputs: bool = False
     """Whether the inputs of chunks wait on the host, under the layered schedule with recomputation."""
     stores_weights: bool = False
@@ -122,6 +124,8 @@ class Configuration:
             raise ValueError(f"offload is {self.offload!r}; use one of optimizer and parameters, or None")
         if self.offload is not None and (self.schedule != "layered" or self.micro_batch_outer):
             raise ValueError(f"offload is '{self.offload}', which this project's layered schedule has; use that")
+        if self.on_disk and self.offload is None:
+            raise ValueError("on_disk is True, but nothing is offloaded; set offload, too")
         if self.stores_inputs and (self.schedule != "layered" or self.micro_batch_outer or self.recompute == "none"):
             raise ValueError(
                 "stores_inputs is True, which this project's layered schedule has, with recompute 'full'; use both"
@@ -389,10 +393,11 @@ def _exact_method_of(configuration: Configuration) -> str:
     if configuration.hierarchy is not None:
         return f"{configuration.schedule} {'MiCS' if configuration.hierarchy.replicated else 'hpZ'}"
     if configuration.uses_host or configuration.stores_weights:
-        kinds = [configuration.offload] if configuration.offload is not None else []
-        kinds += ["inputs"] * configuration.stores_inputs + ["gathered weights"] * configuration.stores_weights
-        held = " and ".join(kinds)
-        return f"{configuration.schedule}, {held} on the host"
+        kinds = [] if configuration.offload is None else [configuration.offload]
+        waiting = ["inputs"] * configuration.stores_inputs + ["gathered weights"] * configuration.stores_weights
+        homes = {"a disk": kinds, "the host": waiting} if configuration.on_disk else {"the host": kinds + waiting}
+        held = (f"{' and '.join(names)} on {home}" for home, names in homes.items() if names)
+        return f"{configuration.schedule}, {' and '.join(held)}"
     return configuration.schedule
 
 

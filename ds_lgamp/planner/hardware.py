@@ -163,6 +163,10 @@ class Compute:
         """Returns the seconds of a copy of ``size`` bytes between a GPU and its host, in one direction."""
         return size / (self.cluster.host.bus * self.efficiency.bus)
 
+    def disk(self, size: float) -> float:
+        """Returns the seconds in which the disk reads ``size`` bytes for one GPU, or writes them meanwhile."""
+        return size / self.cluster.host.disk
+
     def rounding(self, rounded: float, restored: float) -> float:
         """Returns the seconds in which so many elements are rounded to travel, and so many that arrive are restored."""
         # The host launches these kernels while others run.

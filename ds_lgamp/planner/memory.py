@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 from ds_lgamp.cost.activations import ActivationBytes, ChunkBytes
 from ds_lgamp.cost.memory import Memory, memory_over_time
+from ds_lgamp.cost.offload import HostMemory, OnDisk, disk_use, host_beside_disk
 from ds_lgamp.cost.state import held_between_steps
 from ds_lgamp.cost.traffic import narrow_bytes
 from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize, aligned
@@ -201,15 +202,17 @@ class ConfigurationMemory(NamedTuple):
     """The rank that needs most."""
     host: int = 0
     """Bytes on its host for each GPU, with offloading. No part of the total."""
+    disk: int = 0
+    """Bytes on the host's disk for each GPU."""
 
     @property
     def kinds(self) -> dict[str, int]:
         """The bytes on the GPU by name."""
-        return {name: size for name, size in self._asdict().items() if name not in ("pipeline_rank", "host")}
+        return {name: size for name, size in self._asdict().items() if name not in ("pipeline_rank", "host", "disk")}
 
     @property
     def total(self) -> int:
-        return sum(self[:-2])
+        return sum(self.kinds.values())
 
     def fits(self, cluster: Cluster) -> bool:
         """Whether a GPU of ``cluster`` and its host have enough."""
@@ -228,7 +231,7 @@ def memory(model: Model, configuration: Configuration, software: Software | None
     """
     needs = list(of_ranks(model, configuration, software))
     most = max(needs, key=lambda need: need.total)
-    return most._replace(host=max(need.host for need in needs))
+    return most._replace(host=max(need.host for need in needs), disk=max(need.disk for need in needs))
 
 
 def fits(model: Model, configuration: Configuration, cluster: Cluster) -> bool:
@@ -294,7 +297,9 @@ MOST_FOLLOWED = 1024
 
 def _by_program(model: Model, configuration: Configuration, software: Software, rank: int) -> ConfigurationMemory:
     found = followed(model, configuration, rank, software)
-    held = found.at_peak
+    held, host, on_disk = found.at_peak, found.host, 0
+    if configuration.on_disk and host is not None:
+        host, on_disk = _beside_disk(model, configuration, rank, software, host)
 
     def together(*kinds: str) -> int:
         return sum(held.get(kind, 0) for kind in kinds)
@@ -310,9 +315,19 @@ def _by_program(model: Model, configuration: Configuration, software: Software, 
         messages=together("receives", "sends"),
         working=together("working", "update", "copies"),
         pipeline_rank=rank,
-        host=(0 if found.activations is None else found.activations.on_host)
-        + (0 if found.host is None else found.host.peak),
+        host=(0 if found.activations is None else found.activations.on_host) + (0 if host is None else host.peak),
+        disk=on_disk,
     )
+
+
+def _beside_disk(
+    model: Model, of: Configuration, rank: int, software: Software, host: HostMemory
+) -> tuple[HostMemory, int]:
+    """Returns what of the ``host`` remains beside a disk that holds what is offloaded, and the bytes there."""
+    homes, size, sharding = OnDisk(True, of.offload == "parameters"), element_bytes(of, software), sharding_of(of)
+    units = units_of(model, of, rank)
+    use = disk_use(_program(of.spec, rank), units, of.spec.offload, homes, sharding, size)
+    return host_beside_disk(host, homes, size, use.buffers), use.held
 
 
 def _ranks(model: Model, configuration: Configuration) -> list[int]:

@@ -194,7 +194,7 @@ class _Search:
         if not self.allowed.offload:
             return plans
         shortest = min(fastest.values(), default=inf)
-        ways = [(one, way) for one in without_plan for way in ways_to_offload(one)]
+        ways = [(one, way) for one in without_plan for way in ways_to_offload(one, self.cluster.host.disk > 0)]
         worth = [(max(bounds.seconds(way), bounds.on_host(way)), one, way) for one, way in ways]
         worth = sorted((each for each in worth if each[0] < shortest), key=lambda each: each[0])
         worth = [each for each in worth if each[1] not in slow or not self._fits(each[1])]
@@ -213,7 +213,11 @@ class _Search:
             return plans
 
         def ways() -> Iterator[tuple[Configuration, Configuration]]:
-            return ((one, way) for one in ascending(self.model, in_memory) for way in ways_to_offload(one))
+            return (
+                (one, way)
+                for one in ascending(self.model, in_memory)
+                for way in ways_to_offload(one, self.cluster.host.disk > 0)
+            )
 
         return plans + self._on_host(ways)
 

@@ -306,10 +306,16 @@ def _rounded_bytes(elements: float, bits: int) -> float:
 
 def host_seconds(compute: Compute, of: Configuration, part: float, frozen: float = 0.0) -> HostSeconds:
     """Returns the seconds of a chunk of whose parameters a rank updates a ``part``, and loads a ``frozen`` one too.
-    Gradients come to the host in the type of what it updates."""
-    load = compute.transfer(ELEMENT * (part + frozen))
-    master = element_bytes(of, default_software(of)).master
-    return HostSeconds(load, compute.transfer(master * part), compute.host_update(part, of.state))
+    Gradients come to the host in the type of what it updates. With a disk, the slower one of both sets the pace, and an
+    update also takes the time in which gradients are written there."""
+    load, size = compute.transfer(ELEMENT * (part + frozen)), element_bytes(of, default_software(of))
+    seconds = HostSeconds(load, compute.transfer(size.master * part), compute.host_update(part, of.state))
+    if not of.on_disk:
+        return seconds
+    copies = size.master if size.weights < size.master else 0
+    moved = size.master + copies + (size.optimizer or 0) + (size.weights if of.offload == "parameters" else 0)
+    loaded = compute.disk(ELEMENT * (part + frozen)) if of.offload == "parameters" else 0.0
+    return seconds._replace(load=max(load, loaded), update=max(seconds.update, compute.disk(moved * part)))
 
 
 def is_layered(configuration: Configuration) -> bool:

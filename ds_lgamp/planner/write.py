@@ -19,6 +19,8 @@ from ds_lgamp.planner.load import facts_of
 from ds_lgamp.planner.model import AUTOEP, MEGATRON, Model
 from ds_lgamp.schedule.orders import SINGLE_CHUNK_SCHEDULES
 
+DISK = "/local_nvme"
+"""The folder on a disk that a written configuration names. A user replaces it."""
 _STATE = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
 """The keys by which DeepSpeed keeps the optimizer's state in bf16."""
 CONFIG_FILE, LAUNCH_FILE, STEP_FILE = "ds_config.json", "launch.sh", "step.json"
@@ -158,7 +160,8 @@ def _node_shards(configuration: Configuration) -> dict[str, int]:
 
 def _offload(configuration: Configuration) -> dict[str, dict[str, str]]:
     parts = {None: (), "optimizer": ("optimizer",), "parameters": ("optimizer", "param")}[configuration.offload]
-    return {f"offload_{part}": {"device": "cpu"} for part in parts}
+    home = {"device": "nvme", "nvme_path": DISK} if configuration.on_disk else {"device": "cpu"}
+    return {f"offload_{part}": home for part in parts}
 
 
 def _rounded(configuration: Configuration) -> dict[str, bool]:

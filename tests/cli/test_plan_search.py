@@ -279,3 +279,12 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(ca
     with pytest.raises(SystemExit):
         main(["plan", "--calibrate", "--cluster", str(tmp_path / "no folder" / "ours.json")])
     assert "cannot be written (No such file or directory); name another file" in capsys.readouterr().err
+
+
+def test_a_disk_is_proposed_with_what_it_must_hold(capsys):
+    small = ["--cluster", "rtx4090", "--gpus", "1", "--host-memory", "16 GB", "--batch-size", "4", "--top", "1"]
+    words = ["plan", "--model", "llama-1b", *small, "--sequence-length", "1024", "--disk", "5 GB/s"]
+    printed = " ".join(out_of(capsys, *words).split())
+    assert "on a disk" in printed and "The disk of a node holds" in printed and "/local_nvme" in printed
+    plan = json.loads(out_of(capsys, *words, "--json"))["plans"][0]
+    assert plan["on_disk"] and plan["memory_bytes"]["disk"] > 16e9

@@ -13,8 +13,8 @@ from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.models import read_model
 from ds_lgamp.planner.predict import predict
 from ds_lgamp.planner.search import Allowed, NothingFits, best_by_method, search
-from ds_lgamp.planner.work import exact_seconds
-from ds_lgamp.planner.write import ds_config
+from ds_lgamp.planner.work import Work, exact_seconds
+from ds_lgamp.planner.write import DISK, ds_config
 from ds_lgamp.schedule.spec import Offload
 
 MODEL = Model.gpt("medium", 16, 2048, 16, 1024, 50304)
@@ -118,6 +118,30 @@ def test_plans_that_fit_in_memory_stay_there_unless_the_host_is_faster():
     assert slow.seconds > in_memory[0].prediction.seconds
 
 
+def test_a_slow_disk_sets_the_pace_of_updates_and_of_loads():
+    """An update reads gradients, copies and both moments in 32 bits, and writes them with the weights."""
+    own = MODEL.layers * MODEL.layer_parameters / 4
+    slow, on_disk = with_host(disk=1e8), replace(PARAMETERS, on_disk=True)
+    bound = Bound(MODEL, slow)
+    assert bound.on_host(on_disk) == pytest.approx((4 + 4 + 8 + 2) * own / 1e8)
+    assert bound.on_host(replace(OPTIMIZER, on_disk=True)) == pytest.approx((4 + 4 + 8) * own / 1e8)
+    costs = Work(MODEL, slow, on_disk).costs()
+    assert costs.load[1] == pytest.approx(2 * own / MODEL.layers / 1e8)
+    assert predict(MODEL, with_host(disk=1e15), on_disk).seconds == predict(MODEL, CLUSTER, PARAMETERS).seconds
+
+
+def test_what_no_host_holds_trains_with_its_state_on_a_disk():
+    """18 bytes per parameter of 8 billion are more than 100 GB."""
+    small = replace(ONE_GPU, host=replace(CLUSTER.host, memory=100e9))
+    model = read_model("llama-8b")
+    best = search(model, with_part(small, None, None, "5 GB/s"), 16)[0]
+    assert best.configuration.on_disk and "on a disk" in best.method
+    assert best.memory.host < 100e9 < best.memory.disk
+    # What the host holds takes less time there.
+    large = search(model, with_part(ONE_GPU, None, None, "5 GB/s"), 16)
+    assert not large[0].configuration.on_disk
+
+
 @pytest.mark.parametrize("objective", ["time", "memory"])
 def test_a_search_may_leave_offloading_out(objective):
     with pytest.raises(NothingFits, match="GB per GPU"):
@@ -173,11 +197,14 @@ def test_a_written_configuration_asks_for_it():
     assert ds_config(MODEL, INPUTS)["ds_lgamp"]["offload_activations"] == "cpu"
     asked = ds_config(MODEL, PARAMETERS)["zero_optimization"]
     assert asked == {"stage": 3, "offload_optimizer": device, "offload_param": device}
+    disk = {"device": "nvme", "nvme_path": DISK}
+    assert ds_config(MODEL, replace(OPTIMIZER, on_disk=True))["zero_optimization"]["offload_optimizer"] == disk
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"on_disk": True}, "on_disk is True, but nothing is offloaded"),
         ({"offload": "disk"}, "offload is 'disk'; use one of optimizer and parameters"),
         ({"offload": "optimizer", "schedule": "1f1b", "chunks_per_rank": 1}, "which this project's layered schedule"),
         ({"stores_inputs": True, "recompute": "none"}, "stores_inputs is True, which this project's layered schedule"),

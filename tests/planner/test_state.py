@@ -11,7 +11,7 @@ from ds_lgamp.cost.units import ElementBytes
 from ds_lgamp.planner.cluster import Efficiency, named_cluster, with_part
 from ds_lgamp.planner.configuration import Configuration, describe, method_of
 from ds_lgamp.planner.hardware import HOST_UPDATE_BYTES, UPDATE_BYTES
-from ds_lgamp.planner.memory import default_software, element_bytes, fits, followed, least, memory
+from ds_lgamp.planner.memory import default_software, element_bytes, fits, followed, least, memory, of_rank
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.models import model_of_flags, read_model
 from ds_lgamp.planner.search import IN_BF16, Allowed, NothingFits, search
@@ -172,23 +172,41 @@ TOLD = {
     "1f1b": replace(SMALL, zero_stage=1, schedule="1f1b", chunks_per_rank=1),
     "rounded travel": replace(SMALL, weight_bits=8, gradient_bits=8),
 }
+ON_DISK = [
+    replace(SMALL, state=state, offload=offload, on_disk=True)
+    for state in ("fp32", "bf16")
+    for offload in ("parameters", "optimizer")
+]
+
+
+def explained(folder, of, config):
+    """Returns what ``--explain`` says of every rank of a written configuration."""
+    (folder / "script.py").write_text(SCRIPT)
+    words = ["ds_lgamp", "run", "--explain", "--json", "--ranks", str(of.gpus), str(folder / "script.py")]
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    ended = run_module([*words, json.dumps(config)], folder, environment)
+    assert ended.status == 0, ended.complaints
+    return json.loads(ended.output)["ranks"]
 
 
 @pytest.mark.parametrize("name", slow_except([*TOLD][:1], [*TOLD]))
 def test_memory_is_what_explain_says_of_the_written_configuration(tmp_path, name):
     of = TOLD[name]
     case, config = written(of)
-    (tmp_path / "script.py").write_text(SCRIPT)
-    words = ["ds_lgamp", "run", "--explain", "--json", "--ranks", str(of.gpus), str(tmp_path / "script.py")]
-    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    ended = run_module([*words, json.dumps(config)], tmp_path, environment)
-    assert ended.status == 0, ended.complaints
-    for rank, told in enumerate(json.loads(ended.output)["ranks"]):
+    for rank, told in enumerate(explained(tmp_path, of, config)):
         held = followed(case.model, of, rank, replace(default_software(of), all_to_all=True))
         kinds = ("weights", "master_weights", "optimizer_state", "resident_weights", "gradients", "gradient_buffers")
         for kind in (*kinds, "loaded_weights", "update"):
             assert told["memory"][kind] == getattr(held, kind), kind
         assert told["memory"]["host"] == (None if held.host is None else vars(held.host))
+
+
+@pytest.mark.parametrize("of", slow_except([ON_DISK[0]], ON_DISK), ids=describe)
+def test_memory_beside_a_disk_is_what_explain_says_of_the_written_configuration(tmp_path, of):
+    case, config = written(of)
+    for rank, told in enumerate(explained(tmp_path, of, config)):
+        needed = of_rank(case.model, of, replace(default_software(of), all_to_all=True), rank)
+        assert (needed.host, needed.disk) == (told["memory"]["host"]["peak"], told["disk"]["held"])
 
 
 @pytest.mark.slow
