@@ -166,9 +166,16 @@ class Logits(Tensor):
                     self._computed = recipe.operation(recipe.parent.computed())
         return self._computed
 
+    def is_open(self) -> bool:
+        """Whether losses may be computed in pieces: nothing has asked for values, which it may have changed, and losses
+        have gradients where logits have them."""
+        return self._computed is None and torch.is_grad_enabled() == self.recipe.source.trains
+
     def loss_by_row(self, targets: Tensor, criterion: Criterion) -> Tensor:
         """Returns the loss of every row, in one dimension. Its backward computes each piece again, for gradients that
         only then are known."""
+        if not self.is_open():
+            return criterion(self.computed().reshape(-1, self.shape[-1]), targets.reshape(-1))
         losses, rows = self._losses(targets, criterion)
         return losses.by_row(rows)
 
@@ -189,9 +196,9 @@ class Logits(Tensor):
         """
         losses, rows = self._losses(targets, criterion)
         _, narrow, autocasts = losses.head.autocast
-        if torch.float16 in (rows.dtype, self.recipe.probe.dtype, narrow if autocasts else None):
+        if not self.is_open() or torch.float16 in (rows.dtype, self.recipe.probe.dtype, narrow if autocasts else None):
             # Its gradients fit into 16 bits only with the loss scale, which comes with the backward.
-            of_rows = losses.by_row(rows).float()
+            of_rows = self.loss_by_row(targets, criterion).float()
             total = (of_rows if weights is None else of_rows * weights.reshape(-1)).sum()
             return (total if count is None else total / count).to(dtype)
         return losses.in_all(rows, count, None if weights is None else weights.reshape(-1)).to(dtype)
@@ -284,7 +291,7 @@ def _without_values(function: Any, positional: tuple[Any, ...], named: Mapping[s
     if not positional or not torch.is_grad_enabled():
         return None
     logits, *others = positional
-    if not isinstance(logits, Logits) or logits._computed is not None:
+    if not isinstance(logits, Logits) or not logits.is_open():
         return None
     name, recipe = getattr(function, "__name__", ""), logits.recipe
     if name == "__getitem__" and len(others) == 1 and _keeps_columns(others[0], logits.dim()):
@@ -343,13 +350,13 @@ class _Asked(NamedTuple):
         label_smoothing: float = 0.0,
     ) -> _Asked | None:
         """Takes the arguments of ``torch.nn.functional.cross_entropy``."""
-        if not (isinstance(input, Logits) and type(target) in _PLAIN and torch.is_grad_enabled()):
+        if not (isinstance(input, Logits) and input.is_open() and type(target) in _PLAIN and torch.is_grad_enabled()):
             return None
         of_rows = input.dim() == 2 and target.shape == input.shape[:1] and not target.is_floating_point()
         deprecated = size_average is not None or reduce is not None
         if not of_rows or weight is not None or deprecated or reduction not in ("mean", "sum", "none"):
             return None
-        return None if input._computed is not None else cls(input, target, ignore_index, label_smoothing, reduction)
+        return cls(input, target, ignore_index, label_smoothing, reduction)
 
     def loss(self) -> Tensor:
         criterion = partial(

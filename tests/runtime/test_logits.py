@@ -367,6 +367,34 @@ def test_without_gradients_losses_are_computed_in_pieces_too(dtype):
     assert torch.equal(values, head(hidden).float()) and not values.requires_grad
 
 
+@pytest.mark.parametrize("trains", [True, False])
+def test_losses_are_those_of_values_that_something_has_changed_in_place(trains):
+    """As a hook of a head does, which returns nothing."""
+    head, labels = nn.Linear(WIDTH, VOCABULARY), torch.randint(VOCABULARY, (20,))
+    hidden = torch.randn(20, WIDTH)
+    criterion = partial(functional.cross_entropy, reduction="none")
+    with torch.set_grad_enabled(trains):
+        logits = logits_of(head, hidden, 3)
+        logits.mul_(3)
+        expected = criterion(3 * head(hidden), labels)
+        torch.testing.assert_close(logits.loss_by_row(labels, criterion), expected)
+        total = logits.loss_in_all(labels, criterion, torch.float32)
+        torch.testing.assert_close(total, expected.sum())
+    assert total.requires_grad == trains
+
+
+def test_logits_without_gradients_give_none_to_what_computes_with_gradients():
+    """As of a teacher whose head runs under ``no_grad``."""
+    head, labels = nn.Linear(WIDTH, VOCABULARY), torch.randint(VOCABULARY, (20,))
+    criterion = partial(functional.cross_entropy, reduction="none")
+    with torch.no_grad():
+        logits = logits_of(head, torch.randn(20, WIDTH), 3)
+    assert isinstance(logits, Logits)
+    losses = [functional.cross_entropy(each, labels) for each in (logits, logits / 2)]
+    losses += [logits.loss_by_row(labels, criterion), logits.loss_in_all(labels, criterion, torch.float32)]
+    assert not any(each.requires_grad for each in losses)
+
+
 def test_automatic_pieces_have_no_more_logits_than_hidden_states_have_numbers():
     assert rows_of_piece("auto", 1 << 15, 4096, 1 << 17) == 1024
     assert rows_of_piece("auto", 1 << 18, 4096, 1 << 17) == 8192

@@ -19,7 +19,7 @@ from ds_lgamp.integrations.deepspeed.engine.training import Training
 from ds_lgamp.integrations.deepspeed.model.construction import children_with_memory, showing
 from ds_lgamp.integrations.deepspeed.model.module import built_layers
 from ds_lgamp.integrations.hosts import replace_attribute
-from ds_lgamp.runtime.logits import Logits
+from ds_lgamp.runtime.chunk import cloned
 from ds_lgamp.runtime.messages import laid_out
 from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.spec import ProgramSpec
@@ -211,10 +211,9 @@ class LgampEngine(LgampDoor, PipelineEngine):
         """Returns the loss of a micro-batch from what the last layer returned; ``outputs`` themselves if the module has
         no loss function or the script asks for them only. Adds the additional losses that the module reports."""
         if self.eval_return_logits:
-            if isinstance(outputs, Logits):
-                # Nobody could compute them once the weights are released.
-                outputs = outputs.computed()
-            self.outputs = outputs
+            # The loss function may change them in place, as those of Megatron-core do. Nobody could compute logits once
+            # the weights are released.
+            self.outputs = cloned(outputs)
         labels = laid_out(labels) if self.lgamp.settings.reproducible else labels
         computes = self._compute_loss and self.module.loss_fn is not None
         loss = self.module.loss_fn(outputs, labels) if computes else outputs

@@ -78,6 +78,9 @@ def train_on_rank(
                 norms.append(float(engine.get_global_grad_norm()))
             evaluated, used = engine.eval_batch(iter(batches(9))), ([*pieces], len(maxima))
             _, logits = engine.eval_batch(iter(batches(9)), return_logits=True)
+            outputs = engine.eval_batch(iter(batches(9)), compute_loss=False, reduce_output=None)
+            # Megatron-core's loss changes the logits that it gets.
+            assert logits is None or torch.equal(logits, outputs[-1])
             finish_engines()
         largest = 0.0 if logits is None else logits.abs().max().item()
         found[name] = Found(losses, float(evaluated), largest, norms, *used)
