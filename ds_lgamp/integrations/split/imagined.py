@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from ds_lgamp.integrations.split.call import Autocast
 from ds_lgamp.integrations.split.parts import full_shape
-from ds_lgamp.integrations.split.state import restored
+from ds_lgamp.integrations.split.state import untouched
 
 _torchs_logger = logging.getLogger(fake_tensor.__name__)
 _KEPT = 64
@@ -136,7 +136,8 @@ class Imagined:
         copies = {id(buffer): buffer.clone() for buffer in self._module.buffers()}
         buffers = {name: copies[id(buffer)] for name, buffer in _by_place(self._module, "named_buffers")}
         with (
-            restored(self._module.modules()),
+            # What it writes to is imagined, too.
+            untouched(self._module, with_tensors=False),
             FakeTensorMode(allow_non_fake_inputs=True) as mode,
             torch.no_grad(),
             _imagining(),

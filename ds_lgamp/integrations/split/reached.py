@@ -3,13 +3,13 @@ lies under them."""
 
 import sys
 import weakref
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dis import get_instructions
 from functools import cache, cached_property, partial
-from inspect import signature, unwrap
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from inspect import unwrap
+from types import CellType, CodeType, FunctionType, MappingProxyType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -102,6 +102,37 @@ def _value_of(variable: ContextVar[Any], name: str) -> Named:
     return Named(Held([name], lambda _: variable.get(MISSING), write), [name])
 
 
+def slots_of(value: Any) -> Named:
+    """Returns the attributes of an object that have slots, by the names that they have in code."""
+    slots = {
+        name: slot
+        for kind in type(value).__mro__
+        for name, slot in vars(kind).items()
+        if isinstance(slot, MemberDescriptorType)
+    }
+    held = Held(slots, lambda name: slots[name].__get__(value), lambda name, new: slots[name].__set__(value, new))
+    return Named(held, [name for name in slots if held.get(name, MISSING) is not MISSING])
+
+
+def behind_proxy(value: Any) -> Any:
+    """Returns the object of a weak proxy, None if it is gone. Returns other values as they are."""
+    if type(value) not in weakref.ProxyTypes:
+        return value
+    try:
+        return value.__init__.__self__
+    except ReferenceError:
+        return None
+
+
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """Returns the dictionary of an object's attributes, None if it has none. Asks no method of its own."""
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
 @cache
 def global_names(code: CodeType, attributes: bool = False) -> Sequence[str]:
     """Returns the names of globals, or those that may be of attributes, in code and in functions inside it."""
@@ -112,6 +143,14 @@ def global_names(code: CodeType, attributes: bool = False) -> Sequence[str]:
         own += [each for each in (*code.co_names, *code.co_consts) if isinstance(each, str) and each.isidentifier()]
     inside = [each for each in code.co_consts if isinstance(each, CodeType)]
     return [*dict.fromkeys([*own, *(name for each in inside for name in global_names(each, attributes))])]
+
+
+@cache
+def imported_names(code: CodeType) -> Sequence[str]:
+    """Returns the names of modules that code imports, and functions inside it."""
+    own = [each.argval for each in get_instructions(code) if each.opname == "IMPORT_NAME"]
+    inside = [each for each in code.co_consts if isinstance(each, CodeType)]
+    return [*dict.fromkeys([*own, *(name for each in inside for name in imported_names(each))])]
 
 
 def hooks_of(owners: Iterable[nn.Module | nn.Parameter]) -> list[Any]:
@@ -131,6 +170,10 @@ def referents(value: Any) -> list[Any]:
         return [value.fget]
     if isinstance(value, cached_property):
         return [value.func]
+    if isinstance(value, MappingProxyType):
+        return [*value.values()]
+    if isinstance(value, (UserDict, UserList)):
+        return [value.data]
     return [value()] if isinstance(value, weakref.ref) else []
 
 
@@ -202,15 +245,18 @@ class Reached:
         return self._values
 
     def _visit(self, name: str, value: Any) -> None:
+        value = behind_proxy(value)
         if value is None or isinstance(value, (str, int, float, nn.Parameter)) or id(value) in self._seen:
             return
         self._seen[id(value)] = value
         if isinstance(value, Tensor) or is_array(value):
             self._values.append((name, value))
-        elif type(value) in (*CONTAINERS, tuple):
+        elif isinstance(value, (*CONTAINERS, tuple)):
             self._values.append((name, value))
-            for each in [*(value.values() if isinstance(value, dict) else value)] if len(value) <= _MOST else ():
+            held = dict.values(value) if isinstance(value, dict) else value
+            for each in [*held] if len(value) <= _MOST else ():
                 self._visit(name, each)
+            self._object(name, value)
         elif isinstance(value, ContextVar):
             self._variables.append(_value_of(value, name))
         elif isinstance(value, (FunctionType, type, ModuleType)):
@@ -219,20 +265,20 @@ class Reached:
         else:
             for each in referents(value):
                 self._visit(name, each)
-            if hasattr(value, "__dict__") or hasattr(type(value), "__slots__"):
-                self._add(value)
-                self._visit(name, type(value))
+            self._object(name, value)
+
+    def _object(self, name: str, value: Any) -> None:
+        if type(value).__module__ != "builtins":
+            self._add(value)
+            self._visit(name, type(value))
 
     def _add(self, value: Any) -> None:
         if isinstance(value, type):
             self._attributes.append((vars(value), value))
-        elif isinstance(getattr(value, "__dict__", None), dict):
-            self._attributes.append((vars(value), None))
-        for kind in type(value).__mro__ if _is_own(type(value)) else ():
-            if slots := [name for name in vars(kind).get("__slots__", ()) if hasattr(value, name)]:
-                self._attributes.append(
-                    (Held(slots, partial(getattr, value), partial(object.__setattr__, value)), None)
-                )
+        elif (attributes := attributes_of(value)) is not None:
+            self._attributes.append((attributes, None))
+        if _is_own(type(value)) and (slots := slots_of(value)).names:
+            self._attributes.append((slots.holder, None))
         for kind in value.__bases__ if isinstance(value, type) else ():
             self._visit(kind.__name__, kind)
         for part in filled(value) if isinstance(value, nn.Module) else ():
@@ -242,14 +288,19 @@ class Reached:
         if not isinstance(function, FunctionType):
             return
         self._names |= {*global_names(function.__code__, attributes=True)}
+        for name in imported_names(function.__code__):
+            self._visit(name, sys.modules.get(name))
         held = function.__globals__
         names = self._globals.setdefault(id(held), (held, {}))[1]
         names.update(dict.fromkeys(name for name in global_names(function.__code__) if name in held))
         variables = variables_of(function)
         self._variables += [variables] if variables.names else []
         self._attributes.append((vars(function), None))
-        for name, each in signature(function, follow_wrapped=False).parameters.items():
-            self._visit(name, None if each.default is each.empty else each.default)
+        # The signature of a decorated function may be another one's.
+        defaults, own = function.__defaults__ or (), function.__code__
+        last = own.co_varnames[own.co_argcount - len(defaults) : own.co_argcount]
+        for name, value in (*zip(last, defaults), *(function.__kwdefaults__ or {}).items()):
+            self._visit(name, value)
 
 
 def named_globals(model: nn.Module) -> list[Named]:
@@ -301,4 +352,4 @@ def _is_torchs(kind: type) -> bool:
 
 
 def _is_state(value: Any) -> bool:
-    return not callable(value) and not isinstance(value, ModuleType)
+    return not callable(value) and not issubclass(type(value), ModuleType)

@@ -1,21 +1,33 @@
 """Remembers and copies what modules hold besides parameters, in attributes, buffers, classes, globals and hooks."""
 
 from collections import UserDict, UserList, deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, MutableMapping
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import fields, is_dataclass
 from operator import is_
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
+from weakref import ProxyTypes, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from ds_lgamp.config import BLOCK, ConfigError
-from ds_lgamp.integrations.split.reached import CONTAINERS, MISSING, Named, Reached, named_by_hooks, named_globals
-from ds_lgamp.partition.memory import write
+from ds_lgamp.integrations.split.reached import (
+    CONTAINERS,
+    MISSING,
+    Named,
+    Reached,
+    attributes_of,
+    behind_proxy,
+    is_array,
+    named_by_hooks,
+    named_globals,
+)
+from ds_lgamp.partition.memory import without_repetition
 from ds_lgamp.runtime.references import leave_out, only_count
 
 OF_TORCH = frozenset(vars(nn.Module()))
@@ -69,10 +81,10 @@ class Snapshot:
             generator.set_state(state)
 
     def tensors(self) -> list[Tensor]:
-        """Returns the tensors in attributes, in containers and under names to which a forward may write."""
+        """Returns the tensors in attributes, in containers and under names, and arrays as tensors in their memory."""
         leaves = tree_leaves([[before for _, before in (*self._attributes, *self._named)], *self._contents])
-        found = {id(leaf): leaf for leaf in leaves if type(leaf) is Tensor}
-        return [each for each in found.values() if not (each.requires_grad or each.is_inference())]
+        found = [_as_tensor(leaf) for leaf in {id(leaf): leaf for leaf in leaves}.values()]
+        return [each for each in found if each is not None]
 
     def changed(self) -> Iterator[tuple[int, str, Any]]:
         """Yields the places of attributes that are others now, or contain others, each with what was there before."""
@@ -93,6 +105,7 @@ class Snapshot:
                 self._search(value, depth, (id(attributes), name))
 
     def _search(self, value: Any, depth: int, place: Place) -> None:
+        value = behind_proxy(value)
         if type(value) in CONTAINERS:
             if id(value) not in self._seen:
                 self._seen.add(id(value))
@@ -106,6 +119,19 @@ class Snapshot:
                 self._generators.append((value, value.get_state()))
         elif depth > 1 and has_attributes(value):
             self._remember_attributes(vars(value), depth - 1)
+
+
+def _as_tensor(value: Any) -> Tensor | None:
+    """Returns a tensor, except parameters and those with operations of their own, or an array as a tensor; else
+    None."""
+    # A weak proxy without its object answers nothing else.
+    if issubclass(type(value), Tensor):
+        is_usual = type(value).__torch_dispatch__ is Tensor.__torch_dispatch__
+        return value if is_usual and not isinstance(value, nn.Parameter) and not is_lazy(value) else None
+    if is_array(value) and value.flags.writeable:
+        with suppress(TypeError, ValueError):
+            return torch.from_numpy(value)
+    return None
 
 
 def set_or_delete(attributes: dict[str, Any], name: str, value: Any) -> None:
@@ -185,9 +211,9 @@ def _held(value: Any) -> list[tuple[Any, Any]] | None:
 
 def has_attributes(value: Any) -> bool:
     """Whether a value is an object like a configuration. Modules are searched anyway."""
-    if isinstance(value, (nn.Module, Tensor, type, FunctionType, MethodType, ModuleType)):
+    if type(value) in ProxyTypes or isinstance(value, (nn.Module, Tensor, type, FunctionType, MethodType, ModuleType)):
         return False
-    return type(getattr(value, "__dict__", None)) is dict
+    return type(attributes_of(value)) is dict
 
 
 @contextmanager
@@ -201,13 +227,16 @@ def restored(modules: Iterable[nn.Module], depth: int = 1, named: Iterable[Named
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[Snapshot]:
-    """Gives a model back after the block all that its modules and hooks held, what its forwards reach by names, and the
-    values of buffers and other tensors there. Forwards that run inside leave no counters, caches or other submodules.
-    Yields what is there before."""
+def untouched(model: nn.Module, with_tensors: bool = True) -> Iterator[Snapshot]:
+    """Gives a model back after the block all that its modules and hooks held, what its forwards reach by names, and,
+    ``with_tensors``, the values of buffers and of other tensors and arrays there. Forwards that run inside leave no
+    counters, caches or other submodules. Yields what is there before."""
     named, reached = [*named_globals(model), *named_by_hooks(model)], Reached(model.modules(), model.parameters())
-    with restored((), 1, reached.named()) as by_names, restored(model.modules(), _DEPTH, named) as before:
-        with with_values([*by_names.tensors(), *before.tensors()]):
+    found = {str(number): value for number, (_, value) in enumerate(reached.values())}
+    every = [*reached.named(), Named(found, [*found])]
+    with restored((), 1, every) as by_names, restored(model.modules(), _DEPTH, named) as before:
+        tensors = {id(each): each for each in (*by_names.tensors(), *before.tensors())} if with_tensors else {}
+        with with_values(tensors.values()):
             yield before
 
 
@@ -228,15 +257,60 @@ def version_of(tensor: Tensor) -> int:
 
 
 @contextmanager
-def with_values(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Gives ``tensors`` their values back after the block."""
-    before = [tensor.detach().clone() for tensor in tensors]
+def with_values(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Gives ``tensors`` their memory and values back after the block. Writes only to those that have others then: the
+    rest may lie in memory that nobody may write to, or wait for a backward pass."""
+    # A subclass may count what is done with it.
+    with torch._C.DisableTorchFunctionSubclass():
+        before = [_Values(tensor) for tensor in tensors if not (tensor.is_meta or tensor.is_quantized)]
     try:
         yield
     finally:
-        with torch.no_grad():
-            for tensor, values in zip(tensors, before):
-                write(tensor, values)
+        # Elsewhere nothing may write to tensors of this mode.
+        with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode():
+            for each in before:
+                each.restore()
+
+
+class _Values:
+    """The values of a ``tensor``, copied, and the memory where they lie, which a forward may replace."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._version = tensor, version_of(tensor)
+        # Changes of this one count for no backward pass.
+        self._memory = tensor.data
+        self._once = without_repetition(tensor) if _has_strides(tensor) else ()
+        """Without what an expanded tensor repeats, which may be far more than there is memory."""
+        self._before = _copied_values(self._memory[self._once]) if _has_strides(tensor) else tensor.detach().clone()
+
+    def restore(self) -> None:
+        if not _has_strides(self._tensor):
+            if version_of(self._tensor) != self._version:
+                self._tensor.copy_(self._before)
+            return
+        own, memory = self._tensor, self._memory
+        if (own.shape, own.dtype, own.data_ptr()) != (memory.shape, memory.dtype, memory.data_ptr()):
+            own.data = memory
+        if not torch.equal(memory[self._once], self._before):
+            memory[self._once].copy_(self._before)
+
+
+_copies: MutableMapping[Any, Tensor] = WeakValueDictionary()
+"""The last copy of what lies at a place in memory. Blocks inside each other share them, since tables may be large."""
+
+
+def _copied_values(tensor: Tensor) -> Tensor:
+    """Returns a copy of a ``tensor``, to which nobody may write."""
+    place = tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.device
+    known = _copies.get(place)
+    if known is None or not torch.equal(known, tensor):
+        known = _copies[place] = tensor.clone()
+    return known
+
+
+def _has_strides(tensor: Tensor) -> bool:
+    """Whether the layout of a tensor is neither sparse nor another of its own kind."""
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 class Buffers:

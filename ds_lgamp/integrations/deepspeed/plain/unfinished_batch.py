@@ -1,6 +1,7 @@
 """The batch of a plain script before its step: the micro-batches that the engine has got, which the script must leave
 alone, as it must the model; and how far the program has run."""
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import chain, islice, takewhile
@@ -212,7 +213,7 @@ class ModelSettings:
         self._getters = [(itemgetter(each.names[0], *each.names), each.holder) for each in self._watched]
         found = [(_said_of(name), value) for each in self._watched for name, value in each.values().items()]
         found += [(_said_of(name), value) for name, value in reached.values()]
-        containers = [each for each in found if type(each[1]) in CONTAINERS]
+        containers = [each for each in found if isinstance(each[1], CONTAINERS)]
         tensors = [each for each in found if isinstance(each[1], Tensor) or is_array(each[1])]
         self._containers, self._tensors = ([value for _, value in each] for each in (containers, tensors))
         watched = [_said_of(name) for each in self._watched for name in each.names]
@@ -230,7 +231,7 @@ class ModelSettings:
         return [
             *(each.requires_grad for each in self._parameters),
             *values,
-            *(each.copy() for each in self._containers),
+            *map(_copy_of, self._containers),
             *map(_mark_of, self._tensors),
             [key for each in hooks if each for key in each],
             [*map(len, self._holders)],
@@ -238,8 +239,14 @@ class ModelSettings:
 
 
 _hooks_in = itemgetter(*HOOKS)
+_KINDS: Any = (dict, list, set, deque)
 _FEW = 16
 """Elements of the largest tensor of the CPU whose values count. Of others it shows whether an operation changed it."""
+
+
+def _copy_of(container: Any) -> Any:
+    """Returns a copy of a list, dictionary, set or deque. Asks no class that derives from these."""
+    return next(kind.copy(container) for kind in _KINDS if isinstance(container, kind))
 
 
 def _mark_of(value: Any) -> Any:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import ds_lgamp
 from ds_lgamp.config import ConfigError
 from testing.deepspeed_rank import prepare_rank
+from tests.integrations.deepspeed.plain import imported_late
 from tests.integrations.deepspeed.plain.training import MICRO_BATCHES, configuration, initialize
 from tests.integrations.split.own_models import VOCABULARY, WIDTH, Attention, cross_entropy, micro_batch
 
@@ -19,20 +20,35 @@ SETTINGS = {"scale": 1.0}
 HELD = {"scale": 1.0}
 
 
+class Options(dict[str, float]):
+    """A dictionary of a script's own."""
+
+
+OPTIONS = Options(scale=1.0)
+
+
 class Schedule:
     """What forwards do not name themselves."""
 
-    __slots__ = ("now",)
+    __slots__ = "__now"
 
     def __init__(self) -> None:
-        self.now = 1.0
+        self.set(1.0)
+
+    def set(self, now: float) -> None:
+        self.__now = now
+
+    def read(self) -> float:
+        return self.__now
 
 
 SCHEDULE = Schedule()
 
 
 def _helped(state: dict[str, float] = HELD) -> float:
-    return state["scale"] * SCHEDULE.now
+    from tests.integrations.deepspeed.plain import imported_late
+
+    return state["scale"] * OPTIONS["scale"] * SCHEDULE.read() * imported_late.FACTOR
 
 
 class Gpt(nn.Module):
@@ -91,7 +107,8 @@ CONTAINERS = {"a dictionary": dict, "a list": list, "a namespace": SimpleNamespa
 def _begun(block: dict[str, Any]) -> Any:
     prepare_rank()
     ds_lgamp.install()
-    SETTINGS["scale"] = HELD["scale"] = SCHEDULE.now = Gpt.of_class = 1.0
+    SETTINGS["scale"] = HELD["scale"] = OPTIONS["scale"] = Gpt.of_class = imported_late.FACTOR = 1.0
+    SCHEDULE.set(1.0)
     torch.manual_seed(0)
     return initialize(Gpt(), configuration(3, block))
 
@@ -133,7 +150,9 @@ CHANGES = {
     "SETTINGS": lambda _: SETTINGS.update(scale=2.0),
     "of_class": lambda _: setattr(Gpt, "of_class", 2.0),
     "state": lambda _: HELD.update(scale=2.0),
-    "now": lambda _: setattr(SCHEDULE, "now", 2.0),
+    "OPTIONS": lambda _: OPTIONS.update(scale=2.0),
+    "_Schedule__now": lambda _: SCHEDULE.set(2.0),
+    "FACTOR": lambda _: setattr(imported_late, "FACTOR", 2.0),
     "depth": lambda model: setattr(model.nested["of"][0], "depth", 2.0),
     "hook": lambda model: model.register_forward_hook(lambda _, __, loss: loss * 2.0),
     "out": lambda model: setattr(model.blocks[0], "out", nn.Identity()),
