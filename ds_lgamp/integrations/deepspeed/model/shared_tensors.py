@@ -110,7 +110,7 @@ def check_tensors(model: nn.Module) -> None:
     named = [item for item in found if not is_lazy(item[1])]
     terms = {f"the tensor {name} of the model": Term(_described(tensor), fix) for name, tensor in named}
     refuse_differing_terms(terms, ConfigError)
-    raise_everywhere(complaint_about_memory(named), ConfigError)
+    raise_everywhere(complaint_about_layouts(model.named_buffers()) or complaint_about_memory(named), ConfigError)
 
 
 def _described(tensor: Tensor) -> str:
@@ -166,6 +166,18 @@ def sharing_of(name: str, parameter: Parameter) -> Sharing:
             "it a partition_dim, along which the ranks have equal slices in their order, and stride 1"
         )
     return Sharing(dimension)
+
+
+def complaint_about_layouts(buffers: Iterable[tuple[str, Tensor]]) -> str | None:
+    """Returns the sentence that refuses a sparse buffer or another one of a layout of its own; None if there is
+    none."""
+    for name, buffer in buffers:
+        if buffer.layout is not torch.strided:
+            return (
+                f"the buffer {name} has the layout {buffer.layout}, in which ranks cannot send it; keep it as an "
+                "attribute that is no buffer, or make it dense by to_dense()"
+            )
+    return None
 
 
 def complaint_about_memory(named: Iterable[tuple[str, Tensor]]) -> str | None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ds_lgamp.integrations.deepspeed.model.shared_tensors import complaint_about_memory
+from ds_lgamp.integrations.deepspeed.model.shared_tensors import complaint_about_layouts, complaint_about_memory
 from ds_lgamp.partition.memory import without_repetition
 
 WHOLE = torch.arange(24.0).view(4, 6)
@@ -75,3 +75,14 @@ def test_attributes_that_hide_methods_of_a_parameter_do_no_harm():
     assert complaint(upper=first, lower=second) is None
     assert "share memory" in complaint(upper=first, all=WHOLE)
     assert without_repetition(first) == (slice(None), slice(None))
+
+
+def test_a_sparse_buffer_is_refused_before_ranks_would_send_it():
+    model = nn.Linear(2, 2)
+    model.register_buffer("given", torch.eye(2))
+    assert complaint_about_layouts(model.named_buffers()) is None
+    model.register_buffer("links", torch.eye(2).to_sparse())
+    sentence = (
+        "the buffer links has the layout torch.sparse_coo, in which ranks cannot send it; keep it as an attribute"
+    )
+    assert sentence in complaint_about_layouts(model.named_buffers())
