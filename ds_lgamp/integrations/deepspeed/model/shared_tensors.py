@@ -110,7 +110,8 @@ def check_tensors(model: nn.Module) -> None:
     named = [item for item in found if not is_lazy(item[1])]
     terms = {f"the tensor {name} of the model": Term(_described(tensor), fix) for name, tensor in named}
     refuse_differing_terms(terms, ConfigError)
-    raise_everywhere(complaint_about_layouts(model.named_buffers()) or complaint_about_memory(named), ConfigError)
+    raise_everywhere(complaint_about_layouts(model.named_buffers()), ConfigError)
+    raise_everywhere(complaint_about_memory(named), ConfigError)
 
 
 def _described(tensor: Tensor) -> str:
