@@ -18,7 +18,7 @@ from ds_lgamp.checkpoint.files import CheckpointError
 from ds_lgamp.checkpoint.names import OPTIMIZER, parameter_name, parse, state_name
 from ds_lgamp.checkpoint.values import UnsupportedValue, decode, encode
 from ds_lgamp.partition.quantised import is_packed
-from ds_lgamp.partition.shards import Segment, elements_of, is_spread
+from ds_lgamp.partition.shards import Segment, code_of_zero, elements_of, is_spread
 from ds_lgamp.partition.unit import Part, Unit, parts_of
 from ds_lgamp.partition.zero_partition import ZeroPartition
 
@@ -333,7 +333,8 @@ class Loading:
         if self._host is not None and self._host.on_disk.optimizer:
             values = self._host.empty(size, dtype, self._host.on_disk.optimizer).zero_()
         else:
-            values = torch.zeros(size // block, dtype=dtype, device="cpu")
+            # Files lack what stands between parameters, with which a block may share its scale.
+            values = torch.full((size // block,), code_of_zero(key, dtype), dtype=dtype, device="cpu")
         self._add(name_of, ranges, values, segment.start, block)
         return values
 

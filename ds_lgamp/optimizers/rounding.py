@@ -249,7 +249,8 @@ class InEightBits(torch.optim.Optimizer):
             **{"step": state["step"], "lr": float(group["lr"]), "weight_decay": group["weight_decay"]},
             "skip_zeros": self.skip_zeros,
         }
-        if shard in self._in_32_bits:
+        # As with bitsandbytes, what a checkpoint has decides, although the script may ask for something else since.
+        if state["state1"].dtype == torch.float32:
             self._kernels.optimizer_update_32bit(**options)
         else:
             scales = {key: state.get(key) for key in SCALES}
@@ -280,7 +281,13 @@ class InEightBits(torch.optim.Optimizer):
                 self.state[shard][key] = value.to(shard.device) if isinstance(value, torch.Tensor) else value
 
 
-_RULES = {"adam": ("AdamW8bit", 2), "lion": ("Lion8bit", 1), "momentum": ("SGD8bit", 1), "rmsprop": ("RMSprop8bit", 1)}
+_RULES = {
+    "adagrad": ("Adagrad8bit", 1),
+    "adam": ("AdamW8bit", 2),
+    "lion": ("Lion8bit", 1),
+    "momentum": ("SGD8bit", 1),
+    "rmsprop": ("RMSprop8bit", 1),
+}
 """By rule of bitsandbytes that takes each element by itself, the name of its optimizer and how many states that has.
 Its Adam decays weights as its AdamW does."""
 

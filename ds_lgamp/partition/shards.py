@@ -231,6 +231,12 @@ def elements_of(key: str) -> int:
     return STATE_BLOCK if key in SCALES else 1
 
 
+def code_of_zero(key: str, dtype: torch.dtype) -> int:
+    """Returns what the optimizer's state ``key`` holds where a number is zero. Codes of 8 bits ascend, so those of
+    states with a sign have it in the middle."""
+    return 127 if key == "state1" and dtype == torch.uint8 else 0
+
+
 def is_elementwise(value: Any, shard: torch.Tensor) -> bool:
     """Whether a ``value`` of the optimizer's state has an element for each of ``shard``."""
     return isinstance(value, torch.Tensor) and value.shape == shard.shape

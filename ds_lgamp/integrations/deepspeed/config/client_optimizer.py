@@ -183,15 +183,22 @@ def prepare_optimizer(module: PipelineModule, config: Any, arguments: dict[str, 
 
 def on_shards(module: PipelineModule, optimizer: Any) -> Any:
     """Returns what takes the place of an ``optimizer`` whose state has 8 bits, and knows which parameters have 32; any
-    other, or None, as it is. Raises ConfigError if shards cannot have such state."""
-    made = in_8_bits(optimizer)
+    other, or None, as it is. Collective over all ranks. Raises ConfigError on all of them if shards cannot have such
+    state."""
+    made, asked, complaint = optimizer, set(), None
+    try:
+        made = in_8_bits(optimizer)
+        # Pipeline ranks have layers of their own, for which the script may ask for something.
+        asked = asked_in_32_bits(made)
+    except ConfigError as error:
+        complaint = str(error)
+    raise_everywhere(complaint, ConfigError)
     if isinstance(made, InEightBits):
         if module._grid.get_slice_parallel_world_size() > 1:
             raise ConfigError(
                 f"optimizer is {type(optimizer).__name__}, but tensor-parallel ranks have slices of parameters, whose "
                 "blocks would have other scales; use one of 32 bits"
             )
-        asked = asked_in_32_bits(made)
         made.exact = frozenset(name for name, tensor in global_names(module) if id(tensor) in asked)
     return made
 

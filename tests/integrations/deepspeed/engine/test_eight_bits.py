@@ -1,6 +1,7 @@
 """Optimizers of bitsandbytes whose state has 8 bits train on shards as on one process with whole parameters: to the
 bit, because blocks that share a scale lie where they lie there."""
 
+from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from ds_lgamp.config import ConfigError
 from ds_lgamp.cost.memory import held_between_steps
 from ds_lgamp.cost.offload import host_memory
 from ds_lgamp.integrations.deepspeed.checkpoint.stock_writer import write_stock
+from ds_lgamp.integrations.deepspeed.config.optimizer_choice import in_8_bits
 from ds_lgamp.integrations.deepspeed.engine.memory import element_bytes, sharding_of, unit_sizes, update_of
 from ds_lgamp.integrations.deepspeed.explain.explain import explain
 from testing.deepspeed_rank import prepare_rank
@@ -63,6 +65,10 @@ def adam(parameters, **options):
     return bitsandbytes.optim.AdamW8bit(parameters, lr=1e-2, eps=1e-4, weight_decay=0.01, **options)
 
 
+SMALL = partial(adam, min_8bit_size=1)
+"""Biases have state of 8 bits, too."""
+
+
 def lion(parameters):
     return bitsandbytes.optim.Lion(parameters, lr=1e-3, weight_decay=0.01, optim_bits=8, is_paged=True)
 
@@ -84,8 +90,10 @@ def engine_of(**options):
     return deepspeed.initialize(**arguments_of(**options))[0]
 
 
-def train(engine, steps):
+def train(engine, steps, factor=1):
+    """Trains with losses times ``factor``."""
     rank = engine.grid.get_data_parallel_rank()
+    engine.module.loss_fn = lambda *given: loss_of(*given) * factor
     return [
         engine.train_batch(iter([micro_batch(step, rank, number) for number in range(MICRO_BATCHES)])).item()
         for step in steps
@@ -138,6 +146,8 @@ def cases_on(ranks):
     )
     yield {"made": lion}
     yield {"callable_": True}
+    yield {"made": SMALL}
+    yield {"made": partial(bitsandbytes.optim.Adagrad8bit, lr=1e-2)}
     yield {"stage": 1, "block": {"overlap_update": True}}
     if ranks == 1:
         # On several, gradients in bf16 add up in another order.
@@ -158,8 +168,7 @@ def skip_and_freeze():
         for factors in ((1, float("inf"), 1), (1, 1)):
             engine, step = engine_of(zero=zero, block={"nonfinite": "skip"}), 0
             for factor in factors:
-                engine.module.loss_fn = lambda *given, factor=factor: loss_of(*given) * factor
-                train(engine, [step])
+                train(engine, [step], factor)
                 step += factor == 1
             found.append(masters(engine))
         assert all(torch.equal(value, found[1][name]) for name, value in found[0].items()), zero
@@ -225,11 +234,28 @@ def go_on_from(folder):
     own.optimizer.load_state_dict(kept)
     train(own, range(2, STEPS))
     assert all(torch.equal(value, expected[name]) for name, value in masters(own).items())
+    go_on_with_small_gradients(folder)
     if dist.get_rank() == 0:
         with pytest.raises(CheckpointError, match="is of a run with AdamW8bit, whose state stock DeepSpeed keeps in"):
             write_stock(read_whole(Path(folder, "first")), Path(folder, "stock"), 1, 1)
     with pytest.raises(CheckpointError, match="the optimizer state is from AdamW8bit, but this run has AdamW"):
         engine_of(made=torch.optim.AdamW).load_checkpoint(folder, tag="first")
+
+
+def go_on_with_small_gradients(folder):
+    """Moments fade. Zeros behind a parameter must not set the scale of its last block then. And what has moments of 8
+    bits keeps them where the script asks for 32, as with bitsandbytes' own."""
+    results = []
+    for made in (SMALL, SMALL, adam):
+        engine = engine_of(made=made)
+        if results:
+            engine.load_checkpoint(folder, tag="third")
+        else:
+            train(engine, range(2))
+            engine.save_checkpoint(folder, tag="third")
+        train(engine, range(2, 8), factor=1e-3)
+        results.append(masters(engine))
+    assert all(torch.equal(value, result[name]) for result in results[1:] for name, value in results[0].items())
 
 
 def test_runs_go_on_at_other_layouts_to_the_bit(tmp_path):
@@ -266,10 +292,20 @@ def test_the_formula_of_memory_tells_the_bytes_of_the_state(ranks):
     run_on_ranks(ranks, count_bytes, ranks)
 
 
-def overridden(parameters):
-    parameters = list(parameters)
-    bitsandbytes.optim.GlobalOptimManager.get_instance().override_config(parameters[-1], "betas", (0.5, 0.5))
-    return adam(parameters)
+def overridden(key, value, made):
+    def make(parameters):
+        parameters, manager = list(parameters), bitsandbytes.optim.GlobalOptimManager.get_instance()
+        # It knows parameters by their ids, and keeps those of models that are gone.
+        manager.pid2config.clear()
+        if dist.get_rank() == dist.get_world_size() - 1:
+            manager.override_config(parameters[-1], key, value)
+        return made(parameters)
+
+    return make
+
+
+class Projected(bitsandbytes.optim.AdamW8bit):
+    """As the optimizer of 8 bits of galore_torch, it steps in another way."""
 
 
 def refuse(folder):
@@ -287,12 +323,34 @@ def refuse(folder):
     }.items():
         with pytest.raises(ConfigError, match=said):
             engine_of(**options)
-    others = type("AdamW8bit", (torch.optim.AdamW,), {"__module__": "torchao.optim.adam"})
-    with pytest.raises(ConfigError, match="torchao's AdamW8bit, whose scales differ between shards and whole tensors"):
-        engine_of(made=others, zero_allow_untested_optimizer=True)
-    with pytest.raises(ConfigError, match="GlobalOptimManager overrides betas of a parameter"):
-        engine_of(made=overridden)
+    of_torchao = type("AdamW8bit", (torch.optim.AdamW,), {"__module__": "torchao.optim.adam"})
+    of_32_bits = bitsandbytes.optim.AdamW
+    for said, made in {
+        "torchao's AdamW8bit, whose scales differ between shards and whole tensors": of_torchao,
+        "torchao's Mine, whose scales differ": type("Mine", (of_torchao,), {}),
+        "optimizer is Projected, whose state of 8 bits needs whole tensors": Projected,
+        "optimizer is LARS32bit, which scales by the norms": partial(
+            bitsandbytes.optim.LARS32bit, lr=1e-2, momentum=0.9
+        ),
+        "GlobalOptimManager overrides betas of a parameter": overridden("betas", (0.5, 0.5), adam),
+        "GlobalOptimManager overrides lr of a parameter": overridden("lr", 0.5, of_32_bits),
+        "overrides optim_bits of a parameter, but the optimizer is AdamW of 32": overridden(
+            "optim_bits", 8, of_32_bits
+        ),
+    }.items():
+        for callable_ in (False, True):
+            with pytest.raises(ConfigError, match=said):
+                # The Trainer allows all.
+                engine_of(made=made, callable_=callable_, zero_allow_untested_optimizer=True)
+    for option, value in (("percentile_clipping", 5), ("block_wise", False)):
+        optimizer = adam(nn.Linear(2, 2).parameters())
+        # As bitsandbytes before 0.49 says it.
+        setattr(optimizer.args, option, value)
+        with pytest.raises(ConfigError, match="whose state of 8 bits needs whole tensors"):
+            in_8_bits(optimizer)
 
 
-def test_what_has_no_counterpart_on_shards_is_refused(tmp_path):
-    run_on_ranks(1, refuse, str(tmp_path))
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_has_no_counterpart_on_shards_is_refused(tmp_path, ranks):
+    """On every rank, although the script of the last one alone may ask for something else."""
+    run_on_ranks(ranks, refuse, str(tmp_path))
