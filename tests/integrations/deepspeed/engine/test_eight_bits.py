@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
 from ds_lgamp.checkpoint.files import CheckpointError
@@ -23,6 +24,7 @@ from ds_lgamp.integrations.deepspeed.engine.memory import element_bytes, shardin
 from ds_lgamp.integrations.deepspeed.explain.explain import explain
 from testing.deepspeed_rank import prepare_rank
 from testing.ranks import run_on_ranks
+from tests.integrations.deepspeed.moe import MoeGpt
 from tests.runtime.assembly import gathered
 from tests.slow import slow_except
 
@@ -73,8 +75,15 @@ def lion(parameters):
     return bitsandbytes.optim.Lion(parameters, lr=1e-3, weight_decay=0.01, optim_bits=8, is_paged=True)
 
 
-def arguments_of(pipeline_ranks=1, stage=3, zero=None, made=adam, callable_=False, block=None, **more):
-    module = PipelineModule(layers(), num_stages=pipeline_ranks, loss_fn=loss_of)
+def arguments_of(
+    pipeline_ranks=1, stage=3, zero=None, made=adam, callable_=False, block=None, tensor_ranks=1, experts=False, **more
+):
+    topology = PipeModelDataParallelTopology(
+        pipeline_ranks, tensor_ranks, dist.get_world_size() // pipeline_ranks // tensor_ranks
+    )
+    module = PipelineModule(layers(), topology=topology, loss_fn=loss_of)
+    if experts:
+        module = MoeGpt(2, place=dist.get_rank()).pipeline(1)
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": MICRO_BATCHES,
@@ -348,6 +357,19 @@ def refuse(folder):
         setattr(optimizer.args, option, value)
         with pytest.raises(ConfigError, match="whose state of 8 bits needs whole tensors"):
             in_8_bits(optimizer)
+
+
+def refuse_slices():
+    prepare_rank()
+    for callable_ in (False, True):
+        with pytest.raises(ConfigError, match="AdamW8bit, but tensor-parallel ranks have slices of parameters"):
+            engine_of(tensor_ranks=2, callable_=callable_)
+        with pytest.raises(ConfigError, match="divide the experts of a layer .* one with state of 8 bits"):
+            engine_of(experts=True, callable_=callable_)
+
+
+def test_slices_of_parameters_are_refused():
+    run_on_ranks(2, refuse_slices)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
