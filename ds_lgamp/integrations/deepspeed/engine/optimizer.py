@@ -9,7 +9,7 @@ from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.fp16.loss_scaler import LossScaler, LossScalerBase
 
 from ds_lgamp.config import ConfigError, LgampConfig
-from ds_lgamp.integrations.deepspeed.config.optimizer_choice import skips_by_itself
+from ds_lgamp.integrations.deepspeed.config.optimizer_choice import comes_from, skips_by_itself
 from ds_lgamp.integrations.deepspeed.config.precision import checks_overflow, loss_scaler
 from ds_lgamp.integrations.deepspeed.engine.nonfinite import LateFlag, NonfiniteCheck
 from ds_lgamp.integrations.deepspeed.engine.optimizer_state import (
@@ -259,8 +259,10 @@ class PartitionedOptimizer(DeepSpeedOptimizer, torch.optim.Optimizer):
 
     @property
     def class_name(self) -> str:
-        """The class name of the torch optimizer."""
-        return type(self.optimizer).__name__
+        """The class name of the torch optimizer. Those of bitsandbytes with state of 32 bits have names of torch's,
+        and state of other names."""
+        kind = type(self.optimizer)
+        return f"bitsandbytes' {kind.__name__}" if comes_from("bitsandbytes", kind) else kind.__name__
 
     def complaint_about_class(self, written: str | None) -> str | None:
         """Returns why optimizer state of the class ``written`` does not fit. Returns None if it does, or if ``written``

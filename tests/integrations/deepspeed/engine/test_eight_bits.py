@@ -249,6 +249,12 @@ def go_on_from(folder):
             write_stock(read_whole(Path(folder, "first")), Path(folder, "stock"), 1, 1)
     with pytest.raises(CheckpointError, match="the optimizer state is from AdamW8bit, but this run has AdamW"):
         engine_of(made=torch.optim.AdamW).load_checkpoint(folder, tag="first")
+    exact = engine_of(made=bitsandbytes.optim.AdamW, zero_allow_untested_optimizer=True)
+    train(exact, range(1))
+    exact.save_checkpoint(folder, tag="32 bits")
+    for made in (torch.optim.AdamW, adam):
+        with pytest.raises(CheckpointError, match="the optimizer state is from bitsandbytes' AdamW, but this run has"):
+            engine_of(made=made).load_checkpoint(folder, tag="32 bits")
 
 
 def go_on_with_small_gradients(folder):
