@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterable
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -10,12 +11,12 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.deepspeed.config.optimizer_choice import asked_in_32_bits, in_8_bits, translated
+from ds_lgamp.integrations.deepspeed.config.optimizer_choice import comes_from, in_place_of, takes_norms, translated
 from ds_lgamp.integrations.deepspeed.model.layer_moves import place_layers
 from ds_lgamp.integrations.deepspeed.model.module import Layout, global_names, over_data, over_pipeline, shown_name
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import sharing_of
 from ds_lgamp.optimizers.muon import MATRIX_OPTIONS, OTHER_OPTIONS
-from ds_lgamp.optimizers.rounding import InEightBits
+from ds_lgamp.optimizers.rounding import InEightBits, class_in_8_bits
 from ds_lgamp.partition.agreement import everyone, raise_everywhere
 
 _OF_PARAMETERS = ("params", "param_names")
@@ -201,6 +202,52 @@ def on_shards(module: PipelineModule, optimizer: Any) -> Any:
             )
         made.exact = frozenset(name for name, tensor in global_names(module) if id(tensor) in asked)
     return made
+
+
+def in_8_bits(optimizer: Any) -> Any:
+    """Returns what takes the place of ``optimizer`` if bitsandbytes keeps its state in 8 bits; else ``optimizer``. As
+    :func:`translated`, it has the same groups and hooks.
+
+    Raises ConfigError if shards cannot have such state.
+    """
+    kind, args = type(optimizer), getattr(optimizer, "args", None)
+    if isinstance(optimizer, InEightBits) or getattr(args, "optim_bits", 32) != 8:
+        return optimizer
+    made = class_in_8_bits(getattr(optimizer, "optimizer_name", ""))
+    # A subclass of another library, as GaLore's, may step in another way.
+    is_own = kind.__module__.startswith("bitsandbytes.")
+    if made is None or not is_own or takes_norms(args) or not getattr(args, "block_wise", True):
+        raise ConfigError(
+            f"optimizer is {kind.__name__}, whose state of 8 bits needs whole tensors; use bitsandbytes' AdamW8bit or "
+            "Lion8bit, or one of 32 bits, such as paged_adamw_32bit"
+        )
+    return in_place_of(optimizer, made(optimizer))
+
+
+def asked_in_32_bits(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Returns the ids of the parameters whose state bitsandbytes would keep in 32 bits, because the script has told its
+    manager so. Raises ConfigError if it asks for anything else. One of bitsandbytes' with state of 32 bits may ask for
+    nothing else either."""
+    narrow = isinstance(optimizer, InEightBits)
+    if not (narrow or comes_from("bitsandbytes", type(optimizer))):
+        return set()
+    manager = import_module("bitsandbytes.optim").GlobalOptimManager.get_instance()
+    modules = ((id(getattr(module, name, None)), own) for module, name, own in manager.module_weight_config_triple)
+    asked: dict[int, dict[str, Any]] = {**manager.pid2config, **dict(modules)}
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for parameter in own & asked.keys():
+        other = [key for key in asked[parameter] if key != "optim_bits"]
+        if other:
+            raise ConfigError(
+                f"GlobalOptimManager overrides {other[0]} of a parameter, and shards take optim_bits alone; put the "
+                "parameter into a group with options of its own"
+            )
+        if not narrow and asked[parameter]["optim_bits"] != 32:
+            raise ConfigError(
+                "GlobalOptimManager overrides optim_bits of a parameter, but the optimizer is "
+                f"{type(optimizer).__name__} of 32 bits; use AdamW8bit, and override the other parameters with 32"
+            )
+    return {parameter for parameter in own & asked.keys() if asked[parameter].get("optim_bits") == 32}
 
 
 def _made_by(

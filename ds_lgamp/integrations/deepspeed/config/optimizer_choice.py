@@ -14,59 +14,13 @@ from torch import nn
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.optimizers.lamb import Lamb
 from ds_lgamp.optimizers.muon import MATRIX_OPTIONS, OTHER_OPTIONS, Muon
-from ds_lgamp.optimizers.rounding import InEightBits, class_in_8_bits
+from ds_lgamp.optimizers.rounding import InEightBits
 from ds_lgamp.optimizers.tensors import TensorOptimizer
 
 
-def in_8_bits(optimizer: Any) -> Any:
-    """Returns what takes the place of ``optimizer`` if bitsandbytes keeps its state in 8 bits; else ``optimizer``. As
-    :func:`translated`, it has the same groups and hooks.
-
-    Raises ConfigError if shards cannot have such state.
-    """
-    kind, args = type(optimizer), getattr(optimizer, "args", None)
-    if isinstance(optimizer, InEightBits) or getattr(args, "optim_bits", 32) != 8:
-        return optimizer
-    made = class_in_8_bits(getattr(optimizer, "optimizer_name", ""))
-    # A subclass of another library, as GaLore's, may step in another way.
-    is_own = kind.__module__.startswith("bitsandbytes.")
-    if made is None or not is_own or _takes_norms(args) or not getattr(args, "block_wise", True):
-        raise ConfigError(
-            f"optimizer is {kind.__name__}, whose state of 8 bits needs whole tensors; use bitsandbytes' AdamW8bit or "
-            "Lion8bit, or one of 32 bits, such as paged_adamw_32bit"
-        )
-    return _in_place_of(optimizer, made(optimizer))
-
-
-def _takes_norms(args: Any) -> bool:
+def takes_norms(args: Any) -> bool:
     """Whether an optimizer of bitsandbytes with these ``args`` scales by norms of whole tensors."""
     return getattr(args, "max_unorm", 0.0) > 0 or getattr(args, "percentile_clipping", 100) < 100
-
-
-def asked_in_32_bits(optimizer: torch.optim.Optimizer) -> set[int]:
-    """Returns the ids of the parameters whose state bitsandbytes would keep in 32 bits, because the script has told its
-    manager so. Raises ConfigError if it asks for anything else. One of bitsandbytes' with state of 32 bits may ask for
-    nothing else either."""
-    narrow = isinstance(optimizer, InEightBits)
-    if not (narrow or comes_from("bitsandbytes", type(optimizer))):
-        return set()
-    manager = import_module("bitsandbytes.optim").GlobalOptimManager.get_instance()
-    modules = ((id(getattr(module, name, None)), own) for module, name, own in manager.module_weight_config_triple)
-    asked: dict[int, dict[str, Any]] = {**manager.pid2config, **dict(modules)}
-    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for parameter in own & asked.keys():
-        other = [key for key in asked[parameter] if key != "optim_bits"]
-        if other:
-            raise ConfigError(
-                f"GlobalOptimManager overrides {other[0]} of a parameter, and shards take optim_bits alone; put the "
-                "parameter into a group with options of its own"
-            )
-        if not narrow and asked[parameter]["optim_bits"] != 32:
-            raise ConfigError(
-                "GlobalOptimManager overrides optim_bits of a parameter, but the optimizer is "
-                f"{type(optimizer).__name__} of 32 bits; use AdamW8bit, and override the other parameters with 32"
-            )
-    return {parameter for parameter in own & asked.keys() if asked[parameter].get("optim_bits") == 32}
 
 
 def comes_from(package: str, kind: type) -> bool:
@@ -96,10 +50,10 @@ def translated(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         made = translate(optimizer)
     except ValueError as error:
         raise ConfigError(f"optimizer is {type(optimizer).__name__}, but {error}") from None
-    return _in_place_of(optimizer, made)
+    return in_place_of(optimizer, made)
 
 
-def _in_place_of(optimizer: torch.optim.Optimizer, made: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def in_place_of(optimizer: torch.optim.Optimizer, made: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Returns ``made`` with groups and hooks of ``optimizer``."""
     # The list too, not only the groups in it.
     made.param_groups = optimizer.param_groups
@@ -333,7 +287,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer, allow_untested: bool, de
     if counterpart(kind) is not None:
         return
     reason = WHOLE_TENSORS.get(kind.__name__.lower())
-    if _takes_norms(getattr(optimizer, "args", None)):
+    if takes_norms(getattr(optimizer, "args", None)):
         reason = WHOLE_TENSORS["lamb"]
     if reason is not None:
         raise ConfigError(f"optimizer is {kind.__name__}, which {reason}; shards take one of {_TORCHS}")
