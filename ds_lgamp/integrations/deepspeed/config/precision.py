@@ -67,8 +67,8 @@ def refuse_precision(config: Any) -> None:
 
 
 def refuse_cast_parameter(config: Any, name: str, dtype: torch.dtype) -> None:
-    """Raises ConfigError for a parameter that is complex, or that is not fp32 although the configuration asks for
-    fp32. Parameters of packed bytes are never cast.
+    """Raises ConfigError for a parameter that is complex or in fp8, or that is not fp32 although the configuration asks
+    for fp32. Parameters of packed bytes are never cast.
 
     Args:
         name: the parameter's name in the whole model.
@@ -76,6 +76,8 @@ def refuse_cast_parameter(config: Any, name: str, dtype: torch.dtype) -> None:
     """
     if dtype.is_complex:
         raise ConfigError(f"parameter {name} is {dtype}, which a {BLOCK} block does not train; make it a buffer")
+    if dtype.itemsize == 1:
+        raise ConfigError(f"parameter {name} is {dtype}, which a cast would change; quantize it to whole numbers")
     if dtype != torch.float32 and parameter_dtype(config) == torch.float32:
         if dtype == torch.float64:
             raise ConfigError(f"parameter {name} is {dtype}, which a {BLOCK} block does not train; make it float32")

@@ -338,10 +338,10 @@ def _complaint_about_tensors(module: PipelineModule) -> str | None:
         if parameter.requires_grad and id(parameter) not in names:
             return f"parameter {shown} belongs to no layer of the PipelineModule; make its owner a layer, or freeze it"
         if not isinstance(parameter, DeferredParameter) and type(parameter.data) not in (torch.Tensor, FakeTensor):
-            return (
-                f"parameter {shown} is a {type(parameter.data).__name__}, but units hold plain tensors; build its "
-                "layer without fp8_model_init, torchao's quantization (bitsandbytes' works) or DTensor"
-            )
+            fix = "build its layer without fp8_model_init or DTensor"
+            if type(parameter.data).__module__.partition(".")[0] == "torchao":
+                fix = "call torchao.utils.unwrap_tensor_subclass(model) before deepspeed.initialize"
+            return f"parameter {shown} is a {type(parameter.data).__name__}, but units hold plain tensors; {fix}"
         if is_of_unknown_group(parameter) or hasattr(parameter, "ds_optim_param"):
             return (
                 f"parameter {shown} differs between data-parallel ranks, but not as experts of deepspeed.moe; let "

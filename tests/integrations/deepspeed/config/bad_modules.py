@@ -57,6 +57,12 @@ class Complex(nn.Linear):
         self.phase = nn.Parameter(torch.zeros(6, dtype=torch.complex64))
 
 
+class Narrow(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.packed = nn.Parameter(torch.zeros(6, dtype=torch.float8_e4m3fn), requires_grad=False)
+
+
 class Quantized(nn.Module):
     def __init__(self):
         super().__init__()
@@ -141,6 +147,10 @@ MODULES = {
     "complex parameters": (
         lambda: pipeline([LayerSpec(Complex)] * 4),
         "is torch.complex64, which a ds_lgamp block does not train; make it a buffer",
+    ),
+    "parameters in fp8": (
+        lambda: pipeline([LayerSpec(Narrow)] * 4),
+        "is torch.float8_e4m3fn, which a cast would change; quantize it to whole numbers",
     ),
     "a parameter outside of layers": (lambda: pipeline(kind=WithStray), "parameter stray belongs to no layer"),
     "parameters of double precision": (

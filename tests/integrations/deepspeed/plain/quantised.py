@@ -1,4 +1,4 @@
-"""Small Llamas that bitsandbytes has quantised, with adapters of peft, and their training on one process."""
+"""Small Llamas that bitsandbytes or torchao has quantised, with adapters of peft, and their training on one process."""
 
 from functools import cache
 from pathlib import Path
@@ -25,6 +25,11 @@ QUANTISED = {
     "8 bits": {"load_in_8bit": True},
     "fp4 stored in fp32": {**_FOUR_BITS, "bnb_4bit_quant_type": "fp4", "bnb_4bit_quant_storage": torch.float32},
 }
+TORCHAO = {
+    "torchao, 8 bits": ("Int8WeightOnlyConfig", {}),
+    "torchao, 4 bits": ("IntxWeightOnlyConfig", {"weight_dtype": torch.int4}),
+}
+"""By kind: the configuration of torchao that quantises so."""
 
 
 class Case(NamedTuple):
@@ -59,8 +64,14 @@ def quantised(case: Case, adapters: bool = True) -> torch.nn.Module:
     transformers.utils.logging.disable_progress_bar()
     with TemporaryDirectory() as folder:
         base(folder, case.seed)
-        asked = BitsAndBytesConfig(**QUANTISED[case.kind])
+        asked = BitsAndBytesConfig(**QUANTISED[case.kind]) if case.kind in QUANTISED else None
         model = LlamaForCausalLM.from_pretrained(folder, quantization_config=asked, dtype=case.dtype)
+    if case.kind in TORCHAO:
+        # Tests that need it are skipped without it.
+        from torchao import quantization
+
+        name, options = TORCHAO[case.kind]
+        quantization.quantize_(model.model, getattr(quantization, name)(**options))
     model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     if adapters:
         targets = ["q_proj", "v_proj", "down_proj"]
@@ -92,6 +103,10 @@ def config_of(case: Case) -> dict:
 
 def engine_of(case: Case, model: torch.nn.Module | None = None):
     model = quantised(case) if model is None else model
+    if case.kind in TORCHAO:
+        from torchao.utils import unwrap_tensor_subclass
+
+        unwrap_tensor_subclass(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     config, optimizer = config_of(case), None
     if case.moments_in_8_bits:

@@ -21,7 +21,7 @@ from ds_lgamp.schedule.program import build_program
 from testing.deepspeed_rank import prepare_rank
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.plain import quantised
-from tests.integrations.deepspeed.plain.quantised import QUANTISED, Case
+from tests.integrations.deepspeed.plain.quantised import QUANTISED, TORCHAO, Case
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 
@@ -88,6 +88,24 @@ def train_and_count_all(cases):
 
 def test_adapters_beside_packed_weights_train_as_on_one_process():
     run_on_ranks(2, train_and_count_all, [Case("nf4 twice", 2, 3), Case("8 bits", 1, 3, NONE), Case("nf4", 1, 2)])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_adapters_beside_unwrapped_weights_of_torchao_train_as_on_one_process(ranks):
+    pytest.importorskip("torchao")
+    layouts = [(1, 1), (1, 3), (2, 3)] if ranks == 2 else [(1, 1)]
+    run_on_ranks(ranks, train_all, [Case(kind, *layout) for kind in TORCHAO for layout in layouts])
+
+
+def refuse_of_torchao():
+    prepare_rank()
+    with pytest.raises(ConfigError, match=r"units hold plain tensors; call torchao\.utils\.unwrap_tensor_subclass"):
+        quantised.engine_of(Case("nf4"), quantised.quantised(Case("torchao, 8 bits")))
+
+
+def test_weights_of_torchao_must_be_unwrapped():
+    pytest.importorskip("torchao")
+    run_on_ranks(1, refuse_of_torchao)
 
 
 def test_adapters_train_with_moments_of_8_bits():
