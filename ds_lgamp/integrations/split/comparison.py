@@ -103,11 +103,6 @@ class Comparison:
         for whole, layers in found:
             for pair in zip(whole, layers, strict=True):
                 self._compare_one(*pair, draws)
-        if self._model.training and self._trained and not any(each.gradients for whole, _ in found for each in whole):
-            raise ConfigError(
-                f"{type(self._model).__name__} cannot train, because what its forward returns depends on no trained "
-                "parameter by operations that autograd follows; use others, or train other parameters"
-            )
 
     def _on_others(self, arguments: Arguments, rounds: Sequence[int]) -> list[Both]:
         """Returns what is computed with these arguments and others of each kind, in so many rounds."""

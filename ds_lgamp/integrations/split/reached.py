@@ -187,13 +187,20 @@ def is_array(value: Any) -> bool:
     return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"
 
 
-def _is_own(value: Any) -> bool:
-    """Whether a function, class or module is no library's."""
+def _package_of(value: Any) -> str:
+    """Returns the package of a function, class or module."""
     name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
     if isinstance(value, FunctionType):
         # One that wraps another one has its name.
         name = value.__globals__.get("__name__")
-    return (name or "builtins").partition(".")[0] not in _LIBRARIES
+    return (name or "builtins").partition(".")[0]
+
+
+@cache
+def _is_installed(package: str) -> bool:
+    module = sys.modules.get(package)
+    file = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), "")
+    return "site-packages" in file or "dist-packages" in file
 
 
 class Reached:
@@ -215,9 +222,11 @@ class Reached:
         a class's."""
         self._values: list[tuple[str, Any]] = []
         own = [*modules]
+        self._packages = {_package_of(type(module)) for module in own}
+        """Where classes of the modules are. Of other installed packages nothing counts: there is too much in them."""
         for module in own:
             self._seen[id(module)] = module
-            self._attributes += [(vars(module), None)] if _is_own(type(module)) else []
+            self._attributes += [(vars(module), None)] if self._is_own(type(module)) else []
         for hook in hooks_of([*own, *parameters]):
             self._visit("hook", hook)
         for kind in dict.fromkeys(map(type, own)):
@@ -244,6 +253,11 @@ class Reached:
         """Returns containers, tensors and arrays, each with the name under which it was found."""
         return self._values
 
+    def _is_own(self, value: Any) -> bool:
+        """Whether a function, class or module is no library's."""
+        package = _package_of(value)
+        return package not in _LIBRARIES and (package in self._packages or not _is_installed(package))
+
     def _visit(self, name: str, value: Any) -> None:
         value = behind_proxy(value)
         if value is None or isinstance(value, (str, int, float, nn.Parameter)) or id(value) in self._seen:
@@ -260,7 +274,7 @@ class Reached:
         elif isinstance(value, ContextVar):
             self._variables.append(_value_of(value, name))
         elif isinstance(value, (FunctionType, type, ModuleType)):
-            if _is_own(value):
+            if self._is_own(value):
                 self._function(value) if isinstance(value, FunctionType) else self._add(value)
         else:
             for each in referents(value):
@@ -277,7 +291,7 @@ class Reached:
             self._attributes.append((vars(value), value))
         elif (attributes := attributes_of(value)) is not None:
             self._attributes.append((attributes, None))
-        if _is_own(type(value)) and (slots := slots_of(value)).names:
+        if self._is_own(type(value)) and (slots := slots_of(value)).names:
             self._attributes.append((slots.holder, None))
         for kind in value.__bases__ if isinstance(value, type) else ():
             self._visit(kind.__name__, kind)

@@ -209,23 +209,6 @@ def test_a_tensor_that_several_blocks_change_in_training_is_refused():
         layers_of(model)
 
 
-class Cut(Attention):
-    """Lets no gradient through, as kernels that autograd does not follow."""
-
-    def forward(self, hidden):
-        with torch.no_grad():
-            return super().forward(hidden)
-
-
-def test_a_model_that_trains_nothing_is_refused():
-    model = Counting(set())
-    model.blocks = nn.ModuleList(Cut(causal=True) for _ in range(3))
-    model.embedding.requires_grad_(False)
-    model.head.requires_grad_(False)
-    with pytest.raises(ConfigError, match="depends on no trained parameter"):
-        layers_of(model)
-
-
 def test_layers_that_fail_in_training_where_the_model_does_not_are_refused():
     model = Counting(set())
     model.blocks = nn.ModuleList(Growing(torch.ones(1), every=2) for _ in range(3))
