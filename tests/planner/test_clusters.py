@@ -87,7 +87,7 @@ def test_every_gpu_comes_with_infiniband_and_three_kinds_of_ethernet():
         ("efficiency", {"matmul": "half"}, "efficiency.matmul is 'half'"),
         ("efficiency", {"dimension": float("inf")}, "efficiency.dimension is inf"),
         ("efficiency", "good", "efficiency is 'good'; write an object"),
-        ("host", "large", "host is 'large'; write an object with bus, memory, memory_bandwidth"),
+        ("host", "large", "host is 'large'; write an object with bus, disk, memory, memory_bandwidth"),
         ("host", {"cores": 64}, "host.cores is unknown; use bus"),
         ("host", {"bus": 32}, "host.bus is 32; write a number and a unit"),
     ],
