@@ -40,6 +40,7 @@ from ds_lgamp.integrations.deepspeed.model.recomputation import (
     refuse_unless_offered,
     restoring_random_states,
     switch_on,
+    switches_of,
 )
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import SharedBuffers
 from ds_lgamp.integrations.program_spec import budget_of, program_of
@@ -190,7 +191,7 @@ class Training:
             self._deferred.register()
             self._deferred = None
         if self.settings.recompute == "selective":
-            switch_on(self.placed)
+            switch_on(self.placed.modules())
         refuse_delayed_scaling(self.placed)
         defer_logits(built_layers(self.placed).values(), self.placed.loss_fn, self.settings.loss_chunk)
         self._with_own_losses = [
@@ -209,6 +210,8 @@ class Training:
         self._recomputes_alike = repeats and any(everyone(shared_by_ranks(self.placed, self.placed)))
         if self.settings.recompute == "auto":
             raise_everywhere(why_not_alone(self.placed, self.placed), ConfigError)
+            for chunk in self.executor.chunks.values():
+                chunk.switches = switches_of(chunk.state.modules)
             self.budget = Budget(self, self._given_budget)
         self.executor.trace = trace_if_asked(
             self.settings, self.placed.stage_id, self.data_rank, self.device, ConfigError
