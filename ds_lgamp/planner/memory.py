@@ -58,7 +58,7 @@ def units_of(model: Model, configuration: Configuration, rank: int) -> list[Unit
     words = share(model.vocabulary_size, ranks) * model.hidden_size
     ends = {chunk: 0 for chunk in (0, last)}
     ends[0] += words + model.position_embeddings * model.hidden_size
-    ends[last] += model.norm_parameters + model.extras + (0 if model.tied_embeddings else words)
+    ends[last] += model.norm_parameters + sum(model.extras) + (0 if model.tied_embeddings else words)
     units: list[UnitSize] = []
     users, layers = [], configuration.kinds_of_chunks(model)
     for chunk in chunks_of(configuration.placement, rank):
