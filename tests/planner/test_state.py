@@ -139,7 +139,7 @@ def test_megatrons_own_loop_has_none_of_it():
     model = model_of_flags("m", f"{flags} --num-experts 8 --moe-router-topk 2")
     of = Configuration(2, 1, 1, 1, 4, zero_stage=1, state="bf16")
     assert why_not(model, in_fp32(of)) is None
-    assert "state is in bf16, which Megatron-LM's training loop, for m, does not round" in why_not(model, of)
+    assert "state is 'bf16', which Megatron-LM's training loop, for m, does not know" in why_not(model, of)
 
 
 @pytest.mark.parametrize(
