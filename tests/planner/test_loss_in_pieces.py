@@ -138,7 +138,9 @@ def measure_ends(splits_sequence: bool) -> list[tuple[bool, torch.dtype, ChunkBy
         def compute(hidden, norm=norm, logits_of=logits_of, labels=labels):
             return gpt_layers.language_model_loss(logits_of(norm(hidden)), labels)
 
-        taken = chunk_bytes(compute, hidden, [torch.ones(())], existing, 0, False, Way(recompute=False))
+        measure = partial(chunk_bytes, compute, hidden, [torch.ones(())], existing, 0, False, Way(recompute=False))
+        # gloo's threads may hold what a collective has sent for longer, which only ever adds to a peak.
+        taken = min((measure() for _ in range(3)), key=lambda each: each.forward)
         found.append((tied, dtype, taken, hidden.nbytes))
     return found
 

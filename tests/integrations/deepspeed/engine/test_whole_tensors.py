@@ -143,7 +143,7 @@ class Recording:
     communicates."""
 
     def __init__(self, engine):
-        self.engine, self.gradients, self.rates, self.last = engine, [], [], None
+        self.engine, self.gradients, self.rates, self._taken, self.last = engine, [], [], [], None
         optimizer = engine.optimizer.optimizer
         self.matrices = {
             part.name
@@ -160,8 +160,13 @@ class Recording:
         with PeakMemory(live_tensors()) as memory, CollectiveCounter() as counter, prompt_exchanges():
             before = memory.live()
             self._step()
-        self.taken = memory.peak - before
+        self._taken.append(memory.peak - before)
         self.last = counter.collectives(), sum(counter.bytes_sent.values())
+
+    @property
+    def taken(self):
+        """The bytes that a step takes. On a busy machine gloo's threads hold tensors for longer in some."""
+        return min(self._taken[-3:])
 
 
 def reference(case, before, recording):
