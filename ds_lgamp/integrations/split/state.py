@@ -24,8 +24,7 @@ from ds_lgamp.integrations.split.reached import (
     attributes_of,
     behind_proxy,
     is_array,
-    named_by_hooks,
-    named_globals,
+    named_outside,
 )
 from ds_lgamp.partition.memory import without_repetition
 from ds_lgamp.runtime.references import leave_out, only_count
@@ -231,7 +230,7 @@ def untouched(model: nn.Module, with_tensors: bool = True) -> Iterator[Snapshot]
     """Gives a model back after the block all that its modules and hooks held, what its forwards reach by names, and,
     ``with_tensors``, the values of buffers and of other tensors and arrays there. Forwards that run inside leave no
     counters, caches or other submodules. Yields what is there before."""
-    named, reached = [*named_globals(model), *named_by_hooks(model)], Reached(model.modules(), model.parameters())
+    named, reached = named_outside(model), Reached(model.modules(), model.parameters())
     found = {str(number): value for number, (_, value) in enumerate(reached.values())}
     every = [*reached.named(), Named(found, [*found])]
     with restored((), 1, every) as by_names, restored(model.modules(), _DEPTH, named) as before:
