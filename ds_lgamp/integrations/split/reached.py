@@ -229,9 +229,9 @@ class Reached:
     def named(self) -> list[Named]:
         """Returns what holds values by name."""
         of_globals = [Named(held, [*names]) for held, names in self._globals.values()]
-        attributes = [
-            each._replace(names=[name for name in [*each.holder] if name in self._names]) for each in self._attributes
-        ]
+        # A slot without a value has no name there.
+        every = [(each, each.names or [*each.holder]) for each in self._attributes]
+        attributes = [each._replace(names=[name for name in names if name in self._names]) for each, names in every]
         return [each for each in (*of_globals, *self._variables, *attributes) if each.names]
 
     def values(self) -> list[tuple[str, Any]]:
