@@ -307,8 +307,7 @@ def _kinds(
     for number, sharing in enumerate(groups):
         of = name if sharing is None else f"{name} experts{'' if number == 1 else f' {number}'}"
         own = [entry for entry in parameters if entry.sharing is sharing]
-        trained = [entry for entry in own if entry.parameter.requires_grad]
-        if trained:
+        if trained := [entry for entry in own if entry.parameter.requires_grad]:
             yield of, sharing, trained
         frozen: dict[torch.dtype, list[UnitParameter]] = {}
         for entry in own:

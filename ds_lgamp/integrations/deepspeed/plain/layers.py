@@ -24,6 +24,7 @@ from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.integrations.deepspeed.model.experts import with_groups
 from ds_lgamp.integrations.deepspeed.model.module import BESIDE, NAMES_OF_MODEL, PlacedModule
 from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources
+from ds_lgamp.integrations.program_spec import refuse_split
 from ds_lgamp.integrations.split.call import Arguments, BatchCalls, Call
 from ds_lgamp.integrations.split.layers import End, Layers, OwnModelLayers
 from ds_lgamp.integrations.split.parts import Tree, find_blocks
@@ -65,7 +66,7 @@ def layers_of(model: nn.Module, random_sources: Sequence[RandomSource], settings
     should."""
     _refuse_meta(model)
     if _is_sequence(model):
-        settings.refuse_split("an nn.Sequential")
+        refuse_split(settings, "an nn.Sequential")
         if settings.outputs == "loss":
             _refuse_without_loss(model)
         return SequentialLayers(model)
