@@ -98,6 +98,14 @@ class PartitionedOptimizer(DeepSpeedOptimizer, torch.optim.Optimizer):
 
     cur_scale = loss_scale
 
+    def loss_gradient(self, loss: torch.Tensor, micro_batches: int) -> torch.Tensor:
+        """Returns the gradient of the scaled mean over micro-batches with regard to the ``loss`` of one of them.
+
+        A product, because a half-precision loss may not hold the scale: then the gradient is infinite, which the step
+        finds. Filling a tensor with such a number may be an error.
+        """
+        return torch.ones_like(loss) * (self.loss_scale / micro_batches)
+
     @property
     def clip_grad(self) -> float:
         """The largest norm of the gradient; 0 for none. Setting it, on all ranks alike, changes the next steps. Raises
