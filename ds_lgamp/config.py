@@ -135,7 +135,7 @@ class LgampConfig(BaseModel):
     its forward at once; selective: layers that offer it recompute a part of themselves, and everything else that
     autograd saves is kept; none: everything that autograd saves is kept; auto: as full in the first batch, which
     measures what autograd saves of each chunk, and from then on every rank recomputes only what it must to stay within
-    recompute_memory."""
+    recompute_memory, as selective does before as full does."""
     recompute_memory: Annotated[str, AfterValidator(_check_memory)] | None = None
     """The most memory that tensors may take on a rank's device with recompute "auto", such as "60 GB". The default is
     what the device has left, less a twentieth for what lies between tensors; a CPU needs a value."""

@@ -37,7 +37,7 @@ class BareLoop:
         return torch.stack(self.losses).mean().item() if self.losses else None
 
     def _execute(self, action: Action) -> None:
-        kind, chunk, micro_batch, _ = action
+        kind, chunk, micro_batch, *_ = action
         if kind is Kind.FORWARD:
             self._forward(chunk, micro_batch)
         elif kind is Kind.BACKWARD:

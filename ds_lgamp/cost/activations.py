@@ -35,7 +35,8 @@ class ChunkBytes:
     """Bytes that one micro-batch takes on one chunk. The last chunk includes the loss.
 
     They depend on the chunk's layers and on whether it is recomputed. Of a chunk without a backward, only result and
-    forward count. A chunk of which only some micro-batches are recomputed has both: ``kept`` are the others.
+    forward count. A chunk of which only some micro-batches are recomputed has both: ``kept`` and ``selective`` are the
+    others.
     """
 
     result: int
@@ -61,10 +62,15 @@ class ChunkBytes:
     kept: "ChunkBytes | None" = None
     """Of a chunk that is recomputed: the bytes of a micro-batch of which autograd keeps what it has saved; None if
     there is none, or if these are unknown."""
+    selective: "ChunkBytes | None" = None
+    """As ``kept``, if layers recompute a part of themselves."""
 
     def most(self, other: "ChunkBytes") -> "ChunkBytes":
         """Returns the larger number of each kind."""
-        kept = other.kept if self.kept is None or other.kept is None else self.kept.most(other.kept)
+        kept, selective = (
+            theirs if own is None or theirs is None else own.most(theirs)
+            for own, theirs in ((self.kept, other.kept), (self.selective, other.selective))
+        )
         return ChunkBytes(
             max(self.result, other.result),
             max(self.forward, other.forward),
@@ -75,6 +81,7 @@ class ChunkBytes:
             max(self.second_part, other.second_part),
             self.sent if other.sent is None else max(other.sent, self.sent or 0),
             kept or self.kept,
+            selective or self.selective,
         )
 
     @property
@@ -138,7 +145,7 @@ class ActivationWalk:
         self.host = Ledger()
         """What lies in the memory of the host."""
         chunks: defaultdict[Kind, set[int]] = defaultdict(set)
-        for kind, chunk, _, _ in actions:
+        for kind, chunk, *_ in actions:
             chunks[kind].add(chunk)
         self.own = chunks[Kind.FORWARD] | chunks[Kind.BACKWARD]
         self.last = len(size.chunks) - 1
@@ -235,7 +242,7 @@ class ActivationWalk:
         return True
 
     def forward(self, action: Action) -> None:
-        _, chunk, micro_batch, _ = action
+        _, chunk, micro_batch, *_ = action
         if not self.ends(action):
             self.take_input(action)
         size, result = self.size_of(action), (Kind.FORWARD, chunk, micro_batch)
@@ -255,10 +262,11 @@ class ActivationWalk:
 
     def size_of(self, action: Action) -> ChunkBytes:
         size = self.size.chunks[action.chunk]
-        return size if action.recomputed or size.kept is None else size.kept
+        kept = size.selective if action.selective else size.kept
+        return size if action.recomputed or kept is None else kept
 
     def take_input(self, action: Action) -> None:
-        _, chunk, micro_batch, _ = action
+        _, chunk, micro_batch, *_ = action
         if chunk == min(self.own & {0, self.last}, default=None):
             # Only other ranks need the rest of the micro-batch.
             self.ledger.free("batch", self.size.inputs * (0 not in self.own))
@@ -273,7 +281,7 @@ class ActivationWalk:
             self.drop(taken, "handed_over" if on_this_rank else "receives")
 
     def backward(self, action: Action) -> None:
-        _, chunk, micro_batch, _ = action
+        _, chunk, micro_batch, *_ = action
         self.ends(action)
         size, recomputed = self.size_of(action), self.repeats(action)
         copy = self.inputs[chunk] if recomputed else 0

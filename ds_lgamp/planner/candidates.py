@@ -6,7 +6,7 @@ from math import gcd
 from typing import Any
 
 from ds_lgamp.cost.activations import ActivationBytes
-from ds_lgamp.cost.memory import Pair, kept_within
+from ds_lgamp.cost.budget import Decision, Pair, kept_within
 from ds_lgamp.planner.activations import Software
 from ds_lgamp.planner.cluster import Cluster, Efficiency
 from ds_lgamp.planner.configuration import Configuration, method_of
@@ -225,10 +225,10 @@ def keeping(model: Model, of: Configuration, room: int, software: Software | Non
     def of_rank(rank: int) -> frozenset[Pair]:
         formula = formula_of(model, of, rank, software, chunks)
 
-        def build(kept: frozenset[Pair]) -> list[Action]:
-            return build_rank_program(replace(spec, kept=kept), rank)
+        def build(decision: Decision) -> list[Action]:
+            return build_rank_program(replace(spec, **decision._asdict()), rank)
 
-        return kept_within(left, build, lambda actions: formula(actions)[1], ActivationBytes(0, 0, chunks))
+        return kept_within(left, build, lambda actions: formula(actions)[1], ActivationBytes(0, 0, chunks)).kept
 
     return replace(of, kept=frozenset().union(*map(of_rank, range(of.pipeline_ranks))))
 

@@ -8,7 +8,7 @@ from math import inf
 from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
-from ds_lgamp.cost.memory import space_left
+from ds_lgamp.cost.budget import space_left
 from ds_lgamp.planner.candidates import (
     Bound,
     candidates,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ds_lgamp.runtime.chunk import Moment, Tensors
 from ds_lgamp.runtime.graph import StoredInputs
-from ds_lgamp.runtime.measure import ChunkMeter
+from ds_lgamp.runtime.meter import ChunkMeter
 from ds_lgamp.runtime.recompute import SavedTensors
 from ds_lgamp.runtime.split_backward import SecondParts
 from ds_lgamp.schedule.actions import COMPUTE, STARTED, Action, Kind

@@ -6,6 +6,7 @@ counts once per micro-batch.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -47,6 +48,8 @@ class Chunk:
         self.between_layers = between_layers
         self.after_layer = after_layer
         self.state = LayerState(_modules_of(layers, first_layer))
+        self.switches: Sequence[tuple[Module, str]] = ()
+        """Modules with the attributes that make them recompute a part of themselves, all off."""
 
     def __call__(self, inputs: Any, micro_batch: int) -> Any:
         for index, layer in enumerate(self.layers, self.first_layer):
@@ -58,6 +61,20 @@ class Chunk:
             if self.after_layer is not None:
                 self.after_layer(index, micro_batch, inputs)
         return inputs if self.between_layers is None else self.between_layers(inputs)
+
+    @contextmanager
+    def selectively(self, block: AbstractContextManager[Any]) -> Iterator[None]:
+        """Lets layers recompute a part of themselves inside the ``block``."""
+        try:
+            self._switch(True)
+            with block:
+                yield
+        finally:
+            self._switch(False)
+
+    def _switch(self, on: bool) -> None:
+        for module, name in self.switches:
+            setattr(module, name, on)
 
 
 def _modules_of(layers: Sequence[Callable[[Any], Any]], first_layer: int) -> Iterator[tuple[str, Module]]:
@@ -202,8 +219,8 @@ class LayerState:
     def __init__(self, modules: Iterable[tuple[str, Module]]) -> None:
         modules = list({id(module): (name, module) for name, module in modules}.values())
         self._roots = [holder for name, module in modules for holder in holders(name, module)]
-        self._modules = [module for _, module in modules]
-        self._with_buffers = [module for module in self._modules if len(module._buffers)]
+        self.modules = [module for _, module in modules]
+        self._with_buffers = [module for module in self.modules if len(module._buffers)]
         self._modes: list[bool] = []
         """Which modules with buffers were in training mode when the state was last read. A batch norm changes its
         buffers only in training mode."""
@@ -296,14 +313,14 @@ class LayerState:
         """
         if self._watched is None or not self._watched.hold():
             self._watched = References.read(self._roots, self._counts, None)
-        watched, modes = self._watched, [module.training for module in self._modules]
+        watched, modes = self._watched, [module.training for module in self.modules]
         generators = list(zip(watched.generators, watched.states()))
         tensors = watched.tensors.items() if closely else ()
         copies = _copies((at, held.tensor) for at, held in tensors if at not in self._counts)
 
         def changed() -> str | None:
             name = watched.changed()
-            if name is None and modes != [module.training for module in self._modules]:
+            if name is None and modes != [module.training for module in self.modules]:
                 name = "which modules train"
             drawn = (name for name, (each, state) in generators if not torch.equal(state, each.get_state()))
             written = (watched.tensors[at].name for at, pair in copies.items() if not _same_values(*pair))

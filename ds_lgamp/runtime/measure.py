@@ -1,26 +1,17 @@
-"""Exact counters for tests, benchmarks and ``ds_lgamp run --measure``: collectives and live memory, at dispatch, and
-the memory that a micro-batch takes on each chunk while steps run."""
+"""Exact counters for tests, benchmarks and ``ds_lgamp run --measure``: collectives and live memory, at dispatch."""
 
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-from ds_lgamp.cost.activations import ChunkBytes
-from ds_lgamp.runtime.chunk import tensors_in
-from ds_lgamp.runtime.messages import message_bytes
-from ds_lgamp.runtime.recompute import SavedTensors
-from ds_lgamp.schedule.actions import Action
-from ds_lgamp.schedule.spec import ActivationType
 
 _KINDS = {
     "_allgather_base_": "all_gather",
@@ -242,165 +233,3 @@ def _wraps(kind: type) -> bool:
 
 def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-class NotedTensors(SavedTensors):
-    """Saved tensors of a forward that is measured: notes what memory they had."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._noted: dict[int, weakref.ref] = {}
-
-    def _drop(self, tensor: torch.Tensor) -> Any:
-        storage = storage_of(tensor)
-        self._noted[storage._cdata] = weakref.ref(storage)
-        return super()._drop(tensor)
-
-    def has(self, tensor: torch.Tensor) -> bool:
-        """Whether autograd would keep the memory of ``tensor``, which is alive."""
-        noted = self._noted.get(storage_of(tensor)._cdata)
-        return noted is not None and noted() is not None
-
-
-class ChunkMeter:
-    """Measures the bytes that a micro-batch takes on each chunk of a rank while steps run. Only forwards with a larger
-    input than all before are measured, and they are recomputed, whatever the program says.
-
-    One run tells both ways: the repeated forward saves what a kept one would, up to the last saved tensor, after which
-    it stops. So a kept forward counts as the larger of its peak and all that is kept, beside the result.
-
-    Args:
-        narrow: the type in which hidden states travel, if they travel rounded.
-    """
-
-    def __init__(self, narrow: ActivationType | None = None) -> None:
-        self._narrow = narrow
-        self.received: dict[int, int] = {}
-        """Bytes of the largest input of each chunk as it travels, if hidden states travel rounded."""
-        self.chunks: dict[int, ChunkBytes] = {}
-        """The most of each kind on each chunk."""
-        self.inputs: dict[int, int] = {}
-        """Bytes of the largest input of each chunk."""
-        self.has_grown = False
-        """Whether anything was measured since somebody has last set this."""
-        self._shapes: dict[int, list[torch.Size]] = {}
-        """By chunk: the largest sizes that each tensor of its inputs has had, for each number of dimensions."""
-        self._readings: dict[tuple[int, int], _Reading] = {}
-
-    def measure_again(self) -> None:
-        """Measures the next forward of every chunk, because backwards go further down than before."""
-        self._shapes.clear()
-
-    def is_outgrown(self, chunk: int, inputs: Any) -> bool:
-        """Whether an input has more bytes, or is longer in any dimension, than all before."""
-        tensors, before = tensors_in(inputs), self._shapes.get(chunk, [])
-        if sum(map(_nbytes, tensors)) > self.inputs.get(chunk, -1) or len(tensors) != len(before):
-            return True
-        return any(_largest(tensor.shape, most) != most for tensor, most in zip(tensors, before))
-
-    def outgrow(self, chunk: int, inputs: Any) -> int:
-        """Notes an input that has outgrown all before. Returns its bytes."""
-        tensors, before = tensors_in(inputs), self._shapes.get(chunk, [])
-        size, known = sum(map(_nbytes, tensors)), len(before) == len(tensors)
-        self.inputs[chunk] = max(size, self.inputs.get(chunk, 0))
-        pairs = zip(tensors, before if known else (tensor.shape for tensor in tensors))
-        self._shapes[chunk] = [_largest(tensor.shape, most) for tensor, most in pairs]
-        return size
-
-    def begin(self, action: Action, inputs: Any) -> AbstractContextManager[Any]:
-        """Returns a context for the forward of ``action``, which has outgrown all before."""
-        chunk = action.chunk
-        reading = self._readings[chunk, action.micro_batch] = _Reading(self.outgrow(chunk, inputs))
-        if self._narrow is not None and chunk > 0:
-            self.received[chunk] = max(message_bytes(inputs, self._narrow), self.received.get(chunk, 0))
-        return reading.block()
-
-    def end_forward(self, action: Action, result: Any, saved: SavedTensors | None) -> None:
-        """Reads the end of a forward.
-
-        Args:
-            result: what another chunk gets; None of the last chunk.
-            saved: of a chunk with a backward.
-        """
-        reading = self._readings[action.chunk, action.micro_batch]
-        members = tensors_in(result)
-        reading.result = sum(map(_nbytes, members))
-        if self._narrow is not None and saved is not None and members:
-            reading.sent = message_bytes(result, self._narrow)
-        reading.keeps_result = isinstance(saved, NotedTensors) and any(map(saved.has, members))
-        if saved is None:
-            del self._readings[action.chunk, action.micro_batch]
-            self.enter(action.chunk, ChunkBytes(reading.result, reading.blocks[0].peak, 0))
-
-    def again(self, action: Action) -> AbstractContextManager[Any]:
-        """Returns a context for the forward that the backward of ``action`` repeats."""
-        reading = self._readings.get((action.chunk, action.micro_batch))
-        if reading is None:
-            return nullcontext()
-        reading.memory = PeakMemory(only_new=True)
-        return reading.block()
-
-    @contextmanager
-    def backward(self, action: Action) -> Iterator[None]:
-        """Measures the backward of ``action`` after what it repeats."""
-        reading = self._readings.pop((action.chunk, action.micro_batch), None)
-        if reading is None:
-            yield
-            return
-        with reading.block():
-            yield
-        self.enter(action.chunk, reading.chunk_bytes())
-
-    def enter(self, chunk: int, taken: ChunkBytes) -> None:
-        """Enters what a micro-batch has taken on a chunk."""
-        known = self.chunks.get(chunk)
-        self.chunks[chunk] = taken if known is None else taken.most(known)
-        self.has_grown = True
-
-
-def _largest(shape: torch.Size, most: torch.Size) -> torch.Size:
-    """Returns the larger size in each dimension; ``shape`` if it has other dimensions."""
-    return torch.Size(map(max, shape, most)) if len(shape) == len(most) else shape
-
-
-class _Block(NamedTuple):
-    """What a block of operations took."""
-
-    peak: int
-    after: int
-    """Bytes alive at its end."""
-
-
-class _Reading:
-    """The reading of one chunk and micro-batch.
-
-    Args:
-        size: bytes of the input.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.size, self.result, self.keeps_result = size, 0, False
-        self.sent: int | None = None
-        self.memory = PeakMemory(only_new=True)
-        self.blocks: list[_Block] = []
-        """Forward, repeated forward if there is one, backward."""
-
-    @contextmanager
-    def block(self) -> Iterator[None]:
-        self.memory.peak = self.memory.live()
-        with self.memory:
-            yield
-        self.blocks.append(_Block(self.memory.peak, self.memory.live()))
-
-    def chunk_bytes(self) -> ChunkBytes:
-        """Returns the bytes of a chunk that is recomputed, and those if it were kept."""
-        forward, again, backward = self.blocks
-        kept = ChunkBytes(
-            self.result,
-            max(again.peak - self.size, again.after + self.result),
-            backward.peak - again.after,
-            saved=again.after - (self.result if self.keeps_result else 0),
-            keeps_result=self.keeps_result,
-        )
-        most = max(again.peak, backward.peak)
-        return ChunkBytes(self.result, forward.peak - self.size, most - self.size, sent=self.sent, kept=kept)

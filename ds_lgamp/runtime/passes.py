@@ -31,7 +31,7 @@ from ds_lgamp.runtime.graph import (
     own_loss,
 )
 from ds_lgamp.runtime.links import Links
-from ds_lgamp.runtime.measure import ChunkMeter, NotedTensors
+from ds_lgamp.runtime.meter import ChunkMeter, NotedTensors
 from ds_lgamp.runtime.recompute import Draws, RandomSource, SavedTensors
 from ds_lgamp.runtime.split_backward import splitting
 from ds_lgamp.runtime.turns import Pairs
@@ -97,15 +97,15 @@ class Passes:
             compute()
 
     def backward(self, action: Action) -> None:
-        _, chunk, micro_batch, _ = action
+        _, chunk, micro_batch, *_ = action
         batch, at = self._batch, (chunk, micro_batch)
         self.partition.begin_backward(chunk)
         graph = batch.graphs.pop(at) if self.pairs.second is None else batch.graphs[at]
         state: Moment | None = None
         if graph.state is not None:
-            if not action.recomputed:
-                # Its forward was measured, so it is recomputed whatever the program says.
-                self.current = action = action._replace(recomputed=True)
+            if self.meter is not None:
+                # If its forward was measured, it is recomputed whatever the program says.
+                self.current = action = self.meter.marked(action)
             self.doing = "backward"
             with self.timing.time("backward"):
                 graph, state = self._recompute(action, graph, graph.state)
@@ -116,6 +116,8 @@ class Passes:
         metered = nullcontext() if self.meter is None else self.meter.backward(action)
         splits = chunk in batch.split_chunks
         part = batch.second_parts.first(chunk, micro_batch, graph.ends) if splits else nullcontext()
+        if action.selective:
+            part = self.chunks[chunk].selectively(part)
         with self.timing.time("backward"), metered, part:
             backpropagate(graph.ends, gradients)
         if state is not None:
@@ -131,7 +133,7 @@ class Passes:
 
     def _begin(self, action: Action) -> Begun:
         """Takes the input of a forward, and what a recomputation of it needs."""
-        _, chunk, micro_batch, recomputed = action
+        _, chunk, micro_batch, recomputed, _ = action
         batch = self._batch
         inputs: Any = None
         if chunk == 0 or (chunk == self._last_chunk and micro_batch not in batch.labels):
@@ -147,11 +149,13 @@ class Passes:
         beginning: Tensors = ()
         trains = batch.training and chunk >= batch.first_trained
         meter = self.meter if batch.training else None
+        in_part = False
         if meter is not None and not meter.is_outgrown(chunk, inputs):
-            meter = None
+            in_part = trains and meter.tells_selective(chunk, inputs)
+            meter = meter if in_part else None
         if meter is not None and trains:
             # Nobody knows yet what autograd would keep of it.
-            recomputed, action = True, action._replace(recomputed=True)
+            recomputed, action = True, action._replace(recomputed=True, selective=in_part)
         saved = (SavedTensors() if meter is None else NotedTensors()) if recomputed else None
         if saved is not None:
             self.draws.forward(chunk, micro_batch)
@@ -170,7 +174,7 @@ class Passes:
     def _run_forward(self, begun: Begun) -> None:
         """Computes a forward that has begun, keeps its graph, and hands over its result."""
         action, trains, inputs, beginning, state, saved, meter = begun
-        _, chunk, micro_batch, _ = action
+        _, chunk, micro_batch, *_ = action
         batch = self._batch
         hooks = nullcontext() if saved is None else saved.dropped()
         gradients = nullcontext() if trains == batch.training else torch.no_grad()
@@ -185,8 +189,8 @@ class Passes:
                     self.chunks[chunk].state.moved(state)
                 ends = end_graph(result) if chunk < self._last_chunk else self._ends_of_last(result)
                 places = saved
-                if saved is not None and (self.compiled or has_compiled()):
-                    # torch may run other code the next time, which saves other tensors.
+                if saved is not None and (action.selective or self.compiled or has_compiled()):
+                    # torch may run other code the next time, which saves other tensors, and so do layers in part.
                     places, ends = None, [None if end is None else ANEW for end in ends]
                 batch.graphs[chunk, micro_batch] = Graph(beginning, ends, places, state)
         if meter is not None:
@@ -209,11 +213,12 @@ class Passes:
 
     def _compute(self, action: Action, inputs: Any) -> Any:
         """Returns the chunk's result; for the last chunk, the loss."""
-        _, chunk, micro_batch, recomputed = action
+        _, chunk, micro_batch, recomputed, _ = action
         if chunk == 0 or recomputed:
             # Layers may change their input in place. The stored input and the user's batch must stay as they are.
             inputs = cloned(inputs)
-        with splitting() if chunk in self._batch.split_chunks else nullcontext():
+        split = splitting() if chunk in self._batch.split_chunks else nullcontext()
+        with self.chunks[chunk].selectively(split) if action.selective else split:
             result = self.chunks[chunk](inputs, micro_batch)
         if chunk < self._last_chunk:
             as_tuple(result)
@@ -233,7 +238,7 @@ class Passes:
         Returns the graph: a new one if the first forward left only its beginning. Returns also the state of the modules
         before this call; None if nothing changes it.
         """
-        _, chunk, micro_batch, _ = backward
+        _, chunk, micro_batch, *_ = backward
         if self.pairs.second is not None:
             current, restore = self.pairs.take_second()
             restore()
@@ -249,8 +254,10 @@ class Passes:
     def _repeat(self, backward: Action, graph: Graph, completely: bool) -> Graph:
         compute = partial(self._compute, backward, graph.beginning)
         if graph.saved is None:
-            ends_of = end_graph if backward.chunk < self._last_chunk else self._ends_of_last
-            return graph._replace(ends=ends_of(compute()))
+            ends_of, result = end_graph if backward.chunk < self._last_chunk else self._ends_of_last, compute()
+            if self.meter is not None:
+                self.meter.end_again(backward, result if backward.chunk < self._last_chunk else None)
+            return graph._replace(ends=ends_of(result))
         graph.saved.restore(compute, completely)
         return graph
 

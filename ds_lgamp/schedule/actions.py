@@ -122,6 +122,9 @@ class Action(NamedTuple):
     recomputed: bool = False
     """Of a forward and of its backward, both parts if it has two: whether the backward computes the chunk again. The
     text form leaves it out."""
+    selective: bool = False
+    """Of a compute that is not recomputed: whether its layers recompute a part of themselves. The text form leaves it
+    out, too."""
 
     def __str__(self) -> str:
         if self.kind is Kind.STEP:

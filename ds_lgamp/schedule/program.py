@@ -49,15 +49,9 @@ class Window(NamedTuple):
 
 
 def mark_recomputed(spec: ProgramSpec, rank: int, segments: Segments) -> Segments:
-    """Marks the forwards and backwards that are recomputed."""
-    chunks, kept, marked = spec.recomputed_chunks, spec.kept, COMPUTE | {Kind.WEIGHTS_BACKWARD, *STARTED}
-    return [
-        [
-            Action(kind, chunk, micro_batch, kind in marked and chunk in chunks and (chunk, micro_batch) not in kept)
-            for kind, chunk, micro_batch, _ in segment
-        ]
-        for segment in segments
-    ]
+    """Marks the forwards and backwards that are recomputed, or whose layers recompute a part of themselves."""
+    computes = COMPUTE | {Kind.WEIGHTS_BACKWARD, *STARTED}
+    return [[spec.marked(action) if action.kind in computes else action for action in segment] for segment in segments]
 
 
 def add_residency(spec: ProgramSpec, rank: int, segments: Segments) -> Segments:
@@ -269,7 +263,7 @@ class Waits:
 
     def before(self, action: Action) -> list[Action]:
         """Returns the waits to place before ``action``, the next one of the program of a kind in :data:`WAITING`."""
-        kind, chunk, _, _ = action
+        kind, chunk, *_ = action
         waits: list[Action] = []
         if kind in COMPUTE:
             if self._under_way:

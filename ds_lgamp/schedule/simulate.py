@@ -244,7 +244,7 @@ class _Run:
         self.awaited[rank] = None
         while row < len(actions):
             action = actions[row]
-            kind, chunk, micro_batch, recomputed = action
+            kind, chunk, micro_batch, recomputed, _ = action
             if kind is _FORWARD or kind is _BACKWARD:
                 way = self.ways[kind][chunk]
                 start = way.arrivals[micro_batch]
@@ -297,7 +297,7 @@ class _Run:
     def begin_beside(self, rank: int, action: Action, first: int, now: float) -> float | None:
         """Begins the second of two computes that take turns; ``first`` is the other one's micro-batch. Returns when
         both can run; None while a message is missing."""
-        kind, chunk, micro_batch, _ = action
+        kind, chunk, micro_batch, *_ = action
         way = self.ways[STARTED[kind]][chunk]
         if kind is _START_BACKWARD:
             forward, own = way.recomputed_cost - way.cost, way.cost

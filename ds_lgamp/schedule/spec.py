@@ -160,11 +160,13 @@ class ProgramSpec:
     stores_weights: bool = False
     """Whether weights that a step has gathered and needs again later wait on the host in between (stage 3)."""
     recomputes: bool = True
-    """Whether backwards compute their chunks again, from stored inputs. :meth:`is_recomputed` says which ones."""
+    """Whether backwards compute their chunks again, from stored inputs. :meth:`marked` says which ones."""
     kept: frozenset[tuple[int, int]] = frozenset()
     """Pairs of chunk and micro-batch that are not recomputed although the spec recomputes: autograd keeps what it has
     saved of them. A pipeline rank may know its own chunks only, because no other rank depends on them. A script may end
     a batch early, so pairs of micro-batches that the batch does not have mean nothing."""
+    selective: frozenset[tuple[int, int]] = frozenset()
+    """The kept pairs whose layers recompute a part of themselves, and of which autograd saves less."""
     first_trained: int = 0
     """The first chunk with something to train. Gradients end there: chunks below it have no backward."""
     split_backward: int = 0
@@ -358,9 +360,12 @@ class ProgramSpec:
         source = action.chunk - 1 if action.kind is Kind.FORWARD else action.chunk + 1
         return source if 0 <= source < len(self.placement) else None
 
-    def is_recomputed(self, chunk: int, micro_batch: int) -> bool:
-        """Whether the backward of a micro-batch computes ``chunk`` again."""
-        return chunk in self.recomputed_chunks and (chunk, micro_batch) not in self.kept
+    def marked(self, compute: Action) -> Action:
+        """Returns a compute with whether it is recomputed, and whether its layers recompute a part of themselves."""
+        if compute.chunk not in self.recomputed_chunks:
+            return compute
+        pair = compute[1:3]
+        return compute._replace(recomputed=pair not in self.kept, selective=pair in self.selective)
 
     @cached_property
     def recomputed_chunks(self) -> frozenset[int]:

@@ -117,17 +117,16 @@ class _Rank:
         return self.computes[len(self.parts)]
 
     def run_next(self, now: float) -> float:
-        kind, chunk, micro_batch, _ = self.next
+        action = self.spec.marked(self.next)
         self.parts.append([])
-        split = chunk in self.spec.split_chunks
-        if kind is Kind.FORWARD:
+        split = action.chunk in self.spec.split_chunks
+        if action.kind is Kind.FORWARD:
             now += 1
         else:
-            now += (1 if split else 2) + self.spec.is_recomputed(chunk, micro_batch)
+            now += (1 if split else 2) + action.recomputed
         self.sent = now
-        if kind is Kind.BACKWARD and split:
-            recomputed = self.spec.is_recomputed(chunk, micro_batch)
-            self.waiting.append(Action(Kind.WEIGHTS_BACKWARD, chunk, micro_batch, recomputed))
+        if action.kind is Kind.BACKWARD and split:
+            self.waiting.append(action._replace(kind=Kind.WEIGHTS_BACKWARD))
             while len(self.waiting) > self.spec.split_backward:
                 now = self.run_oldest(now)
         return now
@@ -142,7 +141,7 @@ class _Rank:
 
     def make_room(self, now: float) -> float:
         """Runs what may not wait until after the next compute."""
-        kind, chunk, micro_batch, _ = self.next
+        kind, chunk, micro_batch, *_ = self.next
         while self.waiting and (self._is_other_group(micro_batch) or (kind is Kind.BACKWARD and self._is_full(chunk))):
             now = self.run_oldest(now)
         return now

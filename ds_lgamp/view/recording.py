@@ -115,7 +115,7 @@ class Recording:
         spec["placement"] = tuple(spec["placement"])
         spec["hierarchy"] = hierarchy and Hierarchy(**hierarchy)
         spec["offload"] = offload and Offload(**{**offload, "on_device": tuple(offload["on_device"])})
-        spec["kept"] = frozenset(map(tuple, spec.get("kept", ())))
+        spec |= {name: frozenset(map(tuple, spec.get(name, ()))) for name in ("kept", "selective")}
         spec["whole_chunks"] = frozenset(spec.get("whole_chunks", ()))
         return ProgramSpec(**spec)
 
@@ -126,7 +126,7 @@ def spec_fields(spec: ProgramSpec) -> dict[str, Any]:
     values["placement"] = list(spec.placement)
     values["hierarchy"] = None if spec.hierarchy is None else spec.hierarchy._asdict()
     values["offload"] = None if spec.offload is None else spec.offload._asdict()
-    values["kept"], values["whole_chunks"] = sorted(spec.kept), sorted(spec.whole_chunks)
+    values |= {name: sorted(values[name]) for name in ("kept", "selective", "whole_chunks")}
     return values
 
 
@@ -157,7 +157,7 @@ def _computes(timeline: Timeline, rank: int) -> Iterator[Interval]:
 
 def _messages(spec: ProgramSpec, timeline: Timeline, rank: int) -> Iterator[Interval]:
     for span in timeline.spans[rank]:
-        kind, chunk, micro_batch, _ = span.action
+        kind, chunk, micro_batch, *_ = span.action
         if spec.sends_output(span.action):
             target = chunk + 1 if kind is Kind.FORWARD else chunk - 1
             arrival = timeline.arrivals[kind][target][micro_batch]

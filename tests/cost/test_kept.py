@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_lgamp.cost.activations import ActivationBytes, ChunkBytes
-from ds_lgamp.cost.memory import _Peaks, kept_within, memory_over_time
+from ds_lgamp.cost.budget import Decision, _Peaks, kept_within
+from ds_lgamp.cost.memory import memory_over_time
 from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize
 from ds_lgamp.schedule.costs import Durations
 from ds_lgamp.schedule.placement import place_chunks
@@ -32,7 +33,11 @@ def sizes(draw, chunks: int) -> ActivationBytes:
         keeps_result = result > 0 and draw(st.booleans())
         kept = ChunkBytes(result, result + saved + transient, transient, saved, keeps_result)
         left = draw(st.integers(0, saved)) if by_layers else 0
-        measured.append(ChunkBytes(result, result + transient, saved + transient, left, kept=kept))
+        selective = None
+        if not by_layers and draw(st.booleans()):
+            part = draw(st.integers(0, saved))
+            selective = replace(kept, saved=part, backward=transient + saved - part)
+        measured.append(ChunkBytes(result, result + transient, saved + transient, left, kept=kept, selective=selective))
     states = draw(BYTES), draw(st.booleans())
     return ActivationBytes(draw(BYTES), draw(BYTES), measured, *states, by_layers=by_layers)
 
@@ -43,21 +48,21 @@ def follow(spec, rank, size, actions):
     return memory_over_time(actions, units, Sharding(spec.zero_stage, 1), ElementBytes(), size, offload=spec.offload)[1]
 
 
-def program(spec, rank, kept):
-    return build_rank_program(replace(spec, kept=kept), rank)
+def program(spec, rank, decision):
+    return build_rank_program(replace(spec, **decision._asdict()), rank)
 
 
 def chosen(spec, rank, size, budget):
     return kept_within(budget, partial(program, spec, rank), partial(follow, spec, rank, size), size)
 
 
-def peak(spec, rank, size, kept):
-    return max(follow(spec, rank, size, program(spec, rank, kept)))
+def peak(spec, rank, size, decision):
+    return max(follow(spec, rank, size, program(spec, rank, decision)))
 
 
-def all_pairs(spec, rank):
+def everything(spec, rank):
     own = [chunk for chunk in spec.recomputed_chunks if spec.placement[chunk] == rank]
-    return frozenset((chunk, micro_batch) for chunk in own for micro_batch in range(spec.micro_batches))
+    return Decision(frozenset((chunk, micro_batch) for chunk in own for micro_batch in range(spec.micro_batches)))
 
 
 TRAINING = (
@@ -70,14 +75,15 @@ TRAINING = (
 @given(TRAINING.map(lambda spec: replace(spec, kept=frozenset())), st.data())
 def test_no_budget_is_exceeded_and_one_that_holds_everything_keeps_everything(spec, data):
     size, rank = data.draw(sizes(spec.chunks)), data.draw(st.integers(0, spec.pipeline_ranks - 1))
-    everything = all_pairs(spec, rank)
-    least, most = (peak(spec, rank, size, kept) for kept in (frozenset(), everything))
+    whole = everything(spec, rank)
+    least, most = (peak(spec, rank, size, decision) for decision in (Decision(), whole))
     budget = data.draw(st.integers(min(least, most), max(least, most)))
-    kept = chosen(spec, rank, size, budget)
-    assert kept <= everything
-    assert peak(spec, rank, size, kept) <= max(budget, least), "but for what nothing could save"
-    assert chosen(spec, rank, size, 2 * max(least, most) + 10_000) == everything
-    marked = replace(spec, kept=kept)
+    found = chosen(spec, rank, size, budget)
+    assert found.selective <= found.kept <= whole.kept
+    assert all(size.chunks[chunk].selective is not None for chunk, _ in found.selective)
+    assert peak(spec, rank, size, found) <= max(budget, least), "but for what nothing could save"
+    assert chosen(spec, rank, size, 2 * max(least, most) + 10_000) == whole
+    marked = replace(spec, **found._asdict())
     validate(marked, build_program(marked))
 
 
@@ -95,8 +101,8 @@ def test_more_memory_makes_a_shorter_step_and_half_of_it_saves_nearly_half(sched
     for part in (0.0, 0.25, 0.5, 0.75, 1.0):
         pairs = set()
         for rank in range(ranks):
-            least, most = (peak(spec, rank, size, kept) for kept in (frozenset(), all_pairs(spec, rank)))
-            pairs |= chosen(spec, rank, size, round(least + part * (most - least)))
+            least, most = (peak(spec, rank, size, decision) for decision in (Decision(), everything(spec, rank)))
+            pairs |= chosen(spec, rank, size, round(least + part * (most - least))).kept
         marked = replace(spec, kept=frozenset(pairs))
         times.append(simulate(marked, build_program(marked), Durations(1, 2, recompute=1)).step_time)
     assert times == sorted(times, reverse=True) and times[0] > times[-1], times
@@ -108,16 +114,16 @@ def test_what_is_alive_shortest_is_kept_first_in_every_group():
     spec = ProgramSpec((0,) * 4, "layered", 4, 2, 0)
     both = ChunkBytes(RESULT, 0, 0, kept=ChunkBytes(RESULT, 0, 0, saved=1000))
     size = ActivationBytes(0, 0, [both] * 4)
-    least = peak(spec, 0, size, frozenset())
-    assert chosen(spec, 0, size, least + 2000) == {(2, micro_batch) for micro_batch in range(4)}
-    assert chosen(spec, 0, size, least + 1000) == {(2, 0), (2, 2)}, "one of each group"
+    least = peak(spec, 0, size, Decision())
+    assert chosen(spec, 0, size, least + 2000).kept == {(2, micro_batch) for micro_batch in range(4)}
+    assert chosen(spec, 0, size, least + 1000).kept == {(2, 0), (2, 2)}, "one of each group"
 
 
 def test_of_two_chunks_the_one_that_computes_more_for_its_bytes_is_kept():
     spec = ProgramSpec((0,) * 3, "layered", 1, 1, 0)
     both = ChunkBytes(RESULT, 0, 0, kept=ChunkBytes(RESULT, 0, 0, saved=1000))
     size = ActivationBytes(0, 0, [both] * 3, flops=[9000, 1000, 1000])
-    assert chosen(spec, 0, size, peak(spec, 0, size, frozenset()) + 1000) == {(0, 0)}
+    assert chosen(spec, 0, size, peak(spec, 0, size, Decision()) + 1000).kept == {(0, 0)}
 
 
 def test_where_layers_recompute_by_themselves_what_they_leave_is_there_in_both_ways():
@@ -126,9 +132,27 @@ def test_where_layers_recompute_by_themselves_what_they_leave_is_there_in_both_w
     kept = ChunkBytes(RESULT, 0, 0, saved=1000)
     chunks = [ChunkBytes(RESULT, 0, 0, saved=left, kept=kept) for left in (900, 100, 100)]
     size = ActivationBytes(0, 0, chunks, flops=[1000] * 3, by_layers=True)
-    least = peak(spec, 0, size, frozenset())
-    assert peak(spec, 0, size, all_pairs(spec, 0)) == least + 100 + 900
-    assert chosen(spec, 0, size, least + 900) == {(0, 0)}
+    least = peak(spec, 0, size, Decision())
+    assert peak(spec, 0, size, everything(spec, 0)) == least + 100 + 900
+    assert chosen(spec, 0, size, least + 900).kept == {(0, 0)}
+
+
+def test_layers_recompute_a_part_in_every_chunk_before_one_keeps_all():
+    """What is alive shortest then is the first to keep all."""
+    spec = ProgramSpec((0,) * 4, "layered", 1, 1, 0)
+    kept, part = (ChunkBytes(RESULT, 0, 0, saved=saved) for saved in (1000, 200))
+    size = ActivationBytes(0, 0, [ChunkBytes(RESULT, 0, 0, kept=kept, selective=part)] * 4)
+    least, pairs = peak(spec, 0, size, Decision()), {(chunk, 0) for chunk in range(3)}
+    assert chosen(spec, 0, size, least + 600) == (pairs, pairs)
+    assert chosen(spec, 0, size, least + 1400) == (pairs, pairs - {(2, 0)})
+    assert chosen(spec, 0, size, least + 3000) == (pairs, set())
+
+
+def test_where_a_part_leaves_as_much_as_the_whole_layers_keep_all():
+    spec = ProgramSpec((0,) * 2, "layered", 1, 1, 0)
+    kept = ChunkBytes(RESULT, 0, 0, saved=1000)
+    size = ActivationBytes(0, 0, [ChunkBytes(RESULT, 0, 0, kept=kept, selective=kept)] * 2)
+    assert chosen(spec, 0, size, peak(spec, 0, size, Decision()) + 1000) == ({(0, 0)}, set())
 
 
 def test_a_program_that_keeps_what_its_spec_recomputes_is_refused():
@@ -137,6 +161,11 @@ def test_a_program_that_keeps_what_its_spec_recomputes_is_refused():
         validate(spec, build_program(replace(spec, kept=frozenset({(2, 1)}))))
     with pytest.raises(ProgramError, match=r"F2.1 is not to be recomputed"):
         validate(replace(spec, kept=frozenset({(2, 1)})), build_program(spec))
+    in_part = replace(spec, kept=frozenset({(2, 1)}), selective=frozenset({(2, 1)}))
+    with pytest.raises(ProgramError, match=r"F2.1 has layers that do not recompute a part of themselves"):
+        validate(in_part, build_program(replace(spec, kept=frozenset({(2, 1)}))))
+    with pytest.raises(ProgramError, match=r"F2.1 has layers that recompute a part of themselves"):
+        validate(replace(spec, kept=frozenset({(2, 1)})), build_program(in_part))
 
 
 @given(st.lists(BYTES, min_size=1, max_size=20), st.data())

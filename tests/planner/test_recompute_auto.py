@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ds_lgamp.cli.plan_search import as_json, print_table
 from ds_lgamp.config import LgampConfig
-from ds_lgamp.cost.memory import space_left
+from ds_lgamp.cost.budget import space_left
 from ds_lgamp.planner.candidates import keeping, may_keep, ranks_of, without_recomputing
 from ds_lgamp.planner.cluster import Cluster, Link
 from ds_lgamp.planner.configuration import Configuration, describe, method_of

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ds_lgamp.runtime.batch import BatchState
-from ds_lgamp.runtime.measure import ChunkMeter
+from ds_lgamp.runtime.meter import ChunkMeter
 from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.placement import place_chunks, split_balanced
 from ds_lgamp.schedule.program import build_program

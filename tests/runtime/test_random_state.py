@@ -228,7 +228,7 @@ def test_forwards_and_backwards_may_alternate(schedule):
     program = build_program(ProgramSpec(placement, schedule, 6, 6, zero_stage=0))[0]
     drawer = Drawer()
     for drawing in ((0, 2), (), (0,), (2,)):
-        for kind, chunk, index, _ in program:
+        for kind, chunk, index, *_ in program:
             if kind is Kind.FORWARD:
                 drawer.forward(chunk, index, chunk in drawing)
             elif kind is Kind.BACKWARD:

@@ -14,7 +14,8 @@ from ds_lgamp.cost.memory import rank_memory
 from ds_lgamp.cost.units import ElementBytes, Sharding
 from ds_lgamp.runtime.batch import ActionError, BatchState
 from ds_lgamp.runtime.executor import Executor
-from ds_lgamp.runtime.measure import ChunkMeter, PeakMemory
+from ds_lgamp.runtime.measure import PeakMemory
+from ds_lgamp.runtime.meter import ChunkMeter
 from ds_lgamp.runtime.references import only_count
 from ds_lgamp.schedule.actions import COMPUTE, STARTED
 from ds_lgamp.schedule.program import build_rank_program

@@ -39,6 +39,7 @@ def program_specs(draw, max_ranks: int = 5, max_chunks_per_rank: int = 4, max_mi
     hierarchy = draw(st.sampled_from([None, *HIERARCHIES])) if zero_stage == 3 else None
     offload = draw(offloads(zero_stage, updates)) if hierarchy is None else None
     overlaps = draw(st.integers(0, 3)) == 0
+    kept = frozenset() if overlaps else draw(st.just(frozenset()) | kept_pairs(chunks, micro_batches))
     gathers_updates = zero_stage in (1, 2) or (hierarchy is not None and not hierarchy.replicated)
     return ProgramSpec(
         placement=place_chunks(placement, chunks, ranks),
@@ -57,7 +58,8 @@ def program_specs(draw, max_ranks: int = 5, max_chunks_per_rank: int = 4, max_mi
         first_trained=draw(st.just(0) | st.integers(0, chunks - 1)),
         returns_outputs=returns_outputs,
         recomputes=draw(st.integers(0, 3)) > 0,
-        kept=frozenset() if overlaps else draw(st.just(frozenset()) | kept_pairs(chunks, micro_batches)),
+        kept=kept,
+        selective=draw(st.frozensets(st.sampled_from(sorted(kept)))) if kept else kept,
         split_backward=0 if overlaps else draw(st.just(0) | st.integers(1, 5)),
         overlaps_exchanges=overlaps,
         whole_chunks=draw(st.just(frozenset()) | st.frozensets(st.integers(0, chunks - 1))),

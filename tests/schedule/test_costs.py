@@ -55,7 +55,7 @@ def test_every_action_takes_what_its_chunk_costs(case):
     of_kind |= {Kind.REDUCE: costs.reduce, Kind.REFRESH: costs.refresh, Kind.COMBINE: costs.combine}
     of_kind |= {Kind.LOAD: costs.load, Kind.STORE: costs.store, Kind.UPDATE: costs.update}
     for start, end, action in chain(*timeline.spans, *timeline.collectives):
-        again = action.kind is Kind.BACKWARD and spec.is_recomputed(action.chunk, action.micro_batch)
+        again = action.kind is Kind.BACKWARD and spec.marked(action).recomputed
         more = costs.recompute[action.chunk] if again else 0
         assert end - start == of_kind[action.kind][action.chunk] + more
     work = sum(end - start for start, end, _ in chain(*timeline.spans))

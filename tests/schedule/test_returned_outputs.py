@@ -58,7 +58,7 @@ def test_nothing_of_a_call_is_left_when_the_script_has_its_turn(spec):
     for actions in build_program(spec):
         resident, loaded, posted = set(), set(), set()
         for action in actions:
-            kind, chunk, micro_batch, _ = action
+            kind, chunk, micro_batch, *_ = action
             if kind is Kind.GATHER:
                 resident.add(chunk)
             elif kind is Kind.RELEASE:

@@ -147,7 +147,7 @@ def test_recomputation_costs_time_on_every_chunk_but_one_that_turns_at_once(spec
     spec = replace(spec, forward_only=False, split_backward=0)
     result = simulate(spec, build_program(spec), Durations(3, 5, recompute=recompute))
     for span in [span for spans in result.spans for span in spans if span.action.kind is Kind.BACKWARD]:
-        kept = not spec.is_recomputed(span.action.chunk, span.action.micro_batch)
+        kept = not spec.marked(span.action).recomputed
         assert span.end - span.start == (5 if kept else 5 + recompute)
     compute = sum(span.end - span.start for spans in result.spans for span in spans)
     assert result.ideal == pytest.approx(compute / spec.pipeline_ranks)

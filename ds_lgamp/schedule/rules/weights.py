@@ -214,7 +214,8 @@ class _Weights:
 
 def check_recomputation(spec: ProgramSpec, stops: Sequence[Stop]) -> None:
     """A compute is recomputed if the spec recomputes, its chunk has backwards, it is not the model's last chunk with a
-    backward directly after each forward, and the spec does not keep what its chunk saves of its micro-batch."""
+    backward directly after each forward, and the spec does not keep what its chunk saves of its micro-batch. Layers
+    recompute a part of themselves if the spec says so of the pair."""
     actions = [stop.action for stop in stops if stop.action is not None]
     trained = {action.chunk for action in actions if action.kind is Kind.BACKWARD} if spec.recomputes else set()
     last = spec.chunks - 1
@@ -227,10 +228,13 @@ def check_recomputation(spec: ProgramSpec, stops: Sequence[Stop]) -> None:
     for stop in stops:
         if stop.action is None:
             continue
-        _, chunk, micro_batch, recomputed = stop.action
+        _, chunk, micro_batch, recomputed, selective = stop.action
         if recomputed != (chunk in trained and (chunk, micro_batch) not in spec.kept):
             fault = "is not" if recomputed else "is"
             raise Fault(stop.row, f"{stop} {fault} to be recomputed")
+        if selective != (chunk in trained and (chunk, micro_batch) in spec.selective):
+            do = "recompute" if selective else "do not recompute"
+            raise Fault(stop.row, f"{stop} has layers that {do} a part of themselves")
 
 
 def check_inputs(spec: ProgramSpec, stops: Sequence[Stop]) -> None:

@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.cost.activations import ActivationBytes, ChunkBytes
-from ds_lgamp.cost.memory import Memory, Pair, kept_within, memory_over_time, space_left
+from ds_lgamp.cost.budget import Decision, kept_within, space_left
+from ds_lgamp.cost.memory import Memory, memory_over_time
 from ds_lgamp.cost.muon import Iteration, Matrix, exchange_bytes, step_memory
 from ds_lgamp.cost.units import ElementBytes, Sharding, Travel
 from ds_lgamp.fields import with_unit
@@ -35,7 +36,7 @@ from ds_lgamp.partition.agreement import raise_everywhere
 from ds_lgamp.partition.unit import parts_of
 from ds_lgamp.partition.zero_partition import ZeroPartition, unit_sizes
 from ds_lgamp.runtime.batch import ActionError
-from ds_lgamp.runtime.measure import ChunkMeter
+from ds_lgamp.runtime.meter import ChunkMeter
 from ds_lgamp.runtime.recompute import read_states
 from ds_lgamp.schedule.actions import Action, Kind
 from ds_lgamp.schedule.program import build_rank_program
@@ -259,7 +260,8 @@ class Budget:
 
     def __init__(self, training: Any, given: int | None) -> None:
         self._training, self._given = training, given
-        self._meter = training.executor.meter = ChunkMeter(training.settings.activation_dtype)
+        offers = frozenset(number for number, chunk in training.executor.chunks.items() if chunk.switches)
+        self._meter = training.executor.meter = ChunkMeter(training.settings.activation_dtype, offers)
         self._batch = 0, 0
         """Bytes of the inputs and the labels of a micro-batch."""
         self._measured = 0
@@ -268,7 +270,7 @@ class Budget:
         """The bytes that tensors may take, once they are known."""
         self._limit: int | None = None
         """The budget for what the formula covers; None before the end of the first batch."""
-        self._kept: tuple[ProgramSpec | None, frozenset[Pair]] = None, frozenset()
+        self._decided: tuple[ProgramSpec | None, Decision] = None, Decision()
         """What was decided last, and for which program."""
         self._is_open = False
         """Whether a batch has begun, whose program may get longer or shorter, but stay as it is up to here."""
@@ -277,18 +279,18 @@ class Budget:
         """Returns the program of a step with what autograd keeps of it."""
         if self._limit is None:
             return spec
-        decided = self._kept[0]
+        decided = self._decided[0]
         if not self._is_open and (spec != decided or self._meter.has_grown):
             if decided is not None and spec.first_trained < decided.first_trained:
                 self._meter.measure_again()
             self._meter.has_grown = False
-            self._kept = spec, kept_within(self._limit, partial(self._build, spec), self._during, self._size)
-        return replace(spec, kept=self._kept[1])
+            self._decided = spec, kept_within(self._limit, partial(self._build, spec), self._during, self._size)
+        return replace(spec, **self._decided[1]._asdict())
 
     def begin_anew(self) -> None:
         """Lets the next batch be as the first one, because other tensors may need gradients."""
         self._meter.measure_again()
-        self._limit, self._kept = None, (None, frozenset())
+        self._limit, self._decided = None, (None, Decision())
 
     def begin_batch(self) -> None:
         """Begins a batch for training."""
@@ -308,7 +310,7 @@ class Budget:
         self._is_open = False
         if self._limit is not None:
             return
-        needed, beyond = max(self._during(self._build(spec, frozenset()))), self._beyond(spec)
+        needed, beyond = max(self._during(self._build(spec, Decision()))), self._beyond(spec)
         budget = self._budget = self._left() if self._given is None else self._given
         raise_everywhere(over_budget(budget, dist.get_rank(), needed + beyond), ConfigError)
         self._limit = budget - beyond
@@ -319,13 +321,13 @@ class Budget:
         do."""
         if not isinstance(error, ActionError) or not isinstance(error.__cause__, torch.OutOfMemoryError):
             return
-        executor, (spec, kept) = self._training.executor, self._kept
+        executor, (spec, decision) = self._training.executor, self._decided
         fitted = needed = 0
         if spec is not None and self._limit is not None:
             beyond = self._budget - self._limit
             fitted = beyond + max(self._during(executor.program)[: executor.row], default=0)
-            needed = beyond + max(self._during(self._build(spec, frozenset())))
-        advise_on_memory(error, len(kept), self._budget, fitted, needed)
+            needed = beyond + max(self._during(self._build(spec, Decision())))
+        advise_on_memory(error, len(decision.kept), self._budget, fitted, needed)
 
     @property
     def _on_accelerator(self) -> bool:
@@ -346,13 +348,15 @@ class Budget:
         return ActivationBytes(
             inputs=max(inputs, meter.inputs.get(0, 0)),
             labels=labels,
-            chunks=[own.get(chunk, others[chunk]) for chunk in range(chunks)],
+            chunks=[
+                replace(own.get(chunk, others[chunk]), selective=meter.selective.get(chunk)) for chunk in range(chunks)
+            ],
             random_states=sum(state.nbytes for state in states),
             draws=training.executor.draws.any,
         )
 
-    def _build(self, spec: ProgramSpec, kept: frozenset[Pair]) -> list[Action]:
-        return build_rank_program(replace(spec, kept=kept), self._training.placed.stage_id)
+    def _build(self, spec: ProgramSpec, decision: Decision) -> list[Action]:
+        return build_rank_program(replace(spec, **decision._asdict()), self._training.placed.stage_id)
 
     def _during(self, actions: Sequence[Action]) -> list[int]:
         return self._follow(actions)[1]
@@ -375,7 +379,7 @@ class Budget:
         unknown = self._optimizer_state() if self._element.optimizer is None else 0
         if not self._on_accelerator:
             return unknown
-        actions = self._build(spec, frozenset())
+        actions = self._build(spec, Decision())
         memory, during = self._follow(actions)
         before_step = [action.kind for action in actions].index(Kind.STEP)
         return unknown + max(0, self._measured - max(during[:before_step]) + (memory.optimizer_state or 0))
@@ -395,8 +399,11 @@ class Budget:
     def _tell(self, spec: ProgramSpec, budget: int) -> None:
         """Says on the first rank what it recomputes from now on."""
         if dist.get_rank() == 0:
-            backwards = [action for action in self._build(spec, spec.kept) if action.kind is Kind.BACKWARD]
+            program = build_rank_program(spec, self._training.placed.stage_id)
+            backwards = [action for action in program if action.kind is Kind.BACKWARD]
+            in_part = sum(action.selective for action in backwards)
             logger.info(
                 f"ds_lgamp: within {with_unit(budget, 'B')} of memory, rank 0 recomputes "
                 f"{sum(action.recomputed for action in backwards)} of {len(backwards)} forwards of a step"
+                f"{f', and a part of {in_part} more' if in_part else ''}"
             )

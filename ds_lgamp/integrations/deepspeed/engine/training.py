@@ -40,6 +40,7 @@ from ds_lgamp.integrations.deepspeed.model.recomputation import (
     refuse_unless_offered,
     restoring_random_states,
     switch_on,
+    switches_of,
 )
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import SharedBuffers
 from ds_lgamp.integrations.program_spec import budget_of, program_of
@@ -162,7 +163,7 @@ class Training:
             self._deferred = None
         module, settings, device = self.placed, self.settings, self.device
         if settings.recompute == "selective":
-            switch_on(module)
+            switch_on(module.modules())
         refuse_delayed_scaling(module)
         layers = built_layers(module).values()
         defer_logits(layers, module.loss_fn, settings.loss_chunk)
@@ -178,6 +179,8 @@ class Training:
         """Whether ranks exchange data inside layers, also when they recompute."""
         if settings.recompute == "auto":
             raise_everywhere(why_not_alone(module, module), ConfigError)
+            for chunk in self.executor.chunks.values():
+                chunk.switches = switches_of(chunk.state.modules)
             self.budget = Budget(self, self._given_budget)
         self.executor.trace = trace_if_asked(settings, module.stage_id, self.data_rank, device, ConfigError)
         self.partition.release_all()
@@ -318,16 +321,9 @@ class Training:
             self.budget.begin_batch()
         if training and self._recomputes_alike and not self.executor.compiled:
             self.executor.compiled = any(everyone(has_compiled(), host_group()))
-        return BatchState(
-            self.door.micro_batches if training else spec.micro_batches,
-            load,
-            training,
-            self.program(spec),
-            spec.first_trained,
-            spec.returns_outputs and training,
-            name,
-            spec.split_chunks if training else frozenset(),
-        )
+        count = self.door.micro_batches if training else spec.micro_batches
+        outputs, split = spec.returns_outputs and training, spec.split_chunks if training else frozenset()
+        return BatchState(count, load, training, self.program(spec), spec.first_trained, outputs, name, split)
 
     def end_batch(self, specs: Sequence[ProgramSpec]) -> None:
         """Counts the micro-batches of a batch, and acts on the one before if that was not finite.

@@ -22,7 +22,7 @@ from ds_lgamp.cost.activations import ActivationBytes, ChunkBytes
 from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype, input_dtype, parameter_dtype
 from ds_lgamp.integrations.deepspeed.model.construction import places_of_tensors
 from ds_lgamp.integrations.deepspeed.model.module import function_of
-from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources, switch_on
+from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources, switch_on, switches_of
 from ds_lgamp.partition.quantised import is_packed
 from ds_lgamp.partition.shards import ACCUMULATES_IN_OTHER_DTYPES
 from ds_lgamp.runtime.chunk import Chunk, as_leaves, cloned, differentiable, passed_on, tensors_in
@@ -79,7 +79,7 @@ def measure_activations(
     states = [leaf for leaf in tree_leaves(read_states(sources)) if isinstance(leaf, torch.Tensor)]
     inputs, labels = micro_batch
     if settings.recompute == "selective":
-        switch_on(nn.ModuleList(_modules(layers)))
+        switch_on(_modules(layers))
     defer_logits(_modules(layers), module.loss_fn, settings.loss_chunk)
     try:
         with undisturbed(sources), FakeTensorMode(allow_non_fake_inputs=True), faked(layers, config, device):
@@ -133,7 +133,11 @@ def _chunks(
             )
             taken = measure(way=Way(chunk in spec.recomputed_chunks, chunk in spec.split_chunks))
         if settings.recompute == "auto" and chunk in spec.recomputed_chunks:
-            taken = replace(taken, kept=measure(way=Way(recompute=False)))
+            kept = Way(recompute=False)
+            taken = replace(taken, kept=measure(way=kept))
+            whole.switches = switches_of(whole.state.modules)
+            with whole.selectively(nullcontext()):
+                taken = replace(taken, selective=measure(way=kept) if whole.switches else None)
         if settings.activation_dtype is not None and spec.first_trained <= chunk < last:
             with torch.enable_grad():
                 result = passed_on(compute(cloned(inputs)), None, marks=True)

@@ -19,7 +19,8 @@ from torch import nn
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig, read_block
 from ds_lgamp.cost.activations import ActivationBytes
-from ds_lgamp.cost.memory import Memory, Pair, kept_within, memory_over_time, rank_memory, space_left
+from ds_lgamp.cost.budget import Decision, Pair, kept_within, space_left
+from ds_lgamp.cost.memory import Memory, memory_over_time, rank_memory
 from ds_lgamp.cost.offload import DiskUse, disk_use, host_beside_disk, live_use
 from ds_lgamp.cost.traffic import (
     Traffic,
@@ -124,7 +125,9 @@ def explain(arguments: dict[str, Any], partition_method: str, calls_engine: bool
     held = model.ranks(settings, config, spec, update)
     if settings.recompute == "auto" and activations is not None:
         limit = space_left(get_accelerator().total_memory()) if budget is None else budget
-        spec = replace(spec, kept=frozenset().union(*(step.kept(rank, each, limit) for rank, each in enumerate(held))))
+        decisions = [step.decision(rank, each, limit) for rank, each in enumerate(held)]
+        kept, selective = (frozenset[Pair]().union(*each) for each in zip(*decisions))
+        spec = replace(spec, kept=kept, selective=selective)
         program = _validated(spec)
     return Explanation(
         spec=spec,
@@ -259,6 +262,7 @@ class Step(NamedTuple):
             tied=held.tied,
             parameters=sum(facts.parameters for facts in chunks) + sum(facts.parameters for facts in held.tied),
             recomputed=sum(action.kind is Kind.BACKWARD and action.recomputed for action in actions),
+            recomputed_in_part=sum(action.kind is Kind.BACKWARD and action.selective for action in actions),
             traffic=self._traffic(actions, units),
             tied_sums=sum(unit.copies > 1 for unit in units),
             collective_bytes_sent=sum(collective_bytes(actions, unit, sharding, size) for unit in units),
@@ -278,23 +282,23 @@ class Step(NamedTuple):
             tokens=self._tokens(actions, held.expert_layers),
         )
 
-    def kept(self, rank: int, held: ImaginedRank, limit: int) -> frozenset[Pair]:
-        """Returns the pairs of which a rank keeps what autograd saves, to stay within a limit. Raises ConfigError if it
-        would need more memory although it recomputed everything."""
+    def decision(self, rank: int, held: ImaginedRank, limit: int) -> Decision:
+        """Returns what a rank does not recompute, within a limit. Raises ConfigError if it would need more memory
+        although it recomputed everything."""
         assert self.activations is not None, "the first batch would decide"
         size, units = (
             self._element_bytes,
             unit_sizes(held.partition, self.home_of_frozen),
         )
 
-        def build(kept: frozenset[Pair]) -> list[Action]:
-            return build_rank_program(replace(self.spec, kept=kept), rank)
+        def build(decision: Decision) -> list[Action]:
+            return build_rank_program(replace(self.spec, **decision._asdict()), rank)
 
         def follow(actions: Sequence[Action]) -> list[int]:
             taken = actions, units, self._sharding, size, self.activations
             return [held.constants + most for most in memory_over_time(*taken, offload=self.spec.offload)[1]]
 
-        complaint = over_budget(limit, rank, max(follow(build(frozenset()))))
+        complaint = over_budget(limit, rank, max(follow(build(Decision()))))
         if complaint is not None:
             raise ConfigError(complaint)
         return kept_within(limit, build, follow, self.activations)

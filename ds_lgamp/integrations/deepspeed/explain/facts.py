@@ -106,6 +106,8 @@ class RankFacts:
     memory: Memory
     recomputed: int = 0
     """How many forwards its backwards compute again in a step."""
+    recomputed_in_part: int = 0
+    """Of how many others layers recompute a part."""
     constants: int = 0
     """Bytes of what dequantises its packed weights; ``memory`` has them among the weights."""
     bus_bytes_loaded: int | None = None

@@ -62,7 +62,11 @@ def _budget(facts: Explanation) -> str:
     within = f" within {facts.settings.recompute_memory or 'the memory of the device'}"
     if facts.activations_unknown is not None:
         return f"{within} (here as in the first batch, which recomputes all and measures)"
-    share = ", ".join(f"{rank.recomputed} of {len(rank.chunks) * facts.spec.micro_batches}" for rank in facts.ranks)
+    share = ", ".join(
+        f"{rank.recomputed} of {len(rank.chunks) * facts.spec.micro_batches}"
+        f"{f' and a part of {rank.recomputed_in_part} more' if rank.recomputed_in_part else ''}"
+        for rank in facts.ranks
+    )
     return f"{within} (forwards by rank: {share})"
 
 

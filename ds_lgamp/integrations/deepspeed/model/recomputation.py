@@ -1,10 +1,10 @@
 """The random numbers of layers, and their recomputation: from which generators layers draw, what seeds them before each
 layer, and what layers recompute themselves.
 
-With ``"recompute": "selective"``, chunks are not recomputed, but layers that offer it recompute a part of themselves. A
-layer offers it by an attribute ``recompute_selectively`` of its own or of a module inside it. The engine sets the
-attribute to True. The layer itself chooses the part that it recomputes and the random states for it. Megatron-core's
-attention has its own switch for this.
+With ``"recompute": "selective"``, chunks are not recomputed, but layers that offer it recompute a part of themselves;
+with "auto", they do so in some forwards. A layer offers it by an attribute ``recompute_selectively`` of its own or of a
+module inside it. The engine sets the attribute to True. The layer itself chooses the part that it recomputes and the
+random states for it. Megatron-core's attention has its own switch for this.
 """
 
 import random
@@ -157,14 +157,22 @@ def refuse_unless_offered(offers: Iterable[bool]) -> None:
         )
 
 
-def switch_on(layers: nn.Module) -> None:
-    """Makes layers recompute a part of themselves. A Megatron-core layer stays as it is if its TransformerConfig sets
-    ``recompute_granularity``."""
-    for module in layers.modules():
+def switches_of(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str]]:
+    """Returns the modules that do not yet recompute a part of themselves, each with the attribute that makes it do so.
+    A Megatron-core layer stays as it is if its TransformerConfig sets ``recompute_granularity``."""
+    switches = []
+    for module in modules:
         name = _switch_of(module)
         configured = getattr(getattr(module, "config", None), "recompute_granularity", None) is not None
-        if name == SWITCH or (name == MEGATRON_SWITCH and not configured):
-            setattr(module, name, True)
+        if name is not None and not getattr(module, name) and (name == SWITCH or not configured):
+            switches.append((module, name))
+    return switches
+
+
+def switch_on(modules: Iterable[nn.Module]) -> None:
+    """Makes layers recompute a part of themselves."""
+    for module, name in switches_of(modules):
+        setattr(module, name, True)
 
 
 def _switch_of(module: nn.Module) -> str | None:

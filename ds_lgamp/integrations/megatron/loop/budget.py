@@ -21,7 +21,8 @@ from torch import nn
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.cost.activations import ActivationBytes, ChunkBytes
-from ds_lgamp.cost.memory import Pair, kept_within, memory_over_time, space_left
+from ds_lgamp.cost.budget import Decision, Pair, kept_within, space_left
+from ds_lgamp.cost.memory import memory_over_time
 from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize
 from ds_lgamp.fields import with_unit
 from ds_lgamp.integrations.program_spec import advise_on_memory, budget_of, over_budget
@@ -29,7 +30,8 @@ from ds_lgamp.partition.agreement import everyone
 from ds_lgamp.partition.zero_partition import ZeroPartition, unit_sizes
 from ds_lgamp.runtime.batch import ActionError
 from ds_lgamp.runtime.chunk import tensors_in
-from ds_lgamp.runtime.measure import ChunkMeter, PeakMemory, live_tensors, storage_of
+from ds_lgamp.runtime.measure import PeakMemory, live_tensors, storage_of
+from ds_lgamp.runtime.meter import ChunkMeter
 from ds_lgamp.schedule.actions import COMPUTE, Action, Kind
 
 
@@ -227,8 +229,8 @@ class Budget:
         self._program, self.meter.has_grown = program, False
         limit, build = self._limit(), partial(_marked, program)
         if is_second:
-            self._refuse(over_budget(limit, dist.get_rank(), max(self._during(build(frozenset())))))
-        self.kept = kept_within(limit, build, self._during, self._size)
+            self._refuse(over_budget(limit, dist.get_rank(), max(self._during(build(Decision())))))
+        self.kept = kept_within(limit, build, self._during, self._size).kept
         for group in shared:
             self.kept = frozenset.intersection(*everyone(self.kept, group))
         self._tell(limit)
@@ -238,7 +240,7 @@ class Budget:
         self.meter.forget()
         if self._batches == 1 and self._device.type != "cpu":
             peak = torch.get_device_module(self._device).max_memory_allocated(self._device)
-            self._unseen = max(0, peak - max(self._during(_marked(program, frozenset()))))
+            self._unseen = max(0, peak - max(self._during(_marked(program, Decision()))))
 
     @contextmanager
     def forward(self, pair: Pair, model: nn.Module, received: Any) -> Iterator[None]:
@@ -269,7 +271,8 @@ class Budget:
         """
         if not isinstance(error.__cause__, torch.OutOfMemoryError):
             return
-        fitted, needed = (self._during(_marked(self._program, kept)) for kept in (self.kept, frozenset[Pair]()))
+        decisions = Decision(self.kept), Decision()
+        fitted, needed = (self._during(_marked(self._program, each)) for each in decisions)
         peaks = max(fitted[:row], default=0), max(needed, default=0)
         advise_on_memory(error, len(self.kept), self._limit(), *peaks)
 
@@ -335,8 +338,9 @@ def _state_of(partition: ZeroPartition) -> _State:
     return _State(unit_sizes(partition), sharding, ElementBytes(weights, gradients))
 
 
-def _marked(program: Sequence[Action], kept: frozenset[Pair]) -> list[Action]:
+def _marked(program: Sequence[Action], decision: Decision) -> list[Action]:
     """Returns the program with the forwards and backwards marked whose layers recompute."""
+    kept = decision.kept
     return [action._replace(recomputed=action.kind in COMPUTE and action[1:3] not in kept) for action in program]
 
 

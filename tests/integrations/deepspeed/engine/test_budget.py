@@ -17,6 +17,7 @@ import transformers
 from deepspeed.pipe import LayerSpec, PipelineModule
 
 from ds_lgamp.config import ConfigError, read_block
+from ds_lgamp.cost.budget import Decision
 from ds_lgamp.fields import parse_quantity
 from ds_lgamp.integrations.deepspeed.engine import memory
 from ds_lgamp.integrations.deepspeed.explain.activations import measure_activations
@@ -30,7 +31,8 @@ from testing.ranks import run_on_ranks, started_ranks
 from tests.integrations.deepspeed.engine.test_offload_activations import keep_the_host_apart
 from tests.integrations.deepspeed.engine.test_recompute import (
     ATTENDING,
-    Attending,
+    ATTENTION,
+    Attention,
     engine,
     gradients_and_peak_of,
     gradients_of,
@@ -66,11 +68,11 @@ def steps_within(budgets, pipeline_ranks):
     """Returns gradients and peak of a step with everything recomputed, and by budget also what it recomputes and what
     the formula says."""
     prepare_rank()
-    full = engine(ATTENDING, pipeline_ranks)
+    full = engine(ATTENTION, pipeline_ranks)
     found = {"full": [gradients_and_peak_of(full) for _ in range(2)][1]}
     del full
     for budget in budgets:
-        trained = auto(ATTENDING, pipeline_ranks, budget)
+        trained = auto(ATTENTION, pipeline_ranks, budget)
         first = recomputed(trained)
         gradients_of(trained)
         told, _ = trained.lgamp.budget._follow(program_of(trained))
@@ -97,7 +99,7 @@ def test_a_step_stays_within_any_budget_and_equal_to_the_bit(pipeline_ranks):
 def too_little():
     """Returns what a rank says if its budget does not even hold what is recomputed."""
     prepare_rank()
-    trained = auto(ATTENDING, 2, "500 kB")
+    trained = auto(ATTENTION, 2, "500 kB")
     with pytest.raises(ConfigError) as refusal:
         gradients_of(trained)
     return str(refusal.value)
@@ -125,9 +127,11 @@ def run_budget_of(block):
 
 
 def keep_at_random(draw, limit, build, follow, size):
-    """Stands for the decision. Returns any pairs of the rank."""
-    pairs = {action[1:3] for action in build(frozenset()) if action.kind is Kind.BACKWARD and action.recomputed}
-    return frozenset(pair for pair in sorted(pairs) if draw.random() < 0.5)
+    """Stands for the decision. Returns any pairs of the rank, and any of those whose layers can recompute a part."""
+    pairs = {action[1:3] for action in build(Decision()) if action.kind is Kind.BACKWARD and action.recomputed}
+    kept = [pair for pair in sorted(pairs) if draw.random() < 0.5]
+    offered = [pair for pair in kept if size.chunks[pair[0]].selective is not None]
+    return Decision(frozenset(kept), frozenset(pair for pair in offered if draw.random() < 0.5))
 
 
 ENGINES = [
@@ -138,36 +142,39 @@ ENGINES = [
 ]
 
 
-def train_at_random(pipeline_ranks):
+def train_at_random(pipeline_ranks, kinds):
     """Trains engines that keep random pairs, others in every step. Returns whether gradients are those of engines that
-    recompute everything, and how many pairs were kept."""
+    recompute everything, and how many pairs were kept, and kept in part."""
     prepare_rank()
-    outcomes, pairs = [], 0
+    outcomes, pairs, in_part = [], 0, 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "kept_within", partial(keep_at_random, random.Random(3)))
         keep_the_host_apart(patch)
         for block in ENGINES:
-            full, kept = (make(ATTENDING, pipeline_ranks, **block) for make in (engine, partial(auto, budget="1 GB")))
+            full, kept = (make(kinds, pipeline_ranks, **block) for make in (engine, partial(auto, budget="1 GB")))
             for _ in range(3):
                 expected, found = gradients_of(full), gradients_of(kept)
                 kept.lgamp.budget._meter.has_grown = True
                 outcomes.append(all(torch.equal(found[name], each) for name, each in expected.items()))
-            pairs += len(kept.lgamp.own_spec.kept)
-    return outcomes, pairs
+            pairs, in_part = pairs + len(kept.lgamp.own_spec.kept), in_part + len(kept.lgamp.own_spec.selective)
+    return outcomes, pairs, in_part
 
 
-@pytest.mark.parametrize("pipeline_ranks", slow_except([2], [1, 2]))
-def test_random_decisions_of_ranks_change_no_bit(pipeline_ranks):
+@pytest.mark.parametrize(
+    ("pipeline_ranks", "kinds"),
+    slow_except([(2, ATTENDING)], [*product((1, 2), (ATTENTION, ATTENDING))], several=True),
+)
+def test_random_decisions_of_ranks_change_no_bit(pipeline_ranks, kinds):
     """Two data-parallel ranks decide alike here, and pipeline ranks for themselves. Layers draw."""
-    for outcomes, pairs in run_on_ranks(2 * pipeline_ranks, train_at_random, pipeline_ranks):
+    for outcomes, pairs, in_part in run_on_ranks(2 * pipeline_ranks, train_at_random, pipeline_ranks, kinds):
         assert outcomes == [True] * 3 * len(ENGINES)
-        assert pairs > len(ENGINES)
+        assert pairs > len(ENGINES) and (in_part > 0) == (kinds is ATTENDING)
 
 
 def run_out_of_memory(number):
     """Returns what a rank says if an allocation fails in a backward after so many batches."""
     prepare_rank()
-    trained = auto(ATTENDING, 1, "6 MB")
+    trained = auto(ATTENTION, 1, "6 MB")
     for _ in range(number):
         gradients_of(trained)
     return sentence_at(trained, Kind.BACKWARD, 0)
@@ -207,10 +214,10 @@ def train_with_what_fits():
     prepare_rank()
     found = []
     for chunk in (1, 5):
-        trained = auto(ATTENDING, 1, "6 MB")
+        trained = auto(ATTENTION, 1, "6 MB")
         gradients_of(trained)
         named = sentence_at(trained, Kind.FORWARD, chunk).partition("set recompute_memory to ")[2].strip("'")
-        trained = auto(ATTENDING, 1, named)
+        trained = auto(ATTENTION, 1, named)
         gradients_of(trained)
         found.append((parse_quantity("budget", named, "bytes"), gradients_and_peak_of(trained)[1], recomputed(trained)))
         del trained
@@ -229,9 +236,9 @@ def test_what_fits_is_no_more_than_what_had_fitted_and_trains():
 def measured_beside_explained():
     """Returns what the first batch has measured and what fake tensors tell, with hidden states that travel rounded."""
     prepare_rank()
-    trained = auto(ATTENDING, 2, "1 GB", activation_dtype="bf16")
+    trained = auto(ATTENTION, 2, "1 GB", activation_dtype="bf16")
     gradients_of(trained)
-    layers = [Attending() for _ in ATTENDING]
+    layers = [Attention() for _ in ATTENTION]
     module = SimpleNamespace(_layer_specs=layers, loss_fn=mean_square)
     spec, bounds = trained.lgamp.program_spec, range(len(layers) + 1)
     data, config = micro_batch(0), trained.lgamp.config
@@ -260,7 +267,7 @@ def one_of_two_runs_out(folder):
     os.dup2(os.open(folder / str(rank), os.O_CREAT | os.O_WRONLY), 2)
     sys.stderr = os.fdopen(2, "w")
     prepare_rank()
-    trained = auto(ATTENDING, 2, "4 MB")
+    trained = auto(ATTENTION, 2, "4 MB")
     gradients_of(trained)
 
     def fail(executor, action):
@@ -290,7 +297,7 @@ def longer_and_more():
     and how many forwards are recomputed."""
     prepare_rank()
     outcomes = []
-    engines = [engine(ATTENDING, 1), auto(ATTENDING, 1, "9 MB")]
+    engines = [engine(ATTENTION, 1), auto(ATTENTION, 1, "9 MB")]
     for each in engines:
         each.reset_activation_shape()
         each.module.dynamic_shape = True
@@ -398,7 +405,7 @@ def test_after_a_thaw_all_is_measured_and_decided_anew():
 def complaints():
     """Returns what refuses modules whose layers exchange data, or are compiled."""
     prepare_rank()
-    trained = engine(ATTENDING, 1)
+    trained = engine(ATTENTION, 1)
     found = [memory.why_not_alone(trained.module, trained.module)]
     trained.module.forward_funcs[1].norm = torch.nn.SyncBatchNorm(4)
     found.append(memory.why_not_alone(trained.module, trained.module))
@@ -442,4 +449,4 @@ def courses_at_random(blocks):
         within = {"recompute": "auto", "recompute_memory": "1 GB"}
         both = [{**block, **more} for block in blocks for more in ({}, within)]
         courses = train_all_on_rank([("GPT-2 with dropout", 1, block) for block in both])
-    return courses, [len(pairs) for pairs in kept]
+    return courses, [len(decision.kept) for decision in kept]

@@ -53,10 +53,8 @@ class InPlace(nn.Linear):
         return super().forward(inputs.mul_(2.0) if self.allowed else inputs * 2.0)
 
 
-class Attending(nn.Module):
-    """Attention that keeps its scores [samples, tokens, tokens] unless it recomputes them."""
-
-    recompute_selectively = False
+class Attention(nn.Module):
+    """Keeps its scores [samples, tokens, tokens]."""
 
     def __init__(self):
         super().__init__()
@@ -66,15 +64,23 @@ class Attending(nn.Module):
         return self.dropout(torch.softmax(hidden @ hidden.transpose(1, 2), dim=-1)) @ hidden
 
     def forward(self, inputs):
-        hidden = self.mix(inputs)
+        return inputs + self.attend(self.mix(inputs))
+
+
+class Attending(Attention):
+    """Attention that can recompute its scores."""
+
+    recompute_selectively = False
+
+    def forward(self, inputs):
         if self.recompute_selectively and torch.is_grad_enabled():
-            return inputs + checkpoint(self.attend, hidden, use_reentrant=False)
-        return inputs + self.attend(hidden)
+            return inputs + checkpoint(self.attend, self.mix(inputs), use_reentrant=False)
+        return super().forward(inputs)
 
 
 KEEPING = [Viewing, nn.Tanh, InPlace, nn.Linear, nn.Tanh, InPlace, Viewing, nn.Linear]
 """A layer changes the saved result of a tanh: on the same rank (1) and on another one (4)."""
-ATTENDING = [Attending] * 6
+ATTENTION, ATTENDING = [Attention] * 6, [Attending] * 6
 
 
 def specs(kinds):

@@ -1,0 +1,113 @@
+"""With recompute "auto", layers that can recompute a part of themselves do so where memory is short, before their chunk
+is recomputed as a whole."""
+
+import gc
+from itertools import pairwise
+from types import SimpleNamespace
+
+import torch
+
+from ds_lgamp.fields import parse_quantity
+from ds_lgamp.integrations.deepspeed.explain.activations import measure_activations
+from ds_lgamp.schedule.actions import Kind
+from testing.deepspeed_rank import prepare_rank
+from testing.ranks import run_on_ranks
+from tests.integrations.deepspeed.engine.test_budget import SCALARS, STATE_BYTES, auto, gradients_with, program_of
+from tests.integrations.deepspeed.engine.test_recompute import (
+    ATTENDING,
+    MICRO_BATCHES,
+    Attending,
+    engine,
+    gradients_and_peak_of,
+    gradients_of,
+    mean_square,
+    micro_batch,
+)
+
+BUDGETS = ("1.1 MB", "1.2 MB", "3 MB", "5 MB", "20 MB")
+
+
+def numbers_of(trained):
+    """Returns how many forwards the next step recomputes on this rank, and how many others in part."""
+    backwards = [action for action in program_of(trained) if action.kind is Kind.BACKWARD]
+    return sum(action.recomputed for action in backwards), sum(action.selective for action in backwards)
+
+
+def switches(trained):
+    return [layer.recompute_selectively for layer in trained.module.forward_funcs]
+
+
+def steps_within(budgets):
+    """Returns gradients of a step with everything recomputed; and by budget, also its peak, the peak by the formula,
+    how many forwards it recomputes whole and in part, and whether its layers recompute afterwards."""
+    prepare_rank()
+    full, found = engine(ATTENDING, 1), {}
+    gradients_of(full)
+    expected = gradients_of(full)
+    for budget in budgets:
+        trained = auto(ATTENDING, 1, budget)
+        gradients_of(trained)
+        told, _ = trained.lgamp.budget._follow(program_of(trained))
+        measured = gradients_and_peak_of(trained)
+        found[budget] = (*measured, told.peak - told.weights, numbers_of(trained), any(switches(trained)))
+        del trained
+        gc.collect()
+    return expected, found
+
+
+def test_more_memory_recomputes_first_parts_of_all_chunks_and_then_nothing():
+    """The peak stays within any budget, and gradients are equal to the bit. The formula is as far from the peak as with
+    everything kept, by the batch, which the test holds, too."""
+    ((expected, found),) = run_on_ranks(1, steps_within, BUDGETS)
+    _, peak_of_none, told_of_none, *_ = found[BUDGETS[-1]]
+    beside = told_of_none - peak_of_none
+    assert 0 <= beside < 0.01 * told_of_none
+    for budget, (gradients, peak, told, (whole, _), still_on) in found.items():
+        assert all(torch.equal(gradient, expected[name]) for name, gradient in gradients.items()), budget
+        assert max(peak, told) <= parse_quantity("budget", budget, "bytes"), budget
+        assert abs(told - peak - beside) <= STATE_BYTES * whole, (budget, peak, told)
+        assert not still_on, "between steps, layers are as the script has made them"
+    numbers = [found[budget][3] for budget in BUDGETS]
+    assert all(more >= less for more, less in pairwise(numbers)), numbers
+    assert numbers[0][0] > 0 and numbers[1] == (0, 5 * MICRO_BATCHES) and numbers[-1] == (0, 0), numbers
+    assert 0 < numbers[3][1] < numbers[2][1] < 5 * MICRO_BATCHES, numbers
+
+
+def one_micro_batch_and_longer_ones():
+    """Returns, for every batch, how many forwards the next one recomputes whole and in part."""
+    prepare_rank()
+    trained, numbers = auto(ATTENDING, 1, "200 kB"), []
+    trained.module.dynamic_shape = True
+    for tokens in (40, 40, 40, 60, 60, 60):
+        gradients_with(trained, tokens, 1)
+        numbers.append(numbers_of(trained))
+    return numbers
+
+
+def test_what_layers_leave_is_known_when_an_input_of_the_largest_size_has_come_twice():
+    """With one micro-batch, that is after the second batch. Before, chunks are recomputed whole or not at all."""
+    (numbers,) = run_on_ranks(1, one_micro_batch_and_longer_ones)
+    (first, second, third), (longer, again, last) = numbers[:3], numbers[3:]
+    assert first[1] == 0 < first[0]
+    assert second == third and second[1] > 0 and second[0] < first[0]
+    assert longer[1] == 0 and again == last and last[1] > 0
+
+
+def measured_beside_explained():
+    prepare_rank()
+    trained = auto(ATTENDING, 1, "1 GB")
+    gradients_of(trained)
+    layers = [Attending() for _ in ATTENDING]
+    module = SimpleNamespace(_layer_specs=layers, loss_fn=mean_square)
+    core = trained.lgamp
+    given = module, layers, range(len(layers) + 1), micro_batch(0), core.program_spec, core.settings, core.config
+    return core.budget._size, measure_activations(*given)
+
+
+def test_the_first_batch_measures_of_layers_what_fake_tensors_tell():
+    ((measured, told),) = run_on_ranks(1, measured_beside_explained)
+    for chunk in range(len(ATTENDING) - 1):
+        found, right = measured.chunks[chunk].selective, told.chunks[chunk].selective
+        assert (found.result, found.backward, found.keeps_result) == (right.result, right.backward, right.keeps_result)
+        assert abs(found.saved - right.saved) <= SCALARS and abs(found.forward - right.forward) <= SCALARS, chunk
+        assert found.saved < measured.chunks[chunk].kept.saved / 10
