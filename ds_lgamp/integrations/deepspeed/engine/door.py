@@ -3,7 +3,7 @@ builds an engine, and the methods that scripts call on engines of both kinds."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -15,7 +15,6 @@ from torch import nn
 
 from ds_lgamp.config import BLOCK, ConfigError, check_compile
 from ds_lgamp.integrations.deepspeed.checkpoint import save_and_load
-from ds_lgamp.integrations.deepspeed.checkpoint.description import Run
 from ds_lgamp.integrations.deepspeed.config.optimizer_choice import check_elementwise, choice_of
 from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype
 from ds_lgamp.integrations.deepspeed.config.run_checks import refuse_optimizer
@@ -34,30 +33,6 @@ from ds_lgamp.watch.this_rank import this_rank
 
 _DEFAULTS = ("mode", "default"), ("fullgraph", False)
 """Options with which torch.compile does what it does without."""
-
-
-class Door(Run, Protocol):
-    """An engine of DeepSpeed, through which a script trains. What its training asks of it."""
-
-    micro_batches: int
-    """How many a pipeline computes for a batch, if all data-parallel ranks compute equally many."""
-    live_client_state: dict[Any, Any]
-    """The client_state of the states in ``live_checkpoint``."""
-    shapes_advice: str
-    """What to do where micro-batches have other shapes than those before, as a clause."""
-
-    def loss_of(self, outputs: Any, labels: Any) -> Any:
-        """Returns the loss of a micro-batch, or outputs, from what the last layer returned."""
-
-    def end_backward(self) -> None:
-        """Called when the program comes to its step, before gradients are final on all ranks."""
-
-    def take_step(self) -> None:
-        """Steps the optimizer and the scheduler as DeepSpeed does, and counts the step."""
-
-    def micro_batch_name(self, data_rank: int, micro_batch: int) -> str:
-        """Returns what the user calls a micro-batch."""
-        ...
 
 
 class _NoTraining:

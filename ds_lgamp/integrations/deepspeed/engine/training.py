@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from ds_lgamp.checkpoint.files import CheckpointError
 from ds_lgamp.checkpoint.saver import Saver
 from ds_lgamp.config import ConfigError, LgampConfig
 from ds_lgamp.cost.units import Sharding
-from ds_lgamp.integrations.deepspeed.checkpoint.description import share_of
+from ds_lgamp.integrations.deepspeed.checkpoint.description import Door, share_of
 from ds_lgamp.integrations.deepspeed.checkpoint.rank_state import LiveCheckpoint, open_folder
 from ds_lgamp.integrations.deepspeed.config.client_optimizer import on_shards, place_with_groups, prepare_optimizer
 from ds_lgamp.integrations.deepspeed.config.precision import input_dtype
@@ -65,10 +65,6 @@ from ds_lgamp.runtime.trace import trace_if_asked
 from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.watch.this_rank import this_rank
 
-# It imports this module.
-if TYPE_CHECKING:
-    from ds_lgamp.integrations.deepspeed.engine.door import Door
-
 
 class Training:
     """Trains one model: owns its programs, partition, executor, checks, trace, saves and live state.
@@ -94,7 +90,7 @@ class Training:
 
     def __init__(
         self,
-        door: "Door",
+        door: Door,
         settings: LgampConfig,
         partition_method: str,
         micro_batches: int,
