@@ -10,6 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from ds_lgamp import __version__
 from ds_lgamp.checkpoint import folder as folders
 from ds_lgamp.checkpoint.files import CheckpointError, read_verified, sentence_of
 from ds_lgamp.checkpoint.names import (
@@ -26,7 +27,6 @@ from ds_lgamp.checkpoint.ranges import FlatShard, Ranges
 from ds_lgamp.checkpoint.schema import COUNTERS, PULLED, decode_text, text_of
 from ds_lgamp.checkpoint.storage import METADATA, ChecksummedWriter, ShardSavePlanner, VerifyingReader
 from ds_lgamp.checkpoint.values import decode, encode, name_of_dtype
-from ds_lgamp.version import __version__
 
 
 class WholeCheckpoint(NamedTuple):

@@ -148,6 +148,17 @@ def test_layers_recompute_a_part_in_every_chunk_before_one_keeps_all():
     assert chosen(spec, 0, size, least + 3000) == (pairs, set())
 
 
+def test_only_what_is_kept_in_part_may_keep_all():
+    """Chunk 1 would need little more to keep all, but has no room to keep a part."""
+    spec = ProgramSpec((0,) * 4, "layered", 1, 1, 0)
+    part = ChunkBytes(RESULT, 0, 0, saved=800)
+    sizes = [
+        ChunkBytes(RESULT, 0, 0, kept=replace(part, saved=saved), selective=part) for saved in (1000, 850, 1000, 1000)
+    ]
+    size = ActivationBytes(0, 0, sizes)
+    assert chosen(spec, 0, size, peak(spec, 0, size, Decision()) + 860) == ({(2, 0)}, {(2, 0)})
+
+
 def test_where_a_part_leaves_as_much_as_the_whole_layers_keep_all():
     spec = ProgramSpec((0,) * 2, "layered", 1, 1, 0)
     kept = ChunkBytes(RESULT, 0, 0, saved=1000)

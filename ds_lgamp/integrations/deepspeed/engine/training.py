@@ -20,8 +20,9 @@ from ds_lgamp.integrations.deepspeed.checkpoint.rank_state import LiveCheckpoint
 from ds_lgamp.integrations.deepspeed.config.client_optimizer import on_shards, place_with_groups, prepare_optimizer
 from ds_lgamp.integrations.deepspeed.config.precision import input_dtype
 from ds_lgamp.integrations.deepspeed.config.zero import live_folder, on_disk_of
+from ds_lgamp.integrations.deepspeed.engine.budget import Budget, shared_by_ranks, why_not_alone
 from ds_lgamp.integrations.deepspeed.engine.data import BatchLoader
-from ds_lgamp.integrations.deepspeed.engine.memory import Budget, sharding_of, shared_by_ranks, why_not_alone
+from ds_lgamp.integrations.deepspeed.engine.memory import sharding_of
 from ds_lgamp.integrations.deepspeed.engine.monitor import monitor_if_asked, monitored
 from ds_lgamp.integrations.deepspeed.engine.nonfinite import NonfiniteCheck
 from ds_lgamp.integrations.deepspeed.engine.optimizer import PartitionedOptimizer, build_optimizer

@@ -36,13 +36,13 @@ from ds_lgamp.integrations.deepspeed.config.check_keys import for_deepspeed
 from ds_lgamp.integrations.deepspeed.config.client_optimizer import on_shards
 from ds_lgamp.integrations.deepspeed.config.precision import parameter_dtype
 from ds_lgamp.integrations.deepspeed.config.zero import Home, on_disk_of
+from ds_lgamp.integrations.deepspeed.engine.budget import why_not_alone
 from ds_lgamp.integrations.deepspeed.engine.memory import (
     Update,
     comes_later,
     element_bytes,
     sharding_of,
     update_of,
-    why_not_alone,
 )
 from ds_lgamp.integrations.deepspeed.engine.plan import plan_training
 from ds_lgamp.integrations.deepspeed.explain.activations import (

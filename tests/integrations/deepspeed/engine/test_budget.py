@@ -19,7 +19,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from ds_lgamp.config import ConfigError, read_block
 from ds_lgamp.cost.budget import Decision
 from ds_lgamp.fields import parse_quantity
-from ds_lgamp.integrations.deepspeed.engine import memory
+from ds_lgamp.integrations.deepspeed.engine import budget as budgets
 from ds_lgamp.integrations.deepspeed.explain.activations import measure_activations
 from ds_lgamp.integrations.program_spec import budget_of
 from ds_lgamp.integrations.user_script import failures_end_the_process
@@ -148,7 +148,7 @@ def train_at_random(pipeline_ranks, kinds):
     prepare_rank()
     outcomes, pairs, in_part = [], 0, 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "kept_within", partial(keep_at_random, random.Random(3)))
+        patch.setattr(budgets, "kept_within", partial(keep_at_random, random.Random(3)))
         keep_the_host_apart(patch)
         for block in ENGINES:
             full, kept = (make(kinds, pipeline_ranks, **block) for make in (engine, partial(auto, budget="1 GB")))
@@ -406,12 +406,12 @@ def complaints():
     """Returns what refuses modules whose layers exchange data, or are compiled."""
     prepare_rank()
     trained = engine(ATTENTION, 1)
-    found = [memory.why_not_alone(trained.module, trained.module)]
+    found = [budgets.why_not_alone(trained.module, trained.module)]
     trained.module.forward_funcs[1].norm = torch.nn.SyncBatchNorm(4)
-    found.append(memory.why_not_alone(trained.module, trained.module))
+    found.append(budgets.why_not_alone(trained.module, trained.module))
     del trained.module.forward_funcs[1].norm
     trained.module.forward_funcs[1].compile(backend="eager")
-    return [*found, memory.why_not_alone(trained.module, trained.module)]
+    return [*found, budgets.why_not_alone(trained.module, trained.module)]
 
 
 def test_ranks_decide_alone_only_where_no_layer_needs_others_and_all_can_be_measured():
@@ -445,7 +445,7 @@ def courses_at_random(blocks):
         return kept[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "kept_within", decide)
+        patch.setattr(budgets, "kept_within", decide)
         within = {"recompute": "auto", "recompute_memory": "1 GB"}
         both = [{**block, **more} for block in blocks for more in ({}, within)]
         courses = train_all_on_rank([("GPT-2 with dropout", 1, block) for block in both])
