@@ -9,15 +9,15 @@ from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.fp16.loss_scaler import LossScaler, LossScalerBase
 
 from ds_lgamp.config import ConfigError, LgampConfig
-from ds_lgamp.integrations.deepspeed.config.optimizer_choice import comes_from, skips_by_itself
-from ds_lgamp.integrations.deepspeed.config.precision import checks_overflow, loss_scaler
-from ds_lgamp.integrations.deepspeed.engine.nonfinite import LateFlag, NonfiniteCheck
-from ds_lgamp.integrations.deepspeed.engine.optimizer_state import (
+from ds_lgamp.integrations.deepspeed.checkpoint.rank_state import (
     complaint_about_class,
     load_state,
     names_of_cut,
     state_of,
 )
+from ds_lgamp.integrations.deepspeed.config.optimizer_choice import comes_from, skips_by_itself
+from ds_lgamp.integrations.deepspeed.config.precision import checks_overflow, loss_scaler
+from ds_lgamp.integrations.deepspeed.engine.nonfinite import LateFlag, NonfiniteCheck
 from ds_lgamp.optimizers.host_updates import updates_of
 from ds_lgamp.optimizers.norms import GradientNorm, clip_factor
 from ds_lgamp.optimizers.tensors import TensorOptimizer
