@@ -2,20 +2,29 @@
 
 Chunks sleep, in their forwards, backwards and updates. Loads and stores are real copies on a bus that takes ``LOADS``
 seconds for a chunk, in each direction. The layered order is compared with one micro-batch after another, which loads
-every chunk for every micro-batch, and with everything on the device. All take turns, and each turn makes several steps
-without a pause, because loads of one step wait for updates of the one before. The time counts from the end of the first
-step to the end of the last.
+every chunk for every micro-batch, and with everything on the device. With everything on a disk, which takes ``DISK``
+seconds to read a chunk while it writes one, updates take what its bytes take. All take turns, and each turn makes
+several steps without a pause, because loads of one step wait for updates of the one before. The time counts from the
+end of the first step to the end of the last.
 """
 
+import tempfile
+import time
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import product
 from statistics import median
+from threading import Lock
 from typing import Any
 
+import torch
+
 from benchmarks.record import OURS, Config, Record, begin
-from benchmarks.virtual.chunk import Setting
+from benchmarks.virtual.chunk import Setting, sleep_until
 from benchmarks.virtual.pipelines import Executed, spec_of
 from benchmarks.virtual.steps import Start, is_precise, scheduling, seconds_in_turns
+from ds_lgamp.partition import disk as disks
+from ds_lgamp.partition.disk import Disk, Move, Moving
 from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import simulate
@@ -27,10 +36,15 @@ LOADS = (0.010, 0.040)
 """Seconds of a chunk on the bus."""
 PARAMETERS = 1 << 18
 MICRO_BATCHES = (1, 4, 16)
-IN_MEMORY, LAYERED, OUTER = (
+DISK = 0.020
+"""Seconds in which the disk reads a chunk, or writes one meanwhile."""
+PIECE = 1 << 16
+"""Bytes that the disk moves at once. A real chunk is many times as large, and so are its pieces."""
+IN_MEMORY, LAYERED, OUTER, ON_DISK = (
     f"{OURS}, all on the device",
     f"{OURS}, layered, all on the host",
     f"{OURS}, one micro-batch after another, all on the host",
+    f"{OURS}, layered, all on a disk",
 )
 RATIO = "one micro-batch after another / layered"
 ALLOWED = 1.05
@@ -47,9 +61,9 @@ Found = tuple[dict[Key, list[float]], bool]
 
 
 def setting_of(name: str, micro_batches: int) -> Setting:
-    """Eight chunks on one rank. An update on the host takes as long as a backward of one micro-batch, one on the device
-    no time."""
-    update = 0.0 if name == IN_MEMORY else 0.010
+    """Eight chunks on one rank. An update on the host takes as long as a backward of one micro-batch. One on the device
+    takes no time, and one of what is on a disk that of its bytes."""
+    update = 0.0 if name in (IN_MEMORY, ON_DISK) else 0.010
     return Setting(1, 8, micro_batches, forward=0.005, backward=0.010, parameters=PARAMETERS, update=update)
 
 
@@ -58,7 +72,7 @@ def run(
 ) -> Record:
     """Measures all orders for every number of micro-batches and every speed of the bus."""
     record = begin(NAME)
-    keys = list(product((IN_MEMORY, LAYERED, OUTER), micro_batches, loads))
+    keys = list(product((IN_MEMORY, LAYERED, OUTER, ON_DISK), micro_batches, loads))
     ((seconds, precise),) = run_on_ranks(1, _measure, keys, turns, steps, before_init=Start(None), seconds=SECONDS)
     record.machine["scheduling"] = scheduling(precise)
     for number, load in product(micro_batches, loads):
@@ -69,11 +83,15 @@ def run(
 def enter(record: Record, micro_batches: int, load: float, seconds: dict[Key, list[float]]) -> None:
     """Enters the rows of a number of micro-batches and a speed."""
     config: Config = {"micro_batches": micro_batches, "load_ms": round(1000 * load)}
-    steps = {name: seconds[name, micro_batches, load] for name in (IN_MEMORY, LAYERED, OUTER)}
+    steps = {name: seconds[name, micro_batches, load] for name in (IN_MEMORY, LAYERED, OUTER, ON_DISK)}
     simulated = {}
     for name, found in steps.items():
         setting = setting_of(name, micro_batches)
         durations = setting.durations()._replace(load=load, store=load)
+        if name == ON_DISK:
+            # As the planner has it: loads at the pace of the slower one of bus and disk, and in an update the disk's
+            # time for gradient and weights. Both read, and here they share what the disk reads.
+            durations = durations._replace(load=max(load, DISK), update=2 * DISK)
         spec = spec_in_order(name, setting)
         record.add(name, config, "step", [1000 * each for each in found], "ms")
         simulated[name] = simulate(spec, build_program(spec), durations).step_time
@@ -114,5 +132,34 @@ def _measure(keys: Sequence[Key], turns: int, steps: int) -> Found:
 
 
 def _pipeline(name: str, micro_batches: int, load: float) -> Executed:
-    setting = setting_of(name, micro_batches)
-    return Executed(setting, "layered", 3, bytes_per_second=4 * PARAMETERS / load, **_order(name, setting))
+    setting, disks.PIECE = setting_of(name, micro_batches), PIECE
+    disk = PacedDisk(tempfile.gettempdir(), 4 * PARAMETERS / DISK) if name == ON_DISK else None
+    return Executed(setting, "layered", 3, bytes_per_second=4 * PARAMETERS / load, disk=disk, **_order(name, setting))
+
+
+class PacedDisk(Disk):
+    """A disk that reads so many bytes per second at most, and writes as many meanwhile."""
+
+    def __init__(self, path: str, bytes_per_second: float) -> None:
+        super().__init__(path)
+        self._rate, self._pace = bytes_per_second, Lock()
+        self._free_at: defaultdict[Move, float] = defaultdict(float)
+        """When it has moved all that it was asked to, in each direction."""
+
+    def _start(self, move: Move, home: torch.Tensor, memory: torch.Tensor, start: int) -> Moving:
+        with self._pace:
+            begin = max(time.monotonic(), self._free_at[move])
+            end = self._free_at[move] = begin + memory.nbytes / self._rate
+        return _Paced(super()._start(move, home, memory, start), end)
+
+
+class _Paced(Moving):
+    """Bytes that arrive at the ``end``, or later."""
+
+    def __init__(self, moving: Moving, end: float) -> None:
+        super().__init__(moving._jobs, moving._complaint)
+        self._end = end
+
+    def settle(self) -> None:
+        super().settle()
+        sleep_until(self._end)

@@ -1,7 +1,8 @@
 """Times the update of a chunk on the host beside the time that its bytes need to cross the memory bus:
 ``python -m benchmarks run host_update``.
 
-The engine's own updates step AdamW on a chunk in memory, with copies of its weights in fp32 or with all state in bf16.
+The engine's own updates step AdamW on a chunk in memory, with copies of its weights in fp32, with all state in bf16 or
+with bitsandbytes' moments in 8 bits beside copies in fp32.
 The bound is what as many bytes take that a multiplication in place reads and writes, with as many threads. The floor is
 torch's fused AdamW on the same tensors, and a copy that rounds the weights. All take turns.
 """
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 from benchmarks.record import OURS, REPETITIONS, Config, Record, begin
+from ds_lgamp.integrations.deepspeed.config.client_optimizer import in_8_bits
 from ds_lgamp.optimizers.host_updates import updates_of
 from ds_lgamp.partition.bus import Bus
 from ds_lgamp.partition.host import Host, HostThread
@@ -42,18 +44,21 @@ class Way(NamedTuple):
     copies: bool = True
     """Whether AdamW updates copies of the weights in fp32, which are rounded to bf16."""
     rounds: bool = False
+    in_8_bits: bool = False
+    """Whether bitsandbytes keeps its moments in 8 bits."""
     factor: float = 1.0
     """What clipping multiplies the gradient by."""
 
 
 # Copies in fp32 and moments are read and written, the gradient is read, and weights in bf16 are written.
-_COPIES, _HALF = 3 * 8 + 4 + 2, 3 * 4 + 2
+_COPIES, _HALF, _NARROW = 3 * 8 + 4 + 2, 3 * 4 + 2, 8 + 2 * 2 + 4 + 2
 FLOOR = "torch's fused AdamW and a copy"
 WAYS = (
     Way(f"{OURS}, copies in fp32", _COPIES),
     Way(f"{OURS}, copies in fp32, clipped", _COPIES, factor=0.5),
     Way(f"{OURS}, state in bf16, nearest", _HALF, copies=False),
     Way(f"{OURS}, state in bf16, by chance", _HALF, copies=False, rounds=True),
+    Way(f"{OURS}, copies in fp32, moments in 8 bits", _NARROW, in_8_bits=True),
 )
 
 
@@ -121,9 +126,13 @@ def _update_of(way: Way, parameters: int) -> Callable[[], None]:
     """Returns the engine's update of one chunk on the host."""
     weight = Parameter(torch.randn(parameters, dtype=torch.bfloat16))
     host = Host(Bus(CPU), HostThread(CPU), parameters=True)
-    policy = ZeroPolicy(dist.group.WORLD, 3, host=host, copies_weights=way.copies)
+    policy = ZeroPolicy(dist.group.WORLD, 3, host=host, copies_weights=way.copies, state_in_8_bits=way.in_8_bits)
     partition = build_partition({0: [UnitParameter("weight", weight, 0)]}, [], policy, CPU)
-    optimizer = torch.optim.AdamW([weight], lr=1e-3, fused=True)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW([weight], lr=1e-3, fused=True)
+    if way.in_8_bits:
+        from bitsandbytes.optim import AdamW8bit
+
+        optimizer = in_8_bits(AdamW8bit([weight], lr=1e-3))
     updates = updates_of(optimizer, partition, "reduction", way.rounds)
     (unit,), options = partition.units, updates.options()
     gradient = unit.stored_gradient

@@ -31,7 +31,7 @@ class Training(NamedTuple):
 
     name: str
     state: str = "fp32"
-    """The type of the optimizer's state."""
+    """The optimizer's state, as a configuration has it."""
     adapters: int = 0
     """The rank of adapters beside frozen weights; 0 if everything trains."""
 
@@ -39,6 +39,7 @@ class Training(NamedTuple):
 TRAININGS = (
     Training("all"),
     Training("all, state in bf16", "bf16"),
+    Training("all, moments in 8 bits", "8bit"),
     Training("adapters of rank 16", adapters=16),
 )
 CARDS = (("rtx4090", 1), ("rtx4090", 2), ("a100", 1))

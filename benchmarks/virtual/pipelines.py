@@ -27,9 +27,11 @@ from torch.distributed.pipelining import (
 from benchmarks.record import OURS
 from benchmarks.virtual.bare import BareLoop
 from benchmarks.virtual.chunk import Setting, SleepingParts, TorchSplitChunk, VirtualChunk, loss_function, sleep_until
-from ds_lgamp.optimizers.host_updates import HostUpdates
-from ds_lgamp.optimizers.updates import Options, Updates, postpone, start_postponed
+from ds_lgamp.cost.offload import OnDisk
+from ds_lgamp.optimizers.host_updates import updates_of
+from ds_lgamp.optimizers.updates import Options, postpone, start_postponed
 from ds_lgamp.partition.bus import Bus
+from ds_lgamp.partition.disk import Disk
 from ds_lgamp.partition.host import Host, HostThread
 from ds_lgamp.partition.policy import UnitParameter, ZeroPolicy
 from ds_lgamp.partition.unit import Unit
@@ -123,6 +125,7 @@ class Executed:
         updates: when the optimizer updates a chunk; see ``schedule.spec.UPDATES``.
         offload: what the host holds and updates; None if everything stays on the device.
         bytes_per_second: the speed of each direction of the bus to the host.
+        disk: holds what is offloaded; None if the host does.
     """
 
     def __init__(
@@ -136,6 +139,7 @@ class Executed:
         updates: str = "step",
         offload: Offload | None = None,
         bytes_per_second: float | None = None,
+        disk: Disk | None = None,
     ) -> None:
         rank = dist.get_rank() // setting.data_ranks
         self.setting = setting
@@ -143,13 +147,15 @@ class Executed:
         spec = spec_of(schedule, setting, zero_stage, resident_chunks, micro_batch_group, updates, offload)
         self.program, self.split = build_rank_program(spec, rank), spec.split_chunks
         parameters = {index: _parameters(index, chunk, setting) for index, chunk in self.chunks.items()}
-        host = None if offload is None else Host(Bus(DEVICE, bytes_per_second), HostThread(DEVICE), offload.parameters)
+        host = None
+        if offload is not None:
+            bus, on_disk = Bus(DEVICE, bytes_per_second, disk), OnDisk(disk is not None, disk is not None)
+            host = Host(bus, HostThread(DEVICE), offload.parameters, on_disk=on_disk)
         policy = ZeroPolicy(data_group(1 if alone else setting.data_ranks), zero_stage, host=host)
         self.partition = build_partition(parameters, [], policy, DEVICE)
         self.partition.release_all()
         shards = [segment.shard for segment in self.partition.segments()]
-        kind = Updates if offload is None else HostUpdates
-        self._updates = kind(torch.optim.SGD(shards, lr=0.0), self.partition, updates)
+        self._updates = updates_of(torch.optim.SGD(shards, lr=0.0), self.partition, updates, rounds=False)
         self.executor = Executor(
             Position(setting.placement, rank),
             {index: Chunk([chunk], index) for index, chunk in self.chunks.items()},
@@ -186,10 +192,11 @@ class Executed:
         for unit in units:
             postpone(unit, partial(self._update_alone, unit, options))
 
-    def _update_alone(self, unit: Unit, options: Options) -> None:
+    def _update_alone(self, unit: Unit, options: Options) -> Callable[[], None] | None:
         unit.settle_store()
+        self._updates.announce(unit)
         sleep_until(time.monotonic() + self.setting.update)
-        self._updates.update_alone(unit, 1, options)
+        return self._updates.update_alone(unit, 1, options)
 
     def _load(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.setting.micro_batch(index), LABELS

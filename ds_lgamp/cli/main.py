@@ -119,9 +119,10 @@ def _add_plan_command(commands: Any) -> None:
     )
     command.add_argument(
         "--state",
-        choices=("fp32", "bf16"),
+        choices=("fp32", "bf16", "8bit"),
         help="type of the optimizer's state and of the weights that it updates; bf16, rounded by chance, takes 8 bytes "
-        "per parameter in place of 16 to 18, and changes results (default: fp32)",
+        "per parameter in place of 16 to 18; 8bit, moments of bitsandbytes beside weights in fp32, takes 10 to 12; "
+        "both change results (default: fp32)",
     )
     command.add_argument(
         "--adapters",

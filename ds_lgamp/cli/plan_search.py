@@ -32,6 +32,12 @@ EXPERTS = CHUNKS
 """Where tables of models with experts that ranks may divide have the number of these ranks."""
 LOSS = 0.05
 """How much longer than on an unlimited network a step may take at the bandwidth that is printed."""
+CHANGES = {
+    "bf16": 'State in bf16, rounded by chance, changes results: docs/offload.md, "State in bf16".',
+    "8bit": "Moments in 8 bits change results, and the script makes the optimizer of bitsandbytes that has them: "
+    'docs/offload.md, "Moments in 8 bits".',
+}
+"""What the state of a plan's optimizer means for its user."""
 
 
 def run_search(options: argparse.Namespace, model: Model, cluster: Cluster) -> int:
@@ -145,8 +151,8 @@ def print_table(model: Model, cluster: Cluster, plans: Sequence[Plan], tokens: f
         console.print(
             f'The disk of a node holds {disk}. The written files name {DISK} there: docs/offload.md, "A disk".'
         )
-    if best.state == "bf16":
-        console.print('State in bf16, rounded by chance, changes results: docs/offload.md, "State in bf16".')
+    if best.state in CHANGES:
+        console.print(CHANGES[best.state])
     if model.adapters:
         console.print(_words_of_sent(sent(model, best)))
     needed = bandwidth_needed(model, cluster, best, LOSS)

@@ -28,8 +28,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 # O_DIRECT needs addresses, offsets and lengths that are multiples of DISK_BLOCK.
-from ds_lgamp.cost.offload import room
-from ds_lgamp.schedule.spec import DISK_BLOCK, PIECE, PIECES
+from ds_lgamp.cost.offload import DISK_BLOCK, PIECE, PIECES, room
 
 Move = Callable[[int, list, int], int]
 """``os.preadv`` or ``os.pwritev``."""

@@ -1,7 +1,9 @@
-"""The configurations that a search looks at, and the least time that each takes."""
+"""The configurations that a search looks at, the least time that each takes, and what they lack if none fits."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from heapq import heapify, heappop, heappush
+from itertools import takewhile
 from math import gcd
 from typing import Any
 
@@ -9,9 +11,9 @@ from ds_lgamp.cost.activations import ActivationBytes
 from ds_lgamp.cost.budget import Decision, Pair, kept_within
 from ds_lgamp.planner.activations import Software
 from ds_lgamp.planner.cluster import Cluster, Efficiency
-from ds_lgamp.planner.configuration import Configuration, method_of
+from ds_lgamp.planner.configuration import Configuration, describe, method_of
 from ds_lgamp.planner.hardware import Compute, Seconds
-from ds_lgamp.planner.memory import batch_bytes, chunk_bytes_of, default_software, formula_of, of_ranks
+from ds_lgamp.planner.memory import batch_bytes, chunk_bytes_of, default_software, formula_of, least, memory, of_ranks
 from ds_lgamp.planner.model import MEGATRON, Model
 from ds_lgamp.planner.work import host_seconds, is_layered
 from ds_lgamp.schedule.actions import Action
@@ -24,7 +26,9 @@ LARGEST_MICRO_BATCH = 64
 def candidates(model: Model, cluster: Cluster, sequences: int, state: str = "fp32") -> Iterator[Configuration]:
     """Yields every configuration worth a look that uses the whole cluster and divides the batch evenly, with the
     optimizer's ``state`` in that type."""
-    for tensor_ranks in tensor_rank_numbers(model, cluster):
+    # Blocks of 8 bits lie in whole parameters.
+    divides = state != "8bit"
+    for tensor_ranks in tensor_rank_numbers(model, cluster) if divides else [1]:
         for pipeline_ranks in divisors(cluster.gpus // tensor_ranks):
             data_ranks = cluster.gpus // tensor_ranks // pipeline_ranks
             if pipeline_ranks > model.layers or sequences % data_ranks:
@@ -40,7 +44,7 @@ def candidates(model: Model, cluster: Cluster, sequences: int, state: str = "fp3
                     micro_batch=micro_batch,
                     micro_batches=per_rank // micro_batch,
                 )
-                for expert_ranks in expert_rank_numbers(model, plain):
+                for expert_ranks in expert_rank_numbers(model, plain) if divides else [1]:
                     for way in _ways(model, replace(plain, expert_ranks=expert_ranks), state):
                         if way.keep_frozen == "host":
                             # Neighbours have the same pipeline rank.
@@ -54,7 +58,8 @@ def _ways(model: Model, plain: Configuration, state: str) -> Iterator[Configurat
     """Yields the methods, chunks and ZeRO stages that suit the layout of ``plain`` and the optimizer's ``state``: stock
     ones first."""
     ranks, partitioned = plain.pipeline_ranks, plain.data_ranks > 1
-    # State in bf16 needs a stage, which divides nothing on one data-parallel rank. Stock ZeRO rounds nothing by chance.
+    # State in bf16 needs a stage, which divides nothing on one data-parallel rank. Stock ZeRO rounds nothing by chance,
+    # and its shards cut blocks of 8 bits.
     lowest = 1 if state == "bf16" else 0
     for zero_stage in range(lowest, 2 if partitioned else lowest + 1):
         yield replace(plain, schedule="1f1b", zero_stage=zero_stage)
@@ -272,6 +277,7 @@ def ways_to_offload(configuration: Configuration, disk: bool = False) -> list[Co
     one = configuration
     if not is_layered(one) or one.hierarchy is not None or one.computes > MOST_OFFLOADED_COMPUTES:
         return []
+    disk &= one.state != "8bit"
     stage = one.zero_stage if one.data_ranks > 1 else 3
     ways = [("optimizer", stage > 0), ("parameters", stage == 3 and not one.keeps_frozen_whole)]
     homes = (False, True) if disk else (False,)
@@ -309,3 +315,45 @@ def _stays(model: Model, one: Configuration, way: Configuration, cluster: Cluste
         if stays - needed.stored * stores_inputs > cluster.memory:
             return None
     return replace(way, stores_inputs=stores_inputs)
+
+
+def ascending(model: Model, configurations: Sequence[Configuration]) -> Iterator[Configuration]:
+    """Yields ``configurations`` in the order of their memory. Follows the program of one only where :func:`least` does
+    not show that others need less."""
+    heap = [(least(model, one), number, False) for number, one in enumerate(configurations)]
+    heapify(heap)
+    while heap:
+        _, number, is_followed = heappop(heap)
+        if is_followed:
+            yield configurations[number]
+        else:
+            heappush(heap, (memory(model, configurations[number]).total, number, True))
+
+
+def lacking(model: Model, cluster: Cluster, sequences: int, tried: Sequence[Configuration], hope: str = "") -> str:
+    """Returns a sentence about what is missing after a search for steps of so many ``sequences`` that has found
+    nothing: what the configuration of those ``tried`` lacks that needs least. ``hope`` ends it with what may help."""
+    if not tried:
+        return (
+            f"batch_size is {sequences}: no layout of {cluster.gpus} GPUs with at most {model.layers} pipeline ranks "
+            "divides it evenly; use a multiple of a divisor of the GPUs"
+        )
+    by_memory = ascending(model, tried)
+    configuration = next(by_memory)
+    if memory(model, configuration).missing(cluster) == 0:
+        # The GPUs have enough for this one and maybe for others, but the hosts do not.
+        others = {configuration, *takewhile(lambda one: memory(model, one).missing(cluster) == 0, by_memory)}
+        configuration = min((one for one in tried if one in others), key=lambda one: memory(model, one).host)
+    needed = memory(model, configuration)
+    kind, most = max(needed.kinds.items(), key=lambda item: item[1])
+    if needed.missing(cluster) == 0:
+        return (
+            f"nothing fits: the smallest configuration ({describe(configuration)}) needs {needed.host / 1e9:.3g} GB on "
+            f"the host for each GPU, {(needed.host - cluster.host.memory) / 1e9:.3g} GB more than there are. Use more "
+            f"GPUs, hosts with more memory, or a smaller model{hope}"
+        )
+    return (
+        f"nothing fits: the smallest configuration ({describe(configuration)}) needs {needed.total / 1e9:.3g} GB per "
+        f"GPU, {needed.missing(cluster) / 1e9:.3g} GB more than there are; most is {kind.replace('_', ' ')} with "
+        f"{most / 1e9:.3g} GB. Use more GPUs, or a smaller model, batch or sequence{hope}"
+    )

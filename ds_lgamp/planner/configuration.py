@@ -17,7 +17,8 @@ PLANNED = ("layered", "interleaved_1f1b", "1f1b", "gpipe", "zbv")
 RECOMPUTE = ("full", "none", "auto")
 OFFLOAD = (None, "optimizer", "parameters")
 KEEP_FROZEN = (None, "device", "host", "none")
-STATES = ("fp32", "bf16")
+STATES = {"fp32": "", "bf16": "state in bf16", "8bit": "moments in 8 bits"}
+"""What the optimizer's state may be, with its words in the name of a method."""
 _BITS = {"weight_bits": (None, 8), "gradient_bits": (None, 8, 4), "activation_dtype": (None, "fp8")}
 ROUNDED = tuple(_BITS)
 """The fields that say what travels rounded."""
@@ -89,7 +90,9 @@ class Configuration:
     """The pairs of chunk and micro-batch that recompute "auto" keeps."""
     state: str = "fp32"
     """What the optimizer updates. fp32: copies of the bf16 weights, with moments in fp32. bf16: the weights themselves,
-    with gradients and moments in bf16, rounded by chance, which this project's engine alone does, from stage 1 on."""
+    with gradients and moments in bf16, rounded by chance, which this project's engine alone does, from stage 1 on.
+    8bit: copies as with fp32, and moments in 8 bits as bitsandbytes has them, which this project's engine keeps in
+    memory, of whole parameters."""
 
     def to_json(self) -> dict[str, Any]:
         """Returns the fields, as JSON has them: of what travels rounded, only what does. With recompute "auto", the
@@ -171,6 +174,17 @@ class Configuration:
                 f"state is 'bf16', which this project's engine has with zero_stage 1 to 3, but zero_stage is "
                 f"{self.zero_stage} and micro_batch_outer {self.micro_batch_outer}; use 'fp32'"
             )
+        for field, wrong in (
+            ("micro_batch_outer", self.micro_batch_outer),
+            ("tensor_ranks", self.tensor_ranks > 1),
+            ("expert_ranks", self.expert_ranks > 1),
+            ("on_disk", self.on_disk),
+        ):
+            if wrong and self.state == "8bit":
+                raise ValueError(
+                    f"state is '8bit', which this project's engine keeps in memory, of whole parameters, but {field} "
+                    f"is {getattr(self, field)!r}; use 'fp32'"
+                )
 
     def _refuse_homes_of_frozen(self) -> None:
         """Raises ValueError if the engine refuses ``keep_frozen``."""
@@ -383,7 +397,7 @@ def method_of(configuration: Configuration) -> str:
     words += ["backwards in two parts"] if of.split_backward else []
     # Megatron-LM recomputes everything or nothing.
     words += ["recompute auto"] if of.recompute == "auto" and of.schedule != "layered" else []
-    words += ["state in bf16"] if of.state == "bf16" else []
+    words += [STATES[of.state]] if STATES[of.state] else []
     return ", ".join(words)
 
 

@@ -32,11 +32,13 @@ LOSS_BYTES, LOSS_BACKWARD_BYTES = 42, 22
 """Bytes per logit: conversion to fp32, maximum, difference, exponential, sum, quotient; then back."""
 ACCUMULATION_BYTES = 8
 """Bytes per parameter and micro-batch that write a gradient and add it to the sum."""
-UPDATE_BYTES = {"fp32": 40, "bf16": 160}
+UPDATE_BYTES = {"fp32": 40, "bf16": 160, "8bit": 28}
 """Bytes per parameter of an Adam update in mixed precision, by the type of its state. fp32: norm, unscaling, master,
 both moments, weights. bf16: norm and unscaling (6), copies of weight, gradient and moments in fp32 (24), the update of
 these (28), and of three results the search for NaN (8), the sum with random numbers (12), the cut (8) and the result
-(6). Those of bf16 are counted from ``ds_lgamp/optimizers/rounding.py``, not compared with a measurement."""
+(6). 8bit: both moments are read and written in 8 bits (4), not in fp32 (16). Those of bf16 and 8bit are counted, from
+``ds_lgamp/optimizers/rounding.py`` and from what one kernel of bitsandbytes reads and writes, not compared with a
+measurement."""
 
 HOST_UPDATE_BYTES = 30
 """Bytes per parameter of an Adam update on the host: gradient, master and both moments read (16), master and both
@@ -150,14 +152,15 @@ class Compute:
         return Seconds(self._moved(moved), self._moved(moved + ACCUMULATION_BYTES * weights))
 
     def update(self, parameters: float, state: str) -> float:
-        """Returns the seconds of the optimizer's update of ``parameters`` on one GPU, whose ``state`` is in fp32, or in
-        bf16 and rounded by chance."""
+        """Returns the seconds of the optimizer's update of ``parameters`` on one GPU, with ``state`` as a configuration
+        has it."""
         return self._moved(UPDATE_BYTES[state] * parameters)
 
     def host_update(self, parameters: float, state: str) -> float:
         """Returns the seconds of the same update on the share of the host that one GPU has."""
         rate = self.cluster.host.memory_bandwidth * self.efficiency.host_memory
-        return HOST_UPDATE_BYTES * parameters / rate * (self.efficiency.host_rounding if state == "bf16" else 1)
+        longer = {"fp32": 1.0, "bf16": self.efficiency.host_rounding, "8bit": self.efficiency.host_8_bits}
+        return HOST_UPDATE_BYTES * parameters / rate * longer[state]
 
     def transfer(self, size: float) -> float:
         """Returns the seconds of a copy of ``size`` bytes between a GPU and its host, in one direction."""

@@ -3,11 +3,9 @@
 The formula follows the program of a rank, so a search asks first for :func:`least`, which needs no program.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from heapq import heapify, heappop, heappush
-from itertools import takewhile
 from typing import Literal, NamedTuple
 
 from ds_lgamp.cost.activations import ActivationBytes, ChunkBytes
@@ -15,10 +13,10 @@ from ds_lgamp.cost.memory import Memory, memory_over_time
 from ds_lgamp.cost.offload import HostMemory, OnDisk, disk_use, host_beside_disk
 from ds_lgamp.cost.state import held_between_steps
 from ds_lgamp.cost.traffic import narrow_bytes
-from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize, aligned
+from ds_lgamp.cost.units import STATE_BLOCK, ElementBytes, Sharding, UnitSize, aligned
 from ds_lgamp.planner.activations import Software, chunk_bytes, end_bytes, layer_bytes, share
 from ds_lgamp.planner.cluster import Cluster
-from ds_lgamp.planner.configuration import Configuration, describe
+from ds_lgamp.planner.configuration import Configuration
 from ds_lgamp.planner.model import Model
 from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.orders import chunks_of
@@ -43,31 +41,97 @@ def default_software(configuration: Configuration) -> Software:
     return Software(fused=several, splits_sequence=several, loss_chunk=loss_chunk)
 
 
-def units_of(model: Model, configuration: Configuration, rank: int) -> list[UnitSize]:
-    """Returns the units of a pipeline rank, with the elements on one tensor-parallel rank. Tensor-parallel ranks divide
-    matrices and the biases of their columns; they all hold norms and other biases. Experts that ranks divide are units
-    of their own."""
-    model = model.divided(configuration.expert_ranks)
-    ranks, last = configuration.tensor_ranks, configuration.chunks - 1
+class _Elements(NamedTuple):
+    """What parts of a model have on one tensor-parallel rank."""
+
+    layers: list[int]
+    """Of a layer of each kind, without experts that ranks divide."""
+    first: int
+    """Before the layers."""
+    last: int
+    """Behind them."""
+    adapters: int = 0
+    """Of a layer."""
+    last_adapters: int = 0
+    """Behind the layers."""
+
+
+def _elements(model: Model, ranks: int) -> _Elements:
+    """Returns what each of so many tensor-parallel ``ranks`` has. They divide matrices and the biases of their columns;
+    they all hold norms and other biases."""
     replicated = 2 * model.norm_parameters + (2 * model.hidden_size if model.biases else 0)
-    experts = [kind.divided_parameters for _, kind in model.kinds]
     of_layers = [
-        share(kind.layer_parameters - own - replicated, ranks) + replicated
-        for own, (_, kind) in zip(experts, model.kinds)
+        share(kind.layer_parameters - kind.divided_parameters - replicated, ranks) + replicated
+        for _, kind in model.kinds
     ]
     words = share(model.vocabulary_size, ranks) * model.hidden_size
+    first = words + model.position_embeddings * model.hidden_size
+    last = model.norm_parameters + sum(model.extras) + (0 if model.tied_embeddings else words)
+    adapters = model.trained_in_layer if model.adapters else 0
+    return _Elements(of_layers, first, last, adapters, model.adapters_of(model.matrices_at_end))
+
+
+LEAST_IN_8_BITS = 4096
+"""Tensors with fewer elements have state in 32 bits beside others in 8 (``min_8bit_size`` of bitsandbytes)."""
+
+
+def _elements_in_blocks(model: Model, in_32_bits: bool = False) -> _Elements:
+    """Returns what one rank has where state has 8 bits: tensors that train take whole blocks.
+
+    Args:
+        in_32_bits: whether only those tensors count whose state has 32 bits: small ones, and embeddings, as the Trainer
+            of transformers asks for.
+    """
+
+    def taken(sizes: Iterable[int]) -> int:
+        return sum(aligned(size, STATE_BLOCK) for size in sizes if size < LEAST_IN_8_BITS or not in_32_bits)
+
+    if model.adapters:
+        # Frozen weights have no state.
+        last = [model.adapters * size for matrix in model.matrices_at_end for size in matrix]
+        return _elements(model, 1)._replace(adapters=taken(model.tensors_in_layer), last_adapters=taken(last))
+    hidden = model.hidden_size
+    tables = (rows * hidden for rows in (model.vocabulary_size, model.position_embeddings))
+    norms = [hidden] * (model.norm_parameters // hidden)
+    last = [*norms, *model.extras, model.head_parameters]
+    layers = [taken(kind.tensors_in_layer) for _, kind in model.kinds]
+    return _Elements(layers, sum(aligned(size, STATE_BLOCK) for size in tables), taken(last))
+
+
+def units_of(model: Model, configuration: Configuration, rank: int) -> list[UnitSize]:
+    """Returns the units of a pipeline rank, with the elements on one tensor-parallel rank. Experts that ranks divide
+    are units of their own."""
+    model = model.divided(configuration.expert_ranks)
+    if configuration.state != "8bit":
+        return _units(model, configuration, rank, _elements(model, configuration.tensor_ranks))
+    units = _units(model, configuration, rank, _elements_in_blocks(model))
+    exact = _units(model, configuration, rank, _elements_in_blocks(model, in_32_bits=True))
+    return [
+        unit if unit.frozen else replace(unit, alignment=STATE_BLOCK, in_32_bits=same.trainable)
+        for unit, same in zip(units, exact)
+    ]
+
+
+def _units(model: Model, configuration: Configuration, rank: int, elements: _Elements) -> list[UnitSize]:
+    """Returns the units of a pipeline rank if the parts of the model have so many ``elements``."""
+    last, experts = configuration.chunks - 1, [kind.divided_parameters for _, kind in model.kinds]
     ends = {chunk: 0 for chunk in (0, last)}
-    ends[0] += words + model.position_embeddings * model.hidden_size
-    ends[last] += model.norm_parameters + model.extras + (0 if model.tied_embeddings else words)
+    ends[0] += elements.first
+    ends[last] += elements.last
     units: list[UnitSize] = []
     users, layers = [], configuration.kinds_of_chunks(model)
     for chunk in chunks_of(configuration.placement, rank):
-        parameters = sum(count * of_layer for count, of_layer in zip(layers[chunk], of_layers))
+        parameters = sum(count * of_layer for count, of_layer in zip(layers[chunk], elements.layers))
         if chunk in ends and model.tied_embeddings:
             users.append(chunk)
         elif chunk in ends:
             parameters += ends[chunk]
-        units.extend(_own_units(model, configuration, chunk, sum(layers[chunk]), parameters))
+        if model.adapters:
+            adapters = sum(layers[chunk]) * elements.adapters + (elements.last_adapters if chunk == last else 0)
+            units.append(UnitSize(aligned(adapters), aligned(adapters), (chunk,)))
+            units.append(_frozen(configuration, aligned(parameters), (chunk,)))
+        else:
+            units.append(UnitSize(aligned(parameters), aligned(parameters), (chunk,)))
         divided = aligned(sum(count * own for count, own in zip(layers[chunk], experts)))
         if divided:
             units.append(UnitSize(divided, divided, (chunk,), expert_ranks=configuration.expert_ranks))
@@ -79,21 +143,6 @@ def units_of(model: Model, configuration: Configuration, rank: int) -> list[Unit
         else:
             units.append(UnitSize(tied, tied, tuple(users), tied=True, copies=copies))
     return units
-
-
-def _own_units(
-    model: Model, configuration: Configuration, chunk: int, layers: int, parameters: int
-) -> Iterator[UnitSize]:
-    """Yields what a chunk of so many ``layers`` has alone: its ``parameters`` or, where they are frozen, its adapters
-    and them."""
-    if not model.adapters:
-        yield UnitSize(aligned(parameters), aligned(parameters), (chunk,))
-        return
-    adapters = layers * model.trained_in_layer
-    if chunk == configuration.chunks - 1:
-        adapters += model.adapters_of(model.matrices_at_end)
-    yield UnitSize(aligned(adapters), aligned(adapters), (chunk,))
-    yield _frozen(configuration, aligned(parameters), (chunk,))
 
 
 def _frozen(configuration: Configuration, parameters: int, chunks: tuple[int, ...], tied: bool = False) -> UnitSize:
@@ -131,8 +180,11 @@ def message_bytes(configuration: Configuration, elements: int) -> int | None:
 
 
 def element_bytes(configuration: Configuration, software: Software) -> ElementBytes:
-    """Returns the bytes of an element, also where it travels rounded, or where state is in bf16."""
+    """Returns the bytes of an element, also where it travels rounded, or where state is in bf16 or has 8 bits."""
     size = replace(software.element, travel=configuration.travel)
+    if configuration.state == "8bit":
+        # As the engine, this does not know what bitsandbytes takes for a moment.
+        return replace(size, update=None, state_in_8_bits=True)
     return size.with_state_in_half() if configuration.state == "bf16" else size
 
 
@@ -357,45 +409,3 @@ def batch_bytes(model: Model, configuration: Configuration, software: Software) 
     per_token += 2 * w * (model.rotary_size or model.head_size)
     masks = w * model.attention_masks * model.sequence_length**2 * configuration.micro_batch
     return per_token * model.sequence_length * configuration.micro_batches + masks * configuration.under_way
-
-
-def ascending(model: Model, configurations: Sequence[Configuration]) -> Iterator[Configuration]:
-    """Yields ``configurations`` in the order of their memory. Follows the program of one only where :func:`least` does
-    not show that others need less."""
-    heap = [(least(model, one), number, False) for number, one in enumerate(configurations)]
-    heapify(heap)
-    while heap:
-        _, number, is_followed = heappop(heap)
-        if is_followed:
-            yield configurations[number]
-        else:
-            heappush(heap, (memory(model, configurations[number]).total, number, True))
-
-
-def lacking(model: Model, cluster: Cluster, sequences: int, tried: Sequence[Configuration], hope: str = "") -> str:
-    """Returns a sentence about what is missing after a search for steps of so many ``sequences`` that has found
-    nothing: what the configuration of those ``tried`` lacks that needs least. ``hope`` ends it with what may help."""
-    if not tried:
-        return (
-            f"batch_size is {sequences}: no layout of {cluster.gpus} GPUs with at most {model.layers} pipeline ranks "
-            "divides it evenly; use a multiple of a divisor of the GPUs"
-        )
-    by_memory = ascending(model, tried)
-    configuration = next(by_memory)
-    if memory(model, configuration).missing(cluster) == 0:
-        # The GPUs have enough for this one and maybe for others, but the hosts do not.
-        others = {configuration, *takewhile(lambda one: memory(model, one).missing(cluster) == 0, by_memory)}
-        configuration = min((one for one in tried if one in others), key=lambda one: memory(model, one).host)
-    needed = memory(model, configuration)
-    kind, most = max(needed.kinds.items(), key=lambda item: item[1])
-    if needed.missing(cluster) == 0:
-        return (
-            f"nothing fits: the smallest configuration ({describe(configuration)}) needs {needed.host / 1e9:.3g} GB on "
-            f"the host for each GPU, {(needed.host - cluster.host.memory) / 1e9:.3g} GB more than there are. Use more "
-            f"GPUs, hosts with more memory, or a smaller model{hope}"
-        )
-    return (
-        f"nothing fits: the smallest configuration ({describe(configuration)}) needs {needed.total / 1e9:.3g} GB per "
-        f"GPU, {needed.missing(cluster) / 1e9:.3g} GB more than there are; most is {kind.replace('_', ' ')} with "
-        f"{most / 1e9:.3g} GB. Use more GPUs, or a smaller model, batch or sequence{hope}"
-    )

@@ -47,9 +47,9 @@ class Model:
     experts: int = 1
     """Feed-forward parts per layer; a router chooses among them."""
     experts_per_token: int = 1
-    expert_extras: int = 0
-    """Parameters of an expert beyond its matrices and what ``biases`` says. They take memory, but no time worth
-    counting."""
+    expert_extras: tuple[int, ...] = ()
+    """Elements of each tensor of an expert beyond its matrices and what ``biases`` says. They take memory, but no time
+    worth counting."""
     divided_by: str = ""
     """What lets data-parallel ranks divide the experts of a layer: :data:`AUTOEP` or :data:`MEGATRON`; empty if nothing
     does."""
@@ -75,11 +75,11 @@ class Model:
     """Learned positions and token types; 0 for rotary and other tables without parameters."""
     biases: bool = True
     """Whether linear layers and norms have biases."""
-    layer_extras: int = 0
-    """Parameters of a layer beyond its matrices, all biases or none, and two norms: norms of queries, biases of the
-    attention alone. They take memory, but no time worth counting."""
-    extras: int = 0
-    """Parameters outside the layers beyond embedding, head and final norm."""
+    layer_extras: tuple[int, ...] = ()
+    """Elements of each tensor of a layer beyond its matrices, all biases or none, and two norms: norms of queries,
+    biases of the attention alone. They take memory, but no time worth counting."""
+    extras: tuple[int, ...] = ()
+    """Elements of each tensor outside the layers beyond embedding, head and final norm."""
     adapters: int = 0
     """The rank of adapters in all layers, which alone train; 0 if everything trains. See :meth:`adapted`."""
     joined_attention: bool = False
@@ -231,14 +231,37 @@ class Model:
         ]
 
     @property
+    def attention_layers(self) -> list[tuple[int, int]]:
+        """The same as modules have them, which may have queries, keys and values each."""
+        if self.joined_attention or self.latent is not None:
+            return self.attention_matrices
+        hidden, keys = self.hidden_size, self.key_value_width // 2
+        return [(hidden, self.query_width), (hidden, keys), (hidden, keys), self.attention_matrices[1]]
+
+    @property
     def linear_layers(self) -> list[tuple[int, int]]:
         """Rows and columns of the matrices of one layer without experts and latent attention, as its modules have
         them."""
-        hidden, wide, attention = self.hidden_size, self.feed_forward_size, self.attention_matrices
-        if not self.joined_attention:
-            keys = self.key_value_width // 2
-            attention = [(hidden, self.query_width), (hidden, keys), (hidden, keys), attention[1]]
-        return [*attention, *[(hidden, wide)] * (self.matrices - 1), (wide, hidden)]
+        hidden, wide = self.hidden_size, self.feed_forward_size
+        return [*self.attention_layers, *[(hidden, wide)] * (self.matrices - 1), (wide, hidden)]
+
+    @property
+    def tensors_in_layer(self) -> list[int]:
+        """Elements of each tensor of one layer that trains, as models of transformers have them."""
+        if self.adapters:
+            return [self.adapters * size for matrix in self.linear_layers for size in matrix]
+        attention, hidden, experts = self.attention_layers, self.hidden_size, self.own_experts
+        # All experts have one tensor for gates and what they multiply, and one for what follows.
+        parts = [self.matrices - 1, 1] if self.experts > 1 else [1] * self.matrices
+        weights = [rows * columns for rows, columns in attention]
+        weights += [experts * part * hidden * self.feed_forward_size for part in parts]
+        weights += [hidden * self.shared_size] * self.matrices
+        vectors = [hidden] * (4 if self.biases else 2)
+        if self.biases:
+            vectors += [columns for _, columns in attention]
+            vectors += [experts * part * self.feed_forward_size for part in parts[:-1]] + [experts * hidden]
+        extras = [*(experts * size for size in self.expert_extras), *self.layer_extras, self.router_parameters]
+        return [size for size in weights + vectors + extras if size]
 
     def adapters_of(self, matrices: Iterable[tuple[int, int]]) -> int:
         """Returns the parameters of the adapters of ``matrices``."""
@@ -265,7 +288,7 @@ class Model:
     def expert_parameters(self) -> int:
         """Weights of one feed-forward part, or of one expert."""
         biases = (self.matrices - 1) * self.feed_forward_size + self.hidden_size if self.biases else 0
-        return self.matrices * self.hidden_size * self.feed_forward_size + biases + self.expert_extras
+        return self.matrices * self.hidden_size * self.feed_forward_size + biases + sum(self.expert_extras)
 
     @property
     def own_experts(self) -> int:
@@ -292,7 +315,7 @@ class Model:
     def layer_parameters(self) -> int:
         """Weights of one layer, norms included; of one with experts, if there are layers of two kinds."""
         parts = self.attention_parameters + self.own_experts * self.expert_parameters + self.shared_parameters
-        return parts + self.router_parameters + 2 * self.norm_parameters + self.layer_extras
+        return parts + self.router_parameters + 2 * self.norm_parameters + sum(self.layer_extras)
 
     @property
     def norm_parameters(self) -> int:
@@ -311,7 +334,7 @@ class Model:
     def parameters(self) -> int:
         """All parameters, tied ones once, without adapters."""
         layers = sum(count * kind.layer_parameters for count, kind in self.kinds)
-        return layers + self.embedding_parameters + self.norm_parameters + self.head_parameters + self.extras
+        return layers + self.embedding_parameters + self.norm_parameters + self.head_parameters + sum(self.extras)
 
     @property
     def active_parameters(self) -> int:
@@ -324,7 +347,7 @@ class Model:
     def layer_flops(self, tokens: int) -> float:
         """Returns the floating-point operations of one layer's forward for ``tokens`` tokens in whole sequences; of one
         with experts, if there are layers of two kinds."""
-        visited = self.experts_per_token * (self.expert_parameters - self.expert_extras) + self.shared_parameters
+        visited = self.experts_per_token * (self.expert_parameters - sum(self.expert_extras)) + self.shared_parameters
         active = self.attention_parameters + visited + self.router_parameters
         scores = 2.0 * self.attention_heads * (self.head_size + self.value_size) * self.sequence_length
         adapters = self.adapters_of(self.linear_layers) if self.adapters else 0
@@ -366,7 +389,7 @@ def _kinds(model: Model) -> tuple[tuple[int, Model], ...]:
         feed_forward_size=model.dense_size,
         experts=1,
         experts_per_token=1,
-        expert_extras=0,
+        expert_extras=(),
         expert_ranks=1,
         shared_size=0,
         dense_layers=0,

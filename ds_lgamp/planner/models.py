@@ -48,11 +48,11 @@ def model_of_flags(name: str, text: str, sequence_length: int | None = None) -> 
     head_size = flags.count("--kv-channels", hidden // heads)
     grouped = flags.has("--group-query-attention")
     key_values = flags.count("--num-query-groups", 1) if grouped else heads
-    extras = 2 * head_size * (1 if rms else 2) if flags.has("--qk-layernorm") else 0
+    extras = [head_size] * (2 if rms else 4) * flags.has("--qk-layernorm")
     if flags.has("--add-qkv-bias") and not biases:
-        extras += head_size * (heads + 2 * key_values)
+        extras += [head_size * each for each in (heads, key_values, key_values)]
     # ``biases`` stands for linear layers and norms alike; the difference is an extra.
-    norm_bias = 0 if rms == (not biases) else hidden if not rms else -hidden
+    norm_bias = () if rms == (not biases) else (-hidden if rms else hidden,)
     return Model(
         name=name,
         layers=flags.count("--num-layers"),
@@ -75,7 +75,7 @@ def model_of_flags(name: str, text: str, sequence_length: int | None = None) -> 
         composed_activation=not gated,
         query_key_norms=flags.has("--qk-layernorm"),
         is_plain_gpt=rms != biases and not any(map(flags.has, _BEYOND_SIZES)),
-        layer_extras=extras + 2 * norm_bias,
+        layer_extras=(*extras, *norm_bias, *norm_bias),
         extras=norm_bias,
     )
 
@@ -157,7 +157,7 @@ def _llama(name: str, layers: int, hidden: int, heads: int, wide: int, tied: boo
 def _qwen(name: str, layers: int, wide: int) -> Model:
     """Qwen2.5 with 5120 hidden sizes (arXiv 2412.15115, table 1), whose queries, keys and values have biases."""
     llama = _llama(name, layers, 5120, 40, wide)
-    return replace(llama, vocabulary_size=152064, layer_extras=(40 + 2 * 8) * 128)
+    return replace(llama, vocabulary_size=152064, layer_extras=(40 * 128, 8 * 128, 8 * 128))
 
 
 _NAMED: dict[str, Callable[[str], Model]] = {

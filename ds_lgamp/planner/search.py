@@ -11,9 +11,11 @@ from typing import NamedTuple, TypeVar
 from ds_lgamp.cost.budget import space_left
 from ds_lgamp.planner.candidates import (
     Bound,
+    ascending,
     candidates,
     gathers_again,
     keeping,
+    lacking,
     layout_of,
     may_keep,
     node_ranks,
@@ -26,7 +28,7 @@ from ds_lgamp.planner.candidates import (
 )
 from ds_lgamp.planner.cluster import Cluster, parts_of
 from ds_lgamp.planner.configuration import Configuration, method_of
-from ds_lgamp.planner.memory import ConfigurationMemory, ascending, fits, lacking, memory
+from ds_lgamp.planner.memory import ConfigurationMemory, fits, memory
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.predict import PARTS, Prediction, limit, predict, scaled
 from ds_lgamp.planner.work import exact_seconds, is_by_formula, is_layered, is_own
@@ -72,7 +74,7 @@ class Allowed(NamedTuple):
     rounded: int | None = None
     """In how many bits gradients travel where something is rounded; None if nothing may be."""
     state: str = "fp32"
-    """In which type all plans keep the optimizer's state."""
+    """How all plans keep the optimizer's state."""
 
 
 USUAL = Allowed()

@@ -133,7 +133,7 @@ def _bert(config: _Config) -> Model:
     # The head has a matrix, its bias and a norm in front, and a bias for every word. The norm that the sizes have
     # after the layers is the one after the embedding.
     hidden = model.hidden_size
-    extras = hidden * hidden + 3 * hidden + model.vocabulary_size
+    extras = hidden * hidden, *[hidden] * 3, model.vocabulary_size
     return replace(model, extras=extras, matrices_at_end=((hidden, hidden),))
 
 
@@ -246,8 +246,8 @@ def _gpt_oss(config: _Config) -> Model:
     sinks, of_router = model.attention_heads, experts
     return replace(
         model,
-        layer_extras=model.layer_extras + sinks + of_router,
-        expert_extras=2 * model.feed_forward_size + model.hidden_size,
+        layer_extras=(*model.layer_extras, sinks, of_router),
+        expert_extras=(2 * model.feed_forward_size, model.hidden_size),
         rotary_size=model.head_size // 2,
         attention_masks=len(set(config.layer_types(model.layers))),
         in_single=("norms",),
@@ -263,16 +263,16 @@ def _deepseek_v3(config: _Config) -> Model:
         config.size("q_lora_rank", 1536), config.count("kv_lora_rank", 512), rotary, config.count("v_head_dim", 128)
     )
     model = _without_biases(config)
-    norms, biases = latent.query_rank + latent.key_value_rank, 0
+    extras = [latent.query_rank, latent.key_value_rank]
     if config.flag("attention_bias", False):
-        biases = latent.query_rank + latent.key_value_rank + rotary + model.hidden_size
+        extras += [latent.query_rank, latent.key_value_rank + rotary, model.hidden_size]
     model = replace(
         model,
         head_size=plain + rotary,
         key_value_heads=heads,
         latent=latent,
         rotary_size=rotary,
-        layer_extras=norms + biases,
+        layer_extras=tuple(size for size in extras if size),
     )
     if dense >= model.layers:
         return model
@@ -329,9 +329,9 @@ def _without_biases(
     hidden, heads = config.count("hidden_size"), config.count("num_attention_heads")
     key_values = config.count("num_key_value_heads", heads)
     head_size = config.count("head_dim", max(1, hidden // heads))
-    extras = (norms - 2) * hidden + (2 * head_size if attention.head_norms else 0)
+    extras = [hidden] * (norms - 2) + [head_size] * (2 * attention.head_norms)
     if attention.bias:
-        extras += head_size * (heads + 2 * key_values) + (hidden if attention.bias_of_output else 0)
+        extras += [head_size * each for each in (heads, key_values, key_values)] + [hidden] * attention.bias_of_output
     return Model(
         name=config.name,
         layers=config.count("num_hidden_layers"),
@@ -347,7 +347,7 @@ def _without_biases(
         experts_per_token=experts_per_token,
         tied_embeddings=config.flag("tie_word_embeddings", tied),
         biases=False,
-        layer_extras=extras,
+        layer_extras=tuple(extras),
         query_key_norms=attention.head_norms,
     )
 

@@ -23,6 +23,12 @@ DISK = "/local_nvme"
 """The folder on a disk that a written configuration names. A user replaces it."""
 _STATE = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
 """The keys by which DeepSpeed keeps the optimizer's state in bf16."""
+_OPTIMIZERS = {
+    "fp32": "",
+    "bf16": " Its optimizer is Adam or AdamW of torch.",
+    "8bit": " Its optimizer is AdamW8bit of bitsandbytes: a Trainer takes --optim adamw_8bit.",
+}
+"""What the launch line says of the script's optimizer, by the state of the configuration."""
 CONFIG_FILE, LAUNCH_FILE, STEP_FILE = "ds_config.json", "launch.sh", "step.json"
 
 
@@ -82,10 +88,10 @@ def why_not(model: Model, configuration: Configuration) -> str | None:
                 f"something travels rounded, which Megatron-LM's training loop, for {model.name}, does not do; use "
                 "another plan"
             )
-        if configuration.state == "bf16":
+        if configuration.state != "fp32":
             return (
-                f"state is in bf16, which Megatron-LM's training loop, for {model.name}, does not round by chance; use "
-                "another plan"
+                f"state is '{configuration.state}', which Megatron-LM's training loop, for {model.name}, does not "
+                "know; use another plan"
             )
         if configuration.takes_clock:
             return f"{held}, which Megatron-LM's training loop, for {model.name}, does not know; use another plan"
@@ -200,8 +206,7 @@ def launch_script(
     else:
         about = "SCRIPT trains a model of transformers and takes --deepspeed FILE. Its own flags follow."
         flags = ["--deepspeed", _beside(CONFIG_FILE)]
-        if configuration.state == "bf16":
-            about += " Its optimizer is Adam or AdamW of torch."
+        about += _OPTIMIZERS[configuration.state]
         if model.adapters:
             about += f' It adds adapters by LoraConfig(r={model.adapters}, target_modules="all-linear") of peft.'
         if configuration.micro_batch_outer and configuration.recompute == "full":

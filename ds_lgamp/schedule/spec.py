@@ -35,24 +35,6 @@ NEAREST = 3
 """How many computes a backward must be after its forward for the input to leave: one covers the way to the host,
 another the way back. The script's turn in between is enough."""
 
-DISK_BLOCK = 4096
-"""The disk moves multiples of so many bytes."""
-PIECE = 8 << 20
-"""Bytes of a piece of a tensor that moves on its own."""
-PIECES = 4
-"""How many pieces move at once, and how many of each direction of the bus have a buffer."""
-UPDATE_BUFFERS = 2
-"""Units in memory: one that is updated, and one that is written and then read for the next update."""
-BLOCK_ON_HOST, BLOCK_ON_DEVICE = 1 << 20, 1 << 22
-"""The most elements that an update in bf16 copies to fp32 at once: what stays in caches, and what keeps an
-accelerator busy."""
-STATE_BLOCK = 256
-"""So many elements of a parameter share a scale in optimizer state of 8 bits. With such state they are the alignment:
-then a block lies in one parameter and in one part, as where one process has the whole parameter."""
-RANDOM_NUMBERS = 262_139
-"""How many random numbers such updates use again and again. A prime, so that elements with the same one are no column
-of a matrix."""
-
 UPDATES = ("step", "reduction", "next_step")
 """When the optimizer updates a chunk:
 
@@ -310,9 +292,9 @@ class ProgramSpec:
     def evaluation(self, micro_batches: int | None = None) -> "ProgramSpec":
         """Returns the forward-only spec on the same chunks. ``micro_batches`` defaults to this spec's."""
         count = self.micro_batches if micro_batches is None else micro_batches
-        alone: dict[str, Any] = {"forward_only": True, "returns_outputs": False, "kept": frozenset()}
-        alone["overlaps_exchanges"] = False
-        return replace(self, micro_batches=count, micro_batch_group=count, **alone)
+        alone: dict[str, Any] = {"forward_only": True, "returns_outputs": False, "overlaps_exchanges": False}
+        nothing: frozenset[Any] = frozenset()
+        return replace(self, micro_batches=count, micro_batch_group=count, kept=nothing, selective=nothing, **alone)
 
     def segments(self, rank: int) -> Segments:
         """Returns the compute order of ``rank``, cut where the script has its turn."""

@@ -104,6 +104,15 @@ def test_state_in_bf16_is_told_and_written_where_it_is_asked_for(capsys, tmp_pat
     assert config["bf16"]["bf16_optimizer_states"] and config["ds_lgamp"]["stochastic_rounding"]
 
 
+def test_moments_in_8_bits_are_told_and_left_to_the_script_where_they_are_asked_for(capsys, tmp_path):
+    words = [*WORDS, "--state", "8bit"]
+    assert "the script makes the optimizer of bitsandbytes that has them" in out_of(capsys, *words)
+    told = json.loads(out_of(capsys, *words, "--json", "--write", str(tmp_path / "plan")))["plans"]
+    assert {plan["state"] for plan in told} == {"8bit"}
+    assert "optimizer" not in json.loads((tmp_path / "plan" / "ds_config.json").read_text())
+    assert "AdamW8bit of bitsandbytes" in (tmp_path / "plan" / "launch.sh").read_text()
+
+
 def test_plans_of_adapters_say_where_frozen_weights_lie_and_what_is_sent(capsys, tmp_path):
     words = [*WORDS, "--adapters", "16"]
     table = out_of(capsys, *words)

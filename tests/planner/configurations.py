@@ -37,6 +37,7 @@ def configurations(draw, in_parts: bool = False) -> Configuration:
     elif schedule == "interleaved_1f1b":
         micro_batches = ranks * draw(st.integers(1, 3))
     zero_stage, tensor_ranks = draw(st.integers(0, 3)), draw(st.sampled_from([1, 1, 2]))
+    states = ["fp32", "fp32", *["bf16"] * (zero_stage > 0), *["8bit"] * (tensor_ranks == 1)]
     chunks = {"1f1b": 1, "gpipe": 1, "zbv": 2}.get(schedule)
     return Configuration(
         draw(st.sampled_from([1, 2, 8])),
@@ -53,6 +54,6 @@ def configurations(draw, in_parts: bool = False) -> Configuration:
         weight_bits=draw(st.sampled_from([None, 8])) if zero_stage == 3 else None,
         gradient_bits=draw(st.sampled_from([None, None, 8, 4])) if zero_stage > 0 else None,
         activation_dtype=draw(st.sampled_from([None, "fp8"])) if ranks > 1 else None,
-        state=draw(st.sampled_from(["fp32", "fp32", "bf16"])) if zero_stage > 0 else "fp32",
+        state=draw(st.sampled_from(states)),
         split_backward=draw(st.integers(0, ranks)) if in_parts and ranks > 1 and tensor_ranks == 1 else 0,
     )

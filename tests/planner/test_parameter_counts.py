@@ -87,6 +87,20 @@ def test_a_model_has_the_parameters_that_transformers_makes(kind, sizes):
     assert (read.layers, read.hidden_size, read.sequence_length) == (3, 64, 32)
 
 
+@pytest.mark.parametrize(("kind", "sizes"), KINDS, ids=lambda value: value if isinstance(value, str) else "")
+def test_its_tensors_beside_embeddings_are_those_that_transformers_makes(kind, sizes):
+    config = AutoConfig.for_model(kind, **sizes)
+    make = AutoModelForMaskedLM if kind == "bert" else AutoModelForCausalLM
+    with torch.device("meta"):
+        model = make.from_config(config)
+    read = model_of_config(kind, json.loads(config.to_json_string()))
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    made = [tensor.numel() for tensor in model.parameters() if id(tensor) not in tables and tensor.numel()]
+    in_layers = [size for number, each in read.kinds for size in number * each.tensors_in_layer]
+    norms, head = [read.hidden_size] * (read.norm_parameters // read.hidden_size), read.head_parameters
+    assert sorted([*in_layers, *norms, *read.extras, *[head] * (head > 0)]) == sorted(made)
+
+
 ADAPTED = [case for case in KINDS if case[0] not in ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")]
 
 

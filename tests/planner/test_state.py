@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given
 
 from ds_lgamp.config import read_block
-from ds_lgamp.cost.units import ElementBytes
+from ds_lgamp.cost.units import BLOCK_ON_DEVICE, BLOCK_ON_HOST, RANDOM_NUMBERS, ElementBytes
 from ds_lgamp.planner.cluster import Efficiency, named_cluster, with_part
 from ds_lgamp.planner.configuration import Configuration, describe, method_of
 from ds_lgamp.planner.hardware import HOST_UPDATE_BYTES, UPDATE_BYTES
@@ -17,7 +17,6 @@ from ds_lgamp.planner.models import model_of_flags, read_model
 from ds_lgamp.planner.search import IN_BF16, Allowed, NothingFits, search
 from ds_lgamp.planner.work import Work, host_seconds
 from ds_lgamp.planner.write import ds_config, launch_script, why_not
-from ds_lgamp.schedule.spec import BLOCK_ON_DEVICE, BLOCK_ON_HOST, RANDOM_NUMBERS
 from testing import ROOT
 from testing.forks import run_module
 from testing.ranks import run_on_ranks
@@ -140,7 +139,7 @@ def test_megatrons_own_loop_has_none_of_it():
     model = model_of_flags("m", f"{flags} --num-experts 8 --moe-router-topk 2")
     of = Configuration(2, 1, 1, 1, 4, zero_stage=1, state="bf16")
     assert why_not(model, in_fp32(of)) is None
-    assert "state is in bf16, which Megatron-LM's training loop, for m, does not round" in why_not(model, of)
+    assert "state is 'bf16', which Megatron-LM's training loop, for m, does not know" in why_not(model, of)
 
 
 @pytest.mark.parametrize(

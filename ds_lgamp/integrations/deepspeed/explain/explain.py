@@ -124,10 +124,7 @@ def explain(arguments: dict[str, Any], partition_method: str, calls_engine: bool
     step = Step(spec, settings, config, data_ranks, tensor_ranks, activations, update, plan.home_of_frozen, plan.travel)
     held = model.ranks(settings, config, spec, update)
     if settings.recompute == "auto" and activations is not None:
-        limit = space_left(get_accelerator().total_memory()) if budget is None else budget
-        decisions = [step.decision(rank, each, limit) for rank, each in enumerate(held)]
-        kept, selective = (frozenset[Pair]().union(*each) for each in zip(*decisions))
-        spec = replace(spec, kept=kept, selective=selective)
+        spec = step.within(space_left(get_accelerator().total_memory()) if budget is None else budget, held)
         program = _validated(spec)
     return Explanation(
         spec=spec,
@@ -282,9 +279,14 @@ class Step(NamedTuple):
             tokens=self._tokens(actions, held.expert_layers),
         )
 
-    def decision(self, rank: int, held: ImaginedRank, limit: int) -> Decision:
-        """Returns what a rank does not recompute, within a limit. Raises ConfigError if it would need more memory
-        although it recomputed everything."""
+    def within(self, limit: int, held: Sequence[ImaginedRank]) -> ProgramSpec:
+        """Returns the program of ranks that recompute only what they must to stay within a limit of bytes. Raises
+        ConfigError if one would need more although it recomputed everything."""
+        decisions = [self._decision(rank, each, limit) for rank, each in enumerate(held)]
+        kept, selective = (frozenset[Pair]().union(*each) for each in zip(*decisions))
+        return replace(self.spec, kept=kept, selective=selective)
+
+    def _decision(self, rank: int, held: ImaginedRank, limit: int) -> Decision:
         assert self.activations is not None, "the first batch would decide"
         size, units = (
             self._element_bytes,
