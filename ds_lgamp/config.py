@@ -54,14 +54,11 @@ def check_compile(given: bool | dict[str, Any]) -> bool | dict[str, Any]:
             raise ValueError(f"its {name} must be a {kind.__name__}")
     if "mode" in options and "options" in options:
         raise ValueError("torch.compile takes a mode or options; keep one of them")
-    if options.get("mode") in _WITH_GRAPHS or options.get("options", {}).get("triton.cudagraphs"):
+    of_mode = options.get("mode") in _WITH_GRAPHS or options.get("options", {}).get("triton.cudagraphs")
+    if of_mode or options.get("backend") == "cudagraphs":
         raise ValueError(
-            "its CUDA graphs would keep the addresses of weights, which change when they are gathered; use mode "
-            "'max-autotune-no-cudagraphs'"
-        )
-    if options.get("backend") == "cudagraphs":
-        raise ValueError(
-            "its CUDA graphs would keep the addresses of weights, which change when they are gathered; use 'inductor'"
+            "its CUDA graphs would keep the addresses of weights, which change when they are gathered; use "
+            + ("mode 'max-autotune-no-cudagraphs'" if of_mode else "'inductor'")
         )
     return given
 
@@ -198,28 +195,24 @@ class LgampConfig(BaseModel):
     forward, and come back during the compute before the backward. nvme: they wait on a disk, in the folder nvme_path.
     none: they stay on the device."""
     nvme_path: str | None = None
-    """A folder on a disk for offload_activations. The default is the nvme_path of offload_optimizer and offload_param.
-    """
+    """A folder on a disk for offload_activations; by default the nvme_path of offload_optimizer and offload_param."""
     reproducible: bool = False
     """true: random numbers and orders of summation depend only on step, layer, micro-batch and data-parallel rank. In
     fp32 on CPU, a run is then equal to the bit under every schedule, placement, cut into chunks, number of pipeline
     ranks, ZeRO stage, resident_chunks and recompute, for the same number of data-parallel ranks and the same
     data_rank_speeds. At stages 2 and 3, a smaller micro_batch_group sums in another order, and so do shards of a node
     (zero_hpz_partition_size, mics_shard_size)."""
-
     nonfinite: Literal["skip", "abort", "report"] | None = None
     """What happens after a loss or a gradient that is NaN or infinite; by default nothing looks for one. All three
     values name the first micro-batch, layer and parameter at fault. skip: all ranks leave out the update, which counts
     as skipped. abort: all ranks raise NonfiniteError. report: training goes on. The host learns of it one step late, so
     that it never waits for the device. With fp16, the loss scale takes care of infinite gradients, as always."""
-
     asynchronous_save: bool = True
     """true: save_checkpoint copies the state to the host's memory, and returns while a thread writes it. The next save,
     a load and the end of the script wait for the thread. false, and wherever state lies on nvme: save_checkpoint
     returns when the checkpoint is on disk."""
     keep_last: PositiveInt | None = None
     """How many checkpoints to keep in a directory; default all."""
-
     trace: str | None = None
     """A folder in which to record what every rank does in the steps of trace_steps: actions, waits, bytes and memory.
     ``ds_lgamp view`` shows it. Relative to the working directory; all ranks write there."""
@@ -232,7 +225,6 @@ class LgampConfig(BaseModel):
     memory, which outlives processes but not the node. It takes two states, or three if overlap_update or offloading
     updates chunks before the step. A job that ends well leaves none if its last checkpoint is as new. Nothing is copied
     by default."""
-
     hang_timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 600.0
     """How many seconds ranks may wait in a batch for one that stands still. Then all ranks end, and name it. Warnings
     come from 30 seconds on. The first batch may take ten times as long, but 20 minutes at most unless this is more,
@@ -274,13 +266,13 @@ class LgampConfig(BaseModel):
                 "pipeline_rank_speeds and layers_per_chunk both size the chunks; keep one of them, or set "
                 "chunks_per_rank"
             )
-        if self.schedule in SINGLE_CHUNK_SCHEDULES:
-            if self.layers_per_chunk is not None or self.chunks_per_rank not in (None, 1):
-                key = "chunks_per_rank" if self.layers_per_chunk is None else "layers_per_chunk"
-                raise ValueError(
-                    f"{key} is {getattr(self, key)}, but schedule '{self.schedule}' has one chunk per pipeline rank; "
-                    f"remove {key} or use schedule 'layered'"
-                )
+        cuts = self.layers_per_chunk is not None or self.chunks_per_rank not in (None, 1)
+        if self.schedule in SINGLE_CHUNK_SCHEDULES and cuts:
+            key = "chunks_per_rank" if self.layers_per_chunk is None else "layers_per_chunk"
+            raise ValueError(
+                f"{key} is {getattr(self, key)}, but schedule '{self.schedule}' has one chunk per pipeline rank; "
+                f"remove {key} or use schedule 'layered'"
+            )
         if self.model is not None and self.outputs == "loss" and "outputs" in self.model_fields_set:
             raise ValueError(
                 "outputs is 'loss', but the code around model computes the loss of its outputs; use 'all', or remove "
@@ -355,35 +347,15 @@ class LgampConfig(BaseModel):
             )
 
     def _check_vee(self) -> None:
-        if self.schedule != "zbv":
-            if self.placement == "vee":
-                raise ValueError("placement is 'vee', which belongs to schedule 'zbv'; use that, or remove placement")
-            return
-        for key, allowed in (("chunks_per_rank", 2), ("layers_per_chunk", None), ("placement", "vee")):
-            value = getattr(self, key)
-            if value not in (None, allowed):
+        if self.schedule != "zbv" and self.placement == "vee":
+            raise ValueError("placement is 'vee', which belongs to schedule 'zbv'; use that, or remove placement")
+        allowed = {"chunks_per_rank": 2, "layers_per_chunk": None, "placement": "vee"}
+        for key in allowed if self.schedule == "zbv" else ():
+            if (value := getattr(self, key)) not in (None, allowed[key]):
                 raise ValueError(
                     f"{key} is {value!r}, but schedule 'zbv' has two chunks per pipeline rank, placed as a vee; remove "
                     f"{key} or use schedule 'layered'"
                 )
-
-    def refuse_split(self, whose: str) -> None:
-        """Raises ConfigError for keys that say how to split a model, but here ``whose`` layers are given."""
-        for key in ("model", "blocks", "dummy_inputs"):
-            if getattr(self, key) is not None:
-                raise ConfigError(f"{BLOCK}.{key} is set, but {whose} says what its layers are; remove it")
-
-    def refuse_needless_rounding(self, pipeline_ranks: int, half: str | None) -> None:
-        """Raises ConfigError if ``activation_dtype`` would change nothing.
-
-        Args:
-            half: the precision of hidden states if they have 16 bits, such as "fp16"; else None.
-        """
-        given = f"{BLOCK}.activation_dtype is '{self.activation_dtype}'"
-        if self.activation_dtype is not None and pipeline_ranks == 1:
-            raise ConfigError(f"{given}, but one pipeline rank sends no hidden states; remove it")
-        if self.activation_dtype == "bf16" and half is not None:
-            raise ConfigError(f"{given}, but under {half} hidden states have 16 bits already; use 'fp8', or remove it")
 
 
 def read_block(config: dict[str, Any]) -> LgampConfig | None:
@@ -392,8 +364,7 @@ def read_block(config: dict[str, Any]) -> LgampConfig | None:
     Raises ConfigError for unknown keys, wrong types and impossible combinations.
     """
     _refuse_misspelt_block(config)
-    block = config.get(BLOCK)
-    if block is None:
+    if (block := config.get(BLOCK)) is None:
         return None
     if not isinstance(block, dict) or not all(isinstance(key, str) for key in block):
         raise ConfigError(f"{BLOCK} is {block!r}; it must be an object such as {{}}")
@@ -408,8 +379,7 @@ def read_block(config: dict[str, Any]) -> LgampConfig | None:
 def _refuse_misspelt_block(config: dict[str, Any]) -> None:
     """Raises ConfigError for a key that looks like a typo of the block, which DeepSpeed would silently ignore."""
     for key in config:
-        plain = str(key).lower().replace("-", "_")
-        if key != BLOCK and get_close_matches(plain, [BLOCK], cutoff=0.8):
+        if key != BLOCK and get_close_matches(str(key).lower().replace("-", "_"), [BLOCK], cutoff=0.8):
             raise ConfigError(f"{key} is no known key; did you mean {BLOCK}? Rename it if it is a key of your own")
 
 
@@ -420,8 +390,7 @@ def _sentence(error: ValidationError) -> str:
         # Complaints about several keys begin with one of them.
         return f"{BLOCK}.{first['msg'].removeprefix('Value error, ')}"
     key = str(first["loc"][0])
-    member = first["loc"][1] if len(first["loc"]) > 1 else None
-    place = f"[{member}]" if isinstance(member, int) else ""
+    place = f"[{member}]" if isinstance(member := (*first["loc"], None)[1], int) else ""
     if first["type"] == "extra_forbidden":
         nearest = get_close_matches(key, LgampConfig.model_fields, n=1)
         known = f"did you mean {nearest[0]}?" if nearest else f"use one of {', '.join(LgampConfig.model_fields)}"

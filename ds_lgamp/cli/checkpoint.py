@@ -15,8 +15,16 @@ from ds_lgamp.checkpoint import folder as folders
 from ds_lgamp.checkpoint.files import CheckpointError
 from ds_lgamp.checkpoint.live_recovery import publish_alone
 from ds_lgamp.checkpoint.names import OPTIMIZER, parse
-from ds_lgamp.checkpoint.safetensors_files import INDEX, SINGLE, read_safetensors, write_safetensors
-from ds_lgamp.checkpoint.whole import WholeCheckpoint, read_whole, verify, write_whole
+from ds_lgamp.checkpoint.whole import (
+    INDEX,
+    SINGLE,
+    WholeCheckpoint,
+    read_safetensors,
+    read_whole,
+    verify,
+    write_safetensors,
+    write_whole,
+)
 from ds_lgamp.cli.terminal import at_work
 
 _DATA_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

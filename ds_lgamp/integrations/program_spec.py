@@ -28,6 +28,13 @@ MOST_MICRO_BATCHES = 100_000
 """The most micro-batches of a step. A program of more would take minutes to build, or not fit into memory."""
 
 
+def refuse_split(settings: LgampConfig, whose: str) -> None:
+    """Raises ConfigError for keys that say how to split a model, but here ``whose`` layers are given."""
+    for key in ("model", "blocks", "dummy_inputs"):
+        if getattr(settings, key) is not None:
+            raise ConfigError(f"{BLOCK}.{key} is set, but {whose} says what its layers are; remove it")
+
+
 def chunk_bounds(
     settings: LgampConfig, pipeline_ranks: int, layer_types: Sequence[str], layer_weights: Sequence[float]
 ) -> list[int]:

@@ -4,7 +4,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -141,12 +140,8 @@ class ZeroPartition:
                 earlier = sum(name == thawed or name.startswith(f"{thawed} ") for name in names)
                 made[unit] = unit.thaw(f"{thawed} {earlier + 1}" if earlier else thawed)
                 names.update(new.name for new in made[unit])
-        self._take(
-            {
-                chunk: [new for unit in units for new in made.get(unit, [unit])]
-                for chunk, units in self.chunk_units.items()
-            }
-        )
+        chunks = self.chunk_units.items()
+        self._take({chunk: [new for unit in units for new in made.get(unit, [unit])] for chunk, units in chunks})
         return [new for units in made.values() for new in units]
 
     @torch.no_grad()
@@ -312,8 +307,7 @@ def _kinds(
     for number, sharing in enumerate(groups):
         of = name if sharing is None else f"{name} experts{'' if number == 1 else f' {number}'}"
         own = [entry for entry in parameters if entry.sharing is sharing]
-        trained = [entry for entry in own if entry.parameter.requires_grad]
-        if trained:
+        if trained := [entry for entry in own if entry.parameter.requires_grad]:
             yield of, sharing, trained
         frozen: dict[torch.dtype, list[UnitParameter]] = {}
         for entry in own:
@@ -379,26 +373,28 @@ def unit_sizes(partition: ZeroPartition, home_of_frozen: Literal["device", "host
     for unit in partition.units:
         chunks = tuple(chunk for chunk, units in partition.chunk_units.items() if unit in units)
         copies = 1 if unit.tie_group is None or not unit.trains else unit.tie_group.size()
-        alignment = unit.policy.alignment
-        size = UnitSize(unit.storage.end, _taken(unit), chunks, unit.tied, copies, not unit.trains, alignment=alignment)
         # Experts are means over all ranks, and lie on fewer.
         divided = unit.policy.mean_ranks // unit.policy.data_group.size()
         whole_on = None if unit.trains or home_of_frozen == "none" else home_of_frozen
         packed = (entry.parameter.dtype.itemsize for entry in unit.storage.parameters if is_packed(entry.parameter))
         # Who imagines a partition has no homes, and takes one machine for that of all ranks.
         sharers = (unit.storage.home_shared_by or unit.policy.data_group.size()) if whole_on == "host" else 1
-        exact = _taken(unit, in_32_bits=True)
-        size = replace(size, expert_ranks=divided, whole_on=whole_on, home_shared_by=sharers, in_32_bits=exact)
-        sizes.append(replace(size, packed=next(packed, None)))
+        sizes.append(
+            UnitSize(
+                *(unit.storage.end, _taken(unit), chunks, unit.tied, copies, not unit.trains),
+                expert_ranks=divided,
+                whole_on=whole_on,
+                home_shared_by=sharers,
+                packed=next(packed, None),
+                alignment=unit.policy.alignment,
+                in_32_bits=_taken(unit, in_32_bits=True),
+            )
+        )
     return sizes
 
 
 def _taken(unit: Unit, in_32_bits: bool = False) -> int:
     """Returns the elements that parameters of the optimizer take in a unit: all, or those with state ``in_32_bits``."""
     entries = zip(unit.storage.parameters, unit.storage.contents())
-    sizes = (
-        math.prod(shape)
-        for entry, (_, shape, group) in entries
-        if group is not None and (entry.in_32_bits or not in_32_bits)
-    )
-    return sum(aligned(size, unit.policy.alignment) for size in sizes)
+    own = (shape for entry, (_, shape, group) in entries if group is not None and (entry.in_32_bits or not in_32_bits))
+    return sum(aligned(math.prod(shape), unit.policy.alignment) for shape in own)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ds_lgamp.checkpoint.files import CheckpointError
-from ds_lgamp.checkpoint.safetensors_files import read_safetensors
+from ds_lgamp.checkpoint.whole import read_safetensors
 from tests.checkpoint.forging import Attack
 
 

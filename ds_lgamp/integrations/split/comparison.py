@@ -16,7 +16,7 @@ from ds_lgamp.integrations.split.call import Arguments, BatchCalls, Call, Return
 from ds_lgamp.integrations.split.forward import SplitForward
 from ds_lgamp.integrations.split.parts import full_shape, place_of, restored_modes
 from ds_lgamp.integrations.split.stand_ins import replacing, watch_calls
-from ds_lgamp.integrations.split.state import Snapshot, leave_out_hosts, untouched
+from ds_lgamp.integrations.split.state import Snapshot, leave_out_hosts, snapshot_of, untouched
 from ds_lgamp.integrations.split.travelling import numbers_like
 from ds_lgamp.integrations.split.trials import others
 from ds_lgamp.runtime.chunk import Chunk, as_tuple, cloned
@@ -95,6 +95,8 @@ class Comparison:
         takes no others."""
         # New ones, which have not learned what changes in evaluation.
         self._chunks = [Chunk([layer], number, self._calls.before_layer) for number, layer in enumerate(self._layers)]
+        # A walk over all that is reached takes longer than some forwards, and all of them begin there.
+        self._before = snapshot_of(self._model)
         found = self._on_others(arguments, (_ROUNDS, 1))
         try:
             found = found or [self._both([arguments, arguments], _ROUNDS)]
@@ -126,7 +128,7 @@ class Comparison:
 
     def _rounds(self, rounds: int, compute: Callable[[bool], list[Computed]]) -> list[Computed]:
         """Returns what is computed in all rounds. The model is the same afterwards."""
-        with self._original.undisturbed(), untouched(self._model), torch.enable_grad():
+        with self._original.undisturbed(), self._before.given_back(), torch.enable_grad():
             return [each for number in range(rounds) for each in compute(number > 0)]
 
     def _largest_token(self) -> int:

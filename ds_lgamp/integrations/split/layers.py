@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.integrations.split.call import Arguments, BatchCalls, Call, Survey
-from ds_lgamp.integrations.split.checks import check_foreign, check_parts, check_travels, results_after
 from ds_lgamp.integrations.split.comparison import Comparison
 from ds_lgamp.integrations.split.forward import SplitForward
 from ds_lgamp.integrations.split.outputs import NotReturned
@@ -30,7 +29,14 @@ from ds_lgamp.integrations.split.parts import (
 )
 from ds_lgamp.integrations.split.state import Snapshot, untouched
 from ds_lgamp.integrations.split.survey import survey
-from ds_lgamp.integrations.split.trials import given_inputs, inputs_of
+from ds_lgamp.integrations.split.trials import (
+    check_foreign,
+    check_parts,
+    check_travels,
+    given_inputs,
+    inputs_of,
+    results_after,
+)
 from ds_lgamp.runtime.chunk import Tensors, as_tuple
 from ds_lgamp.runtime.compiled import Compiler
 from ds_lgamp.runtime.recompute import RandomSource
@@ -151,7 +157,7 @@ class SplitLayers(Layers):
         training: modules that train in checks, because they change nothing.
 
     Raises ConfigError if a layer would need what other ranks lack, or if the layers compute something else than the
-    model. See :mod:`ds_lgamp.integrations.split.checks` and :class:`Comparison`.
+    model. See :mod:`ds_lgamp.integrations.split.trials` and :class:`Comparison`.
     """
 
     def __init__(

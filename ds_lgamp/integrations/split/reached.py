@@ -31,36 +31,30 @@ _LIBRARIES = {
 
 
 class Named(NamedTuple):
-    """Some of the values in a dictionary."""
+    """Some of the values that something holds by name."""
 
     holder: Any
+    """A dictionary, or what is read like one."""
     names: Sequence[str]
-    owner: type | None = None
-    """The class whose attributes these are; None for other dictionaries."""
+    write: Callable[[str, Any], None] | None = None
+    """Gives a name a value; None where the holder does."""
 
     def values(self) -> dict[str, Any]:
         return {name: self.holder[name] for name in self.names}
 
     def restore(self, values: dict[str, Any]) -> None:
         """Gives back those of the ``values`` that are others now."""
-        changed = {name: value for name, value in values.items() if self.holder.get(name, MISSING) is not value}
-        if self.owner is None:
-            self.holder.update(changed)
-            return
-        for name, value in changed.items():
-            setattr(self.owner, name, value)
+        write = self.write or self.holder.__setitem__
+        for name, value in values.items():
+            if self.holder.get(name, MISSING) is not value:
+                write(name, value)
 
 
 class Held:
-    """Values by name that lie in no dictionary.
+    """Values by name that lie in no dictionary, where ``read`` returns the value of a name."""
 
-    Args:
-        read: returns the value of a name.
-        write: gives a name a value.
-    """
-
-    def __init__(self, names: Iterable[str], read: Callable[[str], Any], write: Callable[[str, Any], None]) -> None:
-        self._names, self._read, self._write = [*names], read, write
+    def __init__(self, names: Iterable[str], read: Callable[[str], Any]) -> None:
+        self._names, self._read = [*names], read
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -74,22 +68,14 @@ class Held:
         except NO_VALUE:
             return default
 
-    def update(self, values: dict[str, Any]) -> None:
-        for name, value in values.items():
-            self._write(name, value)
-
 
 def variables_of(function: FunctionType) -> Named:
     """Returns the variables of a closure, by their names."""
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
     # A variable without a value has an empty cell.
     names = [name for name, cell in cells.items() if cell != CellType()]
-    held = Held(names, lambda name: cells[name].cell_contents, lambda name, value: _fill(cells[name], value))
-    return Named(held, names)
-
-
-def _fill(cell: CellType, value: Any) -> None:
-    cell.cell_contents = value
+    held = Held(names, lambda name: cells[name].cell_contents)
+    return Named(held, names, lambda name, value: setattr(cells[name], "cell_contents", value))
 
 
 def _value_of(variable: ContextVar[Any], name: str) -> Named:
@@ -99,7 +85,7 @@ def _value_of(variable: ContextVar[Any], name: str) -> Named:
         if value is not MISSING:
             variable.set(value)
 
-    return Named(Held([name], lambda _: variable.get(MISSING), write), [name])
+    return Named(Held([name], lambda _: variable.get(MISSING)), [name], write)
 
 
 def slots_of(value: Any) -> Named:
@@ -110,8 +96,9 @@ def slots_of(value: Any) -> Named:
         for name, slot in vars(kind).items()
         if isinstance(slot, MemberDescriptorType)
     }
-    held = Held(slots, lambda name: slots[name].__get__(value), lambda name, new: slots[name].__set__(value, new))
-    return Named(held, [name for name in slots if held.get(name, MISSING) is not MISSING])
+    held = Held(slots, lambda name: slots[name].__get__(value))
+    names = [name for name in slots if held.get(name, MISSING) is not MISSING]
+    return Named(held, names, lambda name, new: slots[name].__set__(value, new))
 
 
 def behind_proxy(value: Any) -> Any:
@@ -217,22 +204,20 @@ class Reached:
         """Keeps objects, whose ids would come again otherwise."""
         self._globals: dict[int, tuple[Any, dict[str, None]]] = {}
         self._variables: list[Named] = []
-        self._attributes: list[tuple[Any, type | None]] = []
-        """Dictionaries and others in which only names count that are in code, each with the class that has it, if it is
-        a class's."""
+        self._attributes: list[Named] = []
+        """Those whose names count only if they are in code."""
         self._values: list[tuple[str, Any]] = []
         own = [*modules]
         self._packages = {_package_of(type(module)) for module in own}
         """Where classes of the modules are. Of other installed packages nothing counts: there is too much in them."""
         for module in own:
             self._seen[id(module)] = module
-            self._attributes += [(vars(module), None)] if self._is_own(type(module)) else []
+            self._attributes += [Named(vars(module), ())] if self._is_own(type(module)) else []
         for hook in hooks_of([*own, *parameters]):
             self._visit("hook", hook)
-        for kind in dict.fromkeys(map(type, own)):
-            if kind.__module__.partition(".")[0] != "torch":
-                self._function(getattr(kind, "forward", None))
-                self._attributes += [(vars(each), each) for each in kind.__mro__[: kind.__mro__.index(nn.Module)]]
+        for kind in _classes(own):
+            self._function(kind.forward)
+            self._attributes += map(_attributes_in, kind.__mro__[: kind.__mro__.index(nn.Module)])
         for module in own:
             self._visit("forward", vars(module).get("forward"))
         before = None
@@ -244,9 +229,9 @@ class Reached:
     def named(self) -> list[Named]:
         """Returns what holds values by name."""
         of_globals = [Named(held, [*names]) for held, names in self._globals.values()]
-        attributes = [
-            Named(held, [name for name in [*held] if name in self._names], owner) for held, owner in self._attributes
-        ]
+        # A slot without a value has no name there.
+        every = [(each, each.names or [*each.holder]) for each in self._attributes]
+        attributes = [each._replace(names=[name for name in names if name in self._names]) for each, names in every]
         return [each for each in (*of_globals, *self._variables, *attributes) if each.names]
 
     def values(self) -> list[tuple[str, Any]]:
@@ -288,11 +273,11 @@ class Reached:
 
     def _add(self, value: Any) -> None:
         if isinstance(value, type):
-            self._attributes.append((vars(value), value))
+            self._attributes.append(_attributes_in(value))
         elif (attributes := attributes_of(value)) is not None:
-            self._attributes.append((attributes, None))
+            self._attributes.append(Named(attributes, ()))
         if self._is_own(type(value)) and (slots := slots_of(value)).names:
-            self._attributes.append((slots.holder, None))
+            self._attributes.append(slots)
         for kind in value.__bases__ if isinstance(value, type) else ():
             self._visit(kind.__name__, kind)
         for part in filled(value) if isinstance(value, nn.Module) else ():
@@ -309,7 +294,7 @@ class Reached:
         names.update(dict.fromkeys(name for name in global_names(function.__code__) if name in held))
         variables = variables_of(function)
         self._variables += [variables] if variables.names else []
-        self._attributes.append((vars(function), None))
+        self._attributes.append(Named(vars(function), ()))
         # The signature of a decorated function may be another one's.
         defaults, own = function.__defaults__ or (), function.__code__
         last = own.co_varnames[own.co_argcount - len(defaults) : own.co_argcount]
@@ -317,30 +302,15 @@ class Reached:
             self._visit(name, value)
 
 
-def named_globals(model: nn.Module) -> list[Named]:
-    """Returns the globals that forwards name, except functions, classes and modules. Forwards of torch name none that
-    count."""
-    found: dict[int, Named] = {}
-    for kind in _classes(model):
-        forward = unwrap(kind.forward)
-        if isinstance(forward, FunctionType):
-            own = _globals_in(forward)
-            known = found.get(id(own.holder), own)
-            found[id(own.holder)] = Named(own.holder, [*dict.fromkeys([*known.names, *own.names])])
-    return [each for each in found.values() if each.names]
-
-
-def _globals_in(function: FunctionType) -> Named:
-    held = function.__globals__
-    return Named(held, [name for name in global_names(function.__code__) if name in held and _is_state(held[name])])
-
-
-def named_by_hooks(model: nn.Module) -> list[Named]:
-    """Returns what the hooks of a model's modules and parameters hold: globals, variables of closures, and attributes
-    of objects outside the model."""
-    waiting = hooks_of([*model.modules(), *model.parameters()])
-    found: list[Named] = []
-    seen = set(map(id, model.modules()))
+def named_outside(model: nn.Module) -> list[Named]:
+    """Returns the globals that forwards name, except functions, classes and modules, and what the hooks of a model's
+    modules and parameters hold: such globals, variables of closures, and attributes of objects outside the model.
+    Forwards of torch name none that count."""
+    modules = [*model.modules()]
+    forwards = [unwrap(kind.forward) for kind in _classes(modules)]
+    found = [_globals_in(each) for each in forwards if isinstance(each, FunctionType)]
+    waiting = hooks_of([*modules, *model.parameters()])
+    seen = set(map(id, modules))
     while waiting:
         hook = waiting.pop()
         if id(hook) in seen:
@@ -357,12 +327,19 @@ def named_by_hooks(model: nn.Module) -> list[Named]:
     return [each for each in found if each.names]
 
 
-def _classes(model: nn.Module) -> Iterator[type[nn.Module]]:
-    return (kind for kind in dict.fromkeys(map(type, model.modules())) if not _is_torchs(kind))
+def _globals_in(function: FunctionType) -> Named:
+    held = function.__globals__
+    return Named(held, [name for name in global_names(function.__code__) if name in held and _is_state(held[name])])
 
 
-def _is_torchs(kind: type) -> bool:
-    return kind is object or kind.__module__.partition(".")[0] == "torch"
+def _attributes_in(kind: type) -> Named:
+    """Returns all attributes of a class, which are given values only through the class."""
+    return Named(vars(kind), (), partial(setattr, kind))
+
+
+def _classes(modules: Iterable[nn.Module]) -> Iterator[type[nn.Module]]:
+    """Yields the classes of modules, except torch's."""
+    return (kind for kind in dict.fromkeys(map(type, modules)) if kind.__module__.partition(".")[0] != "torch")
 
 
 def _is_state(value: Any) -> bool:

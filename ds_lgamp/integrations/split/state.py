@@ -2,9 +2,11 @@
 
 from collections import UserDict, UserList, deque
 from collections.abc import Collection, Iterable, Iterator, MutableMapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from copy import copy
 from dataclasses import fields, is_dataclass
+from functools import cached_property
+from itertools import chain, repeat
 from operator import is_
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -24,8 +26,7 @@ from ds_lgamp.integrations.split.reached import (
     attributes_of,
     behind_proxy,
     is_array,
-    named_by_hooks,
-    named_globals,
+    named_outside,
 )
 from ds_lgamp.partition.memory import without_repetition
 from ds_lgamp.runtime.references import leave_out, only_count
@@ -47,10 +48,10 @@ class Snapshot:
     Args:
         modules: without the modules in them.
         depth: how far to search. With 1, only containers in attributes count, except attributes that every module has.
-        named: other values.
+        named: other values, each with how far to search there.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], depth: int = 1, named: Iterable[Named] = ()) -> None:
+    def __init__(self, modules: Iterable[nn.Module], depth: int = 1, named: Iterable[tuple[Named, int]] = ()) -> None:
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
         """Dictionaries of attributes, each with a copy."""
         self._contents: list[tuple[int, str, Any, Any]] = []
@@ -60,9 +61,10 @@ class Snapshot:
         self._seen: set[int] = set()
         for module in modules:
             self._remember_attributes(vars(module), depth)
-        self._named = [(each, each.values()) for each in named]
-        for each, before in self._named:
-            for name, value in before.items():
+        self._named: list[tuple[Named, dict[str, Any]]] = []
+        for each, depth in named:
+            self._named.append((each, each.values()))
+            for name, value in self._named[-1][1].items():
                 self._search(value, depth, (id(each.holder), name))
 
     def restore(self, leaving: Collection[Place] = ()) -> None:
@@ -80,11 +82,23 @@ class Snapshot:
         for generator, state in self._generators:
             generator.set_state(state)
 
+    @cached_property
     def tensors(self) -> list[Tensor]:
-        """Returns the tensors in attributes, in containers and under names, and arrays as tensors in their memory."""
-        leaves = tree_leaves([[before for _, before in (*self._attributes, *self._named)], *self._contents])
+        """The tensors in attributes, in containers and under names, and arrays as tensors in their memory."""
+        values = chain.from_iterable(before.values() for _, before in (*self._attributes, *self._named))
+        others = [each for each in values if id(each) not in self._seen]
+        leaves = tree_leaves([others, [before for *_, before in self._contents if before]])
         found = [_as_tensor(leaf) for leaf in {id(leaf): leaf for leaf in leaves}.values()]
         return [each for each in found if each is not None]
+
+    @contextmanager
+    def given_back(self, with_tensors: bool = True) -> Iterator["Snapshot"]:
+        """Gives everything back after the block, and ``with_tensors`` the values of :attr:`tensors` before it."""
+        try:
+            with with_values(self.tensors if with_tensors else ()):
+                yield self
+        finally:
+            self.restore()
 
     def changed(self) -> Iterator[tuple[int, str, Any]]:
         """Yields the places of attributes that are others now, or contain others, each with what was there before."""
@@ -216,28 +230,20 @@ def has_attributes(value: Any) -> bool:
     return type(attributes_of(value)) is dict
 
 
-@contextmanager
-def restored(modules: Iterable[nn.Module], depth: int = 1, named: Iterable[Named] = ()) -> Iterator[Snapshot]:
-    """Restores after the block what ``modules`` held; see :class:`Snapshot`, which it yields."""
-    before = Snapshot(modules, depth, named)
-    try:
-        yield before
-    finally:
-        before.restore()
-
-
-@contextmanager
-def untouched(model: nn.Module, with_tensors: bool = True) -> Iterator[Snapshot]:
-    """Gives a model back after the block all that its modules and hooks held, what its forwards reach by names, and,
-    ``with_tensors``, the values of buffers and of other tensors and arrays there. Forwards that run inside leave no
-    counters, caches or other submodules. Yields what is there before."""
-    named, reached = [*named_globals(model), *named_by_hooks(model)], Reached(model.modules(), model.parameters())
+def snapshot_of(model: nn.Module) -> Snapshot:
+    """Returns all that the modules and hooks of a model hold, and what its forwards reach by names."""
+    reached = Reached(model.modules(), model.parameters())
     found = {str(number): value for number, (_, value) in enumerate(reached.values())}
-    every = [*reached.named(), Named(found, [*found])]
-    with restored((), 1, every) as by_names, restored(model.modules(), _DEPTH, named) as before:
-        tensors = {id(each): each for each in (*by_names.tensors(), *before.tensors())} if with_tensors else {}
-        with with_values(tensors.values()):
-            yield before
+    by_names = [*reached.named(), Named(found, [*found])]
+    outside = named_outside(model)
+    return Snapshot(model.modules(), _DEPTH, [*zip(outside, repeat(_DEPTH)), *zip(by_names, repeat(1))])
+
+
+def untouched(model: nn.Module, with_tensors: bool = True) -> AbstractContextManager[Snapshot]:
+    """Gives a model back after the block all that is in :func:`snapshot_of`, and, ``with_tensors``, the values of
+    buffers and of other tensors and arrays there. Forwards that run inside leave no counters, caches or other
+    submodules. Yields what is there before."""
+    return snapshot_of(model).given_back(with_tensors)
 
 
 def leave_out_hosts() -> None:

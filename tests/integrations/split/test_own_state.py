@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ds_lgamp.config import ConfigError
-from ds_lgamp.integrations.split.reached import named_globals
+from ds_lgamp.integrations.split.reached import named_outside
 from ds_lgamp.integrations.split.state import Snapshot, untouched
 from tests.integrations.split.own_models import WIDTH, Attention, Gpt, cross_entropy
 from tests.integrations.split.splitting import layers_of
@@ -154,7 +154,7 @@ def test_a_global_that_only_has_the_name_of_an_attribute_is_no_state():
         def forward(self, hidden):
             return hidden * self.COUNTS * len(SHAPES)
 
-    assert [each.names for each in named_globals(Reading())] == [["SHAPES"]]
+    assert [each.names for each in named_outside(Reading())] == [["SHAPES"]]
 
 
 def drawn(generator):

@@ -17,9 +17,9 @@ from tests.integrations.split.splitting import layers_of
 
 
 class Slotted:
-    """Hides a tensor in a private slot."""
+    """Hides a tensor in a private slot. Another one, of a name that a forward uses, has no value."""
 
-    __slots__ = "__scale"
+    __slots__ = "__scale", "given"
 
     def __init__(self):
         self.__scale = torch.ones(2)

@@ -1,5 +1,6 @@
 """What state.json says of a run beside tensors, alike on all ranks; whether it fits another run; and how that run takes
-over the counters and the position in the data. The schema is in ``ds_lgamp.checkpoint.schema``."""
+over the counters and the position in the data. Also what checkpoints and trainings ask of an engine. The schema is in
+``ds_lgamp.checkpoint.schema``."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -51,6 +52,30 @@ class Run(Protocol):
     """The DeepSpeedConfig."""
 
     def train_micro_batch_size_per_gpu(self) -> int: ...
+
+
+class Door(Run, Protocol):
+    """An engine of DeepSpeed, through which a script trains. What its training asks of it."""
+
+    micro_batches: int
+    """How many a pipeline computes for a batch, if all data-parallel ranks compute equally many."""
+    live_client_state: dict[Any, Any]
+    """The client_state of the states in ``live_checkpoint``."""
+    shapes_advice: str
+    """What to do where micro-batches have other shapes than those before, as a clause."""
+
+    def loss_of(self, outputs: Any, labels: Any) -> Any:
+        """Returns the loss of a micro-batch, or outputs, from what the last layer returned."""
+
+    def end_backward(self) -> None:
+        """Called when the program comes to its step, before gradients are final on all ranks."""
+
+    def take_step(self) -> None:
+        """Steps the optimizer and the scheduler as DeepSpeed does, and counts the step."""
+
+    def micro_batch_name(self, data_rank: int, micro_batch: int) -> str:
+        """Returns what the user calls a micro-batch."""
+        ...
 
 
 def ranks_of(run: Run) -> tuple[int, int, int]:

@@ -12,8 +12,8 @@ from deepspeed.utils import zero_to_fp32
 
 from ds_lgamp.checkpoint import folder as folders
 from ds_lgamp.checkpoint.files import write_synced
-from ds_lgamp.checkpoint.safetensors_files import Planned, planned_of
 from ds_lgamp.checkpoint.storage import VerifyingReader
+from ds_lgamp.checkpoint.whole import Planned, planned_of
 from ds_lgamp.integrations.hosts import replace_attribute
 
 SCRIPT = "zero_to_fp32.py"

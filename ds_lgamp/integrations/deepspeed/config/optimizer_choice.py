@@ -12,9 +12,9 @@ from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from torch import nn
 
 from ds_lgamp.config import BLOCK, ConfigError
+from ds_lgamp.optimizers.eight_bits import InEightBits
 from ds_lgamp.optimizers.lamb import Lamb
 from ds_lgamp.optimizers.muon import MATRIX_OPTIONS, OTHER_OPTIONS, Muon
-from ds_lgamp.optimizers.rounding import InEightBits
 from ds_lgamp.optimizers.tensors import TensorOptimizer
 
 
@@ -125,16 +125,8 @@ def _name(kind: type) -> str:
 
 ELEMENTWISE: frozenset[type] = frozenset(
     {
-        torch.optim.SGD,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.Adadelta,
-        torch.optim.Adagrad,
-        torch.optim.Adamax,
-        torch.optim.ASGD,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.RMSprop,
+        *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adadelta, torch.optim.Adagrad),
+        *(torch.optim.Adamax, torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop),
         torch.optim.Rprop,
     }
 )
@@ -286,10 +278,8 @@ def check_elementwise(optimizer: torch.optim.Optimizer, allow_untested: bool, de
     kind = type(optimizer)
     if counterpart(kind) is not None:
         return
-    reason = WHOLE_TENSORS.get(kind.__name__.lower())
-    if takes_norms(getattr(optimizer, "args", None)):
-        reason = WHOLE_TENSORS["lamb"]
-    if reason is not None:
+    name = "lamb" if takes_norms(getattr(optimizer, "args", None)) else kind.__name__.lower()
+    if (reason := WHOLE_TENSORS.get(name)) is not None:
         raise ConfigError(f"optimizer is {kind.__name__}, which {reason}; shards take one of {_TORCHS}")
     if kind in ON_CPU and device.type != "cpu":
         raise ConfigError(

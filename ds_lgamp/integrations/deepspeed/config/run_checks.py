@@ -23,6 +23,7 @@ from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
 from ds_lgamp.integrations.deepspeed.config.precision import (
     accumulation_dtype,
     has_master_copies,
+    parameter_dtype,
     refuse_cast_parameter,
     refuse_precision,
 )
@@ -44,7 +45,7 @@ from ds_lgamp.integrations.deepspeed.model.module import (
     tied_users,
 )
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import complaint_about_memory, complaint_about_tensor_ranks
-from ds_lgamp.optimizers.rounding import InEightBits
+from ds_lgamp.optimizers.eight_bits import InEightBits
 from ds_lgamp.partition.agreement import (
     Term,
     code_of,
@@ -187,6 +188,16 @@ def refuse_optimizer(settings: LgampConfig, config: Any, kind: type | None) -> N
             f"bf16.bf16_master_weights_and_grads is True, but the optimizer is {kind.__module__}.{kind.__name__}, "
             "which is not known to update weights in bf16 well; use torch's Adam or AdamW, or remove the key"
         )
+
+
+def refuse_needless_rounding(settings: LgampConfig, config: Any, pipeline_ranks: int) -> None:
+    """Raises ConfigError if ``activation_dtype`` would change nothing."""
+    half = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(parameter_dtype(config))
+    given = f"{BLOCK}.activation_dtype is '{settings.activation_dtype}'"
+    if settings.activation_dtype is not None and pipeline_ranks == 1:
+        raise ConfigError(f"{given}, but one pipeline rank sends no hidden states; remove it")
+    if settings.activation_dtype == "bf16" and half is not None:
+        raise ConfigError(f"{given}, but under {half} hidden states have 16 bits already; use 'fp8', or remove it")
 
 
 def refuse_irreproducible(settings: LgampConfig, config: Any, module: PipelineModule) -> None:

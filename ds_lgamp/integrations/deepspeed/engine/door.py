@@ -15,10 +15,7 @@ from torch import nn
 
 from ds_lgamp.config import BLOCK, ConfigError, check_compile
 from ds_lgamp.integrations.deepspeed.checkpoint import save_and_load
-from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
-    check_elementwise,
-    choice_of,
-)
+from ds_lgamp.integrations.deepspeed.config.optimizer_choice import check_elementwise, choice_of
 from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype
 from ds_lgamp.integrations.deepspeed.config.run_checks import refuse_optimizer
 from ds_lgamp.integrations.deepspeed.config.zero import check_offloaded, device_of_updates

@@ -9,15 +9,15 @@ from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.fp16.loss_scaler import LossScaler, LossScalerBase
 
 from ds_lgamp.config import ConfigError, LgampConfig
-from ds_lgamp.integrations.deepspeed.config.optimizer_choice import comes_from, skips_by_itself
-from ds_lgamp.integrations.deepspeed.config.precision import checks_overflow, loss_scaler
-from ds_lgamp.integrations.deepspeed.engine.nonfinite import LateFlag, NonfiniteCheck
-from ds_lgamp.integrations.deepspeed.engine.optimizer_state import (
+from ds_lgamp.integrations.deepspeed.checkpoint.rank_state import (
     complaint_about_class,
     load_state,
     names_of_cut,
     state_of,
 )
+from ds_lgamp.integrations.deepspeed.config.optimizer_choice import comes_from, skips_by_itself
+from ds_lgamp.integrations.deepspeed.config.precision import checks_overflow, loss_scaler
+from ds_lgamp.integrations.deepspeed.engine.nonfinite import LateFlag, NonfiniteCheck
 from ds_lgamp.optimizers.host_updates import updates_of
 from ds_lgamp.optimizers.norms import GradientNorm, clip_factor
 from ds_lgamp.optimizers.tensors import TensorOptimizer
@@ -97,6 +97,14 @@ class PartitionedOptimizer(DeepSpeedOptimizer, torch.optim.Optimizer):
         self.loss_scaler.cur_scale = scale
 
     cur_scale = loss_scale
+
+    def loss_gradient(self, loss: torch.Tensor, micro_batches: int) -> torch.Tensor:
+        """Returns the gradient of the scaled mean over micro-batches with regard to the ``loss`` of one of them.
+
+        A product, because a half-precision loss may not hold the scale: then the gradient is infinite, which the step
+        finds. Filling a tensor with such a number may be an error.
+        """
+        return torch.ones_like(loss) * (self.loss_scale / micro_batches)
 
     @property
     def clip_grad(self) -> float:

@@ -5,15 +5,15 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
-import torch
 from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.cost.units import Travel
 from ds_lgamp.integrations.deepspeed.config.optimizer_choice import known_kind
-from ds_lgamp.integrations.deepspeed.config.precision import checks_overflow, parameter_dtype, travel_of
+from ds_lgamp.integrations.deepspeed.config.precision import checks_overflow, travel_of
 from ds_lgamp.integrations.deepspeed.config.run_checks import (
     refuse_irreproducible,
+    refuse_needless_rounding,
     refuse_optimizer,
     refuse_unsupported,
 )
@@ -79,8 +79,7 @@ def plan_training(
     refuse_unsupported(config, module, optimizer)
     if offload is not None:
         refuse_offloaded_optimizer(config, optimizer)
-    half = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(parameter_dtype(config))
-    settings.refuse_needless_rounding(module.num_stages, half)
+    refuse_needless_rounding(settings, config, module.num_stages)
     refuse_irreproducible(settings, config, module)
     refuse_optimizer(settings, config, known_kind(config, optimizer, device_of_updates(config)))
     layout = layout_of(settings, module, partition_method)

@@ -1,21 +1,21 @@
 """The core of every engine: what trains one model, whatever methods a script calls."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from torch import Tensor, nn
+from torch import nn
 
 from ds_lgamp.checkpoint.files import CheckpointError
 from ds_lgamp.checkpoint.saver import Saver
 from ds_lgamp.config import ConfigError, LgampConfig
 from ds_lgamp.cost.units import Sharding
-from ds_lgamp.integrations.deepspeed.checkpoint.description import Run, share_of
+from ds_lgamp.integrations.deepspeed.checkpoint.description import Door, share_of
 from ds_lgamp.integrations.deepspeed.checkpoint.rank_state import LiveCheckpoint, open_folder
 from ds_lgamp.integrations.deepspeed.config.client_optimizer import on_shards, place_with_groups, prepare_optimizer
 from ds_lgamp.integrations.deepspeed.config.precision import input_dtype
@@ -46,10 +46,9 @@ from ds_lgamp.integrations.deepspeed.model.recomputation import (
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import SharedBuffers
 from ds_lgamp.integrations.program_spec import budget_of, program_of
 from ds_lgamp.integrations.split.state import leave_out_hosts
+from ds_lgamp.optimizers.eight_bits import InEightBits
 from ds_lgamp.optimizers.host_updates import HostUpdateError
-from ds_lgamp.optimizers.lamb import Lamb
-from ds_lgamp.optimizers.muon import Muon
-from ds_lgamp.optimizers.rounding import InEightBits
+from ds_lgamp.optimizers.tensors import TensorOptimizer
 from ds_lgamp.partition.agreement import everyone, host_group, raise_everywhere
 from ds_lgamp.partition.bus import Bus
 from ds_lgamp.partition.quantised import PackedPlaces
@@ -66,32 +65,6 @@ from ds_lgamp.runtime.messages import laid_out
 from ds_lgamp.runtime.trace import trace_if_asked
 from ds_lgamp.schedule.spec import ProgramSpec
 from ds_lgamp.watch.this_rank import this_rank
-
-
-class Door(Run, Protocol):
-    """An engine of DeepSpeed, through which a script trains. What its training asks of it."""
-
-    micro_batches: int
-    """How many a pipeline computes for a batch, if all data-parallel ranks compute equally many."""
-    live_client_state: dict[Any, Any]
-    """The client_state of the states in ``live_checkpoint``."""
-    optimizer: Any
-    """The :class:`PartitionedOptimizer`."""
-    shapes_advice: str
-    """What to do where micro-batches have other shapes than those before, as a clause."""
-
-    def loss_of(self, outputs: Any, labels: Any) -> Any:
-        """Returns the loss of a micro-batch, or outputs, from what the last layer returned."""
-
-    def end_backward(self) -> None:
-        """Called when the program comes to its step, before gradients are final on all ranks."""
-
-    def take_step(self) -> None:
-        """Steps the optimizer and the scheduler as DeepSpeed does, and counts the step."""
-
-    def micro_batch_name(self, data_rank: int, micro_batch: int) -> str:
-        """Returns what the user calls a micro-batch."""
-        ...
 
 
 class Training:
@@ -130,15 +103,15 @@ class Training:
         self.door, self.settings, self.partition_method, self.config = door, settings, partition_method, config
         self.zero_stage = int(config.zero_optimization_stage)
         """The stage that the user asked for. DeepSpeed always sees 1, so that its ZeRO hooks run."""
-        ranks = dist.get_process_group_ranks(module._grid.get_data_parallel_group())
-        make_groups(sizes_of(module), ranks, bool(config.use_data_before_expert_parallel_))
-        arguments["optimizer"] = on_shards(module, arguments.get("optimizer"))
-        plan = plan_training(settings, arguments, partition_method, micro_batches, scales_in_step)
         self.placed: PlacedModule = module
         """Its layers are placed at the end of this constructor."""
         self.grid = module._grid
         self.data_rank: int = self.grid.data_parallel_id
         self.data_group: dist.ProcessGroup = self.grid.get_data_parallel_group()
+        ranks = dist.get_process_group_ranks(self.data_group)
+        make_groups(sizes_of(module), ranks, bool(config.use_data_before_expert_parallel_))
+        arguments["optimizer"] = on_shards(module, arguments.get("optimizer"))
+        plan = plan_training(settings, arguments, partition_method, micro_batches, scales_in_step)
         self.program_spec = plan.specs[self.data_rank]
         self._replicas, self.home_of_frozen, self.travel = plan.replicas, plan.home_of_frozen, plan.travel
         self._disk = open_disk(settings, config)
@@ -156,8 +129,6 @@ class Training:
         self.budget: Budget | None = None
         """Decides what is recomputed; None if the block does."""
         self.live: LiveCheckpoint | None = None
-        self._recomputes_alike = False
-        """Whether ranks exchange data inside layers, also when they recompute."""
         self.computes_input_gradients = False
         """Whether the current batch computes gradients of the script's arguments, below all that trains."""
 
@@ -170,20 +141,16 @@ class Training:
             prepare: converts layers that the module shows, if they got no memory before, as DeepSpeed has done with all
                 others.
         """
-        module = self.placed
-        whole = isinstance(optimizer, Lamb | Muon | InEightBits)
-        refuse_around_experts(module, self.settings, self.program_spec, self.travel, whole, is_deferred(module))
-        deferred = DeferredLayers(module, prepare) if is_deferred(module) else None
-        self.device = self.door.device
-        policy = policy_of(
-            module, self.settings, self.config, self.program_spec, self.data_group, self.device, self._disk
-        )
-        policy, home = policy._replace(travel=self.travel), self.home_of_frozen
-        self.partition = partition_parameters(module, optimizer, policy, self.device, deferred, home, self._disk)
-        self._deferred, self._packed = deferred, PackedPlaces(module)
-        self.tensor_access = TensorAccess(self.partition, optimizer)
-        groups = module.world_group, self.data_group
-        return build_optimizer(optimizer, self.partition, self.settings, self.config, self.program_spec, *groups)
+        module, settings, config, spec = self.placed, self.settings, self.config, self.program_spec
+        whole = isinstance(optimizer, TensorOptimizer | InEightBits)
+        refuse_around_experts(module, settings, spec, self.travel, whole, is_deferred(module))
+        self._deferred = DeferredLayers(module, prepare) if is_deferred(module) else None
+        self.device = device = self.door.device
+        policy = policy_of(module, settings, config, spec, self.data_group, device, self._disk)
+        policy, homes = policy._replace(travel=self.travel), (self.home_of_frozen, self._disk)
+        self.partition = partition_parameters(module, optimizer, policy, device, self._deferred, *homes)
+        self._packed, self.tensor_access = PackedPlaces(module), TensorAccess(self.partition, optimizer)
+        return build_optimizer(optimizer, self.partition, settings, config, spec, module.world_group, self.data_group)
 
     def complete(self) -> None:
         """Builds what runs batches, once DeepSpeed has built its part."""
@@ -191,42 +158,38 @@ class Training:
             # Not before: DeepSpeed counts parameters, and those of shards count nothing.
             self._deferred.register()
             self._deferred = None
-        if self.settings.recompute == "selective":
-            switch_on(self.placed.modules())
-        refuse_delayed_scaling(self.placed)
-        defer_logits(built_layers(self.placed).values(), self.placed.loss_fn, self.settings.loss_chunk)
-        self._with_own_losses = [
-            layer for layer in built_layers(self.placed).values() if isinstance(layer, HasOwnLosses)
-        ]
-        self.random_sources = layer_sources(self.device)
+        module, settings, device = self.placed, self.settings, self.device
+        if settings.recompute == "selective":
+            switch_on(module.modules())
+        refuse_delayed_scaling(module)
+        layers = built_layers(module).values()
+        defer_logits(layers, module.loss_fn, settings.loss_chunk)
+        self._with_own_losses = [layer for layer in layers if isinstance(layer, HasOwnLosses)]
+        self.random_sources = layer_sources(device)
         # A copy would take the memory that a disk has spared.
-        copies = self.settings.asynchronous_save and not on_disk_of(self.config, self.settings).state
-        self.saver = Saver(copies, self.settings.keep_last)
-        self._stopwatch = Stopwatch(self.device)
-        door = self.door
-        self.check = door.optimizer.check = None if self.settings.nonfinite is None else NonfiniteCheck(self)
+        copies = settings.asynchronous_save and not on_disk_of(self.config, settings).state
+        self.saver, self._stopwatch = Saver(copies, settings.keep_last), Stopwatch(device)
+        self.check = self.door.optimizer.check = None if settings.nonfinite is None else NonfiniteCheck(self)
         self.executor = self._build_executor()
         # Chunks without recomputation repeat no exchange, and need no agreement in every batch.
-        repeats = self.settings.recompute == "full"
-        self._recomputes_alike = repeats and any(everyone(shared_by_ranks(self.placed, self.placed)))
-        if self.settings.recompute == "auto":
-            raise_everywhere(why_not_alone(self.placed, self.placed), ConfigError)
+        self._recomputes_alike = settings.recompute == "full" and any(everyone(shared_by_ranks(module, module)))
+        """Whether ranks exchange data inside layers, also when they recompute."""
+        if settings.recompute == "auto":
+            raise_everywhere(why_not_alone(module, module), ConfigError)
             for chunk in self.executor.chunks.values():
                 chunk.switches = switches_of(chunk.state.modules)
             self.budget = Budget(self, self._given_budget)
-        self.executor.trace = trace_if_asked(
-            self.settings, self.placed.stage_id, self.data_rank, self.device, ConfigError
-        )
+        self.executor.trace = trace_if_asked(settings, module.stage_id, self.data_rank, device, ConfigError)
         self.partition.release_all()
-        self.loader = BatchLoader(self.placed.stage_id == 0, self.computes_loss, self.device, input_dtype(self.config))
-        self._monitor = monitor_if_asked(door, self.loader, self._stopwatch)
+        self.loader = BatchLoader(module.stage_id == 0, self.computes_loss, device, input_dtype(self.config))
+        self._monitor = monitor_if_asked(self.door, self.loader, self._stopwatch)
         if self._live_folder is not None:
-            self.live = LiveCheckpoint(door, self._live_folder)
+            self.live = LiveCheckpoint(self.door, self._live_folder)
 
     def _build_executor(self) -> Executor:
-        module, settings, door = self.placed, self.settings, self.door
+        module, settings, door, sources = self.placed, self.settings, self.door, self.random_sources
+        layout, groups = module.layout, self.grid.pipe_groups
         leave_out_hosts()
-        sources = self.random_sources
         before_layer = before_layers(module, settings.reproducible, sources, lambda: door.global_steps)
         between_layers = laid_out if settings.reproducible else None
         after_layer = None if self.check is None else self.check.seen.after_layer
@@ -235,21 +198,14 @@ class Training:
             bus = self.partition.bus or Bus(self.device, disk=self._disk)
             stored_inputs = StoredInputs(bus, on_disk=settings.offload_activations == "nvme")
         return Executor(
-            Position(module.layout.placement, module.stage_id, tuple(dist.get_process_group_ranks(self.data_group))),
+            Position(layout.placement, module.stage_id, tuple(dist.get_process_group_ranks(self.data_group))),
             {
-                chunk: Chunk(functions, module.layout.bounds[chunk], before_layer, between_layers, after_layer)
+                chunk: Chunk(functions, layout.bounds[chunk], before_layer, between_layers, after_layer)
                 for chunk, functions in module.chunk_functions.items()
             },
             Storage(self.partition, self.partition.owns if self.partition.frees_weights else None, stored_inputs),
-            pipeline_links(
-                self.grid.pipe_groups,
-                module.layout.placement,
-                self.device,
-                host_group(),
-                *shapes,
-                settings.activation_dtype,
-            ),
-            Calls(door.loss_of, self._step, door.optimizer.update, self._loss_gradient),
+            pipeline_links(groups, layout.placement, self.device, host_group(), *shapes, settings.activation_dtype),
+            Calls(door.loss_of, self._step, door.optimizer.update, door.optimizer.loss_gradient),
             # Seeded before every layer, generators need not be restored.
             [] if settings.reproducible else sources,
             self._stopwatch,
@@ -321,10 +277,9 @@ class Training:
             if begins and training:
                 self._packed.refuse_others()
                 for layer in self._with_own_losses:
-                    layer.scale_own_losses(self._loss_factor(self.door.micro_batches))
-            if begins and trace is not None:
-                trace.begin(steps + 1, self.executor, lambda: self.own_spec)
-            if begins and training:
+                    layer.scale_own_losses(self.door.optimizer.loss_scale / self.door.micro_batches)
+                if trace is not None:
+                    trace.begin(steps + 1, self.executor, lambda: self.own_spec)
                 self._shared_buffers.look()
             try:
                 yield
@@ -363,41 +318,22 @@ class Training:
             self.budget.begin_batch()
         if training and self._recomputes_alike and not self.executor.compiled:
             self.executor.compiled = any(everyone(has_compiled(), host_group()))
-        return BatchState(
-            self.door.micro_batches if training else spec.micro_batches,
-            load,
-            training,
-            self.program(spec),
-            spec.first_trained,
-            spec.returns_outputs and training,
-            name,
-            spec.split_chunks if training else frozenset(),
-        )
+        count = self.door.micro_batches if training else spec.micro_batches
+        outputs, split = spec.returns_outputs and training, spec.split_chunks if training else frozenset()
+        return BatchState(count, load, training, self.program(spec), spec.first_trained, outputs, name, split)
 
-    def end_batch(self, specs: Iterable[ProgramSpec]) -> None:
+    def end_batch(self, specs: Sequence[ProgramSpec]) -> None:
         """Counts the micro-batches of a batch, and acts on the one before if that was not finite.
 
         Args:
             specs: the programs of all data-parallel ranks. Seeds as stock derives them differ between batches, and are
                 the same on every rank.
         """
-        specs = list(specs)
         self.placed.micro_offset += max(spec.micro_batches for spec in specs)
         if self.budget is not None and not specs[0].forward_only:
             self.budget.end_batch(self.replica_specs[self.data_rank])
         if self.check is not None:
             self.check.act()
-
-    def _loss_gradient(self, loss: Tensor, micro_batches: int) -> Tensor:
-        """Returns the gradient of the scaled mean over micro-batches with regard to the ``loss`` of one of them.
-
-        A product, because a half-precision loss may not hold the scale: then the gradient is infinite, which the step
-        finds. Filling a tensor with such a number may be an error.
-        """
-        return torch.ones_like(loss) * self._loss_factor(micro_batches)
-
-    def _loss_factor(self, micro_batches: int) -> float:
-        return self.door.optimizer.loss_scale / micro_batches
 
     def _step(self) -> None:
         if self.budget is not None:

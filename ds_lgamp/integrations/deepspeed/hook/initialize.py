@@ -48,6 +48,7 @@ from ds_lgamp.integrations.deepspeed.model.construction import gather_partitione
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import share_given_layers
 from ds_lgamp.integrations.deepspeed.plain.build import build_engine, check_sequence_key, feeding_ranks, only_evaluates
 from ds_lgamp.integrations.hosts import replace_attribute, resolve, standing_in
+from ds_lgamp.integrations.program_spec import refuse_split
 from ds_lgamp.integrations.user_script import end_well, finish_engines, leaves_because_of_an_error, say_without_effect
 from ds_lgamp.watch.this_rank import this_rank
 
@@ -129,7 +130,7 @@ def pipeline_engine(stock: Callable[..., Any], *positional: Any, **arguments: An
         raise ConfigError(
             f"{BLOCK}.outputs is '{settings.outputs}', but a PipelineModule computes the loss itself; remove it"
         )
-    settings.refuse_split("a PipelineModule")
+    refuse_split(settings, "a PipelineModule")
     if (config.get("expert_parallel") or {}).get("enabled"):
         raise ConfigError(
             "expert_parallel.enabled is True, but DeepSpeed finds no experts in a PipelineModule; train the whole "

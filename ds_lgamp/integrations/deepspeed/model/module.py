@@ -14,7 +14,7 @@ from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule, TiedLayerSp
 from torch import nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
-from ds_lgamp.checkpoint.safetensors_files import without_layer
+from ds_lgamp.checkpoint.whole import without_layer
 from ds_lgamp.config import LgampConfig
 from ds_lgamp.integrations.deepspeed.model.recomputation import BeforeLayer, layer_sources
 from ds_lgamp.integrations.program_spec import chunk_bounds, place

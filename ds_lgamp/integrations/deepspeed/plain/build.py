@@ -19,9 +19,8 @@ from ds_lgamp.integrations.deepspeed.model.construction import make_whole
 from ds_lgamp.integrations.deepspeed.model.experts import make_groups, sizes_of
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import check_tensors, share_over_pipeline
 from ds_lgamp.integrations.deepspeed.plain.engine import ModelEngine
-from ds_lgamp.integrations.deepspeed.plain.layers import Layers, in_pipelines, needed_to_split
+from ds_lgamp.integrations.deepspeed.plain.layers import Layers, in_pipelines, needed_to_split, release
 from ds_lgamp.integrations.deepspeed.plain.loss_engine import LossEngine
-from ds_lgamp.integrations.deepspeed.plain.model_methods import release
 from ds_lgamp.integrations.deepspeed.plain.outputs_engine import OutputsEngine
 from ds_lgamp.integrations.deepspeed.plain.wrapper import Wrapper, WrapperEngine, split_of
 from ds_lgamp.partition.quantised import constants

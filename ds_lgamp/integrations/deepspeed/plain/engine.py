@@ -18,12 +18,13 @@ from ds_lgamp.integrations.deepspeed.engine.training import Training
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import share_values
 from ds_lgamp.integrations.deepspeed.plain import model_state
 from ds_lgamp.integrations.deepspeed.plain.between_ranks import Exchange, Next, agree, agree_at_the_end
-from ds_lgamp.integrations.deepspeed.plain.layers import Layers, tell_of_model
-from ds_lgamp.integrations.deepspeed.plain.model_methods import (
+from ds_lgamp.integrations.deepspeed.plain.layers import (
     Elsewhere,
+    Layers,
     evaluate_direct_calls,
     release,
     replace_method,
+    tell_of_model,
 )
 from ds_lgamp.integrations.deepspeed.plain.unfinished_batch import OpenBatch, UnfinishedBatch
 from ds_lgamp.integrations.split.call import Arguments, Call

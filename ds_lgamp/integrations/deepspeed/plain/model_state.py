@@ -23,7 +23,7 @@ from ds_lgamp.integrations.deepspeed.model.experts import divided, place_among_e
 from ds_lgamp.integrations.deepspeed.model.layer_moves import transfer
 from ds_lgamp.integrations.deepspeed.model.module import built_layers, over_pipeline, prefix_of, tensors_of
 from ds_lgamp.integrations.deepspeed.plain.between_ranks import Next, agree, others_read, without_values
-from ds_lgamp.integrations.deepspeed.plain.model_methods import Elsewhere, replace_method
+from ds_lgamp.integrations.deepspeed.plain.layers import Elsewhere, replace_method
 from ds_lgamp.integrations.split.parts import full_shape
 from ds_lgamp.integrations.split.stand_ins import replacing
 from ds_lgamp.integrations.split.state import buffers_of

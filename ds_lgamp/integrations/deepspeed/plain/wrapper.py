@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
-from ds_lgamp.integrations.deepspeed.plain.layers import Layers
-from ds_lgamp.integrations.deepspeed.plain.model_methods import guide_calls
+from ds_lgamp.integrations.deepspeed.plain.layers import Layers, guide_calls
 from ds_lgamp.integrations.deepspeed.plain.model_state import is_spread
 from ds_lgamp.integrations.deepspeed.plain.outputs_engine import OutputsEngine
 from ds_lgamp.integrations.split.parts import INSIDE, find_blocks, model_of

@@ -15,7 +15,7 @@ from ds_lgamp.integrations.megatron.loop.flags import (
     refuse_flags,
     refuse_together,
 )
-from ds_lgamp.integrations.program_spec import program_spec, shard_groups
+from ds_lgamp.integrations.program_spec import program_spec, refuse_split, shard_groups
 from ds_lgamp.partition.agreement import Term, process_terms, refuse_differing_terms
 
 SHARED_KEYS = {
@@ -116,7 +116,7 @@ def check_file(config: dict[str, Any], settings: LgampConfig) -> Job:
         device = ((config.get("zero_optimization") or {}).get(name) or {}).get("device") or "none"
         if device != "none":
             raise ConfigError(f"zero_optimization.{name}.device is '{device}', {_ON_THE_DEVICE}")
-    settings.refuse_split("Megatron-core")
+    refuse_split(settings, "Megatron-core")
     if settings.schedule == "zbv":
         raise ConfigError(f"{BLOCK}.schedule is 'zbv', but Megatron-core's chunks are modular; use 'layered'")
     if settings.placement == "contiguous" and not settings.one_chunk_per_rank:

@@ -149,9 +149,8 @@ class ForwardBackward:
             batch.pipeline_ranks, len(batch.models), batch.rank, batch.micro_batches, batch.forward_only
         )
         if not self._pipelines:
-            self._trace = trace_if_asked(
-                self._settings, batch.rank, batch.groups.dp_cp.rank(), batch.device, ConfigError
-            )
+            place = batch.rank, batch.groups.dp_cp.rank(), batch.device
+            self._trace = trace_if_asked(self._settings, *place, ConfigError)
         if batch.groups.pp not in self._pipelines:
             self._pipelines[batch.groups.pp] = Pipeline(batch, shapes, self._settings.patience, self._trace)
         self._trained += not batch.forward_only

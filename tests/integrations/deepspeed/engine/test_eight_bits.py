@@ -20,8 +20,9 @@ from ds_lgamp.cost.memory import held_between_steps
 from ds_lgamp.cost.offload import host_memory
 from ds_lgamp.integrations.deepspeed.checkpoint.stock_writer import write_stock
 from ds_lgamp.integrations.deepspeed.config.client_optimizer import in_8_bits
-from ds_lgamp.integrations.deepspeed.engine.memory import element_bytes, sharding_of, unit_sizes, update_of
+from ds_lgamp.integrations.deepspeed.engine.memory import element_bytes, sharding_of, update_of
 from ds_lgamp.integrations.deepspeed.explain.explain import explain
+from ds_lgamp.partition.zero_partition import unit_sizes
 from testing.deepspeed_rank import prepare_rank
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.moe import MoeGpt

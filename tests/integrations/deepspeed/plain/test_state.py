@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from ds_lgamp.checkpoint.safetensors_files import write_safetensors
+from ds_lgamp.checkpoint.whole import write_safetensors
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.plain.states import (
     adapted,

@@ -13,8 +13,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
 import ds_lgamp
-from ds_lgamp.checkpoint.safetensors_files import SINGLE, read_safetensors, write_safetensors
-from ds_lgamp.checkpoint.whole import read_whole
+from ds_lgamp.checkpoint.whole import SINGLE, read_safetensors, read_whole, write_safetensors
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import Sharing, sharing_of
 from ds_lgamp.optimizers.lamb import Lamb
