@@ -84,6 +84,10 @@ class ChunkMeter:
             return False
         return [tensor.shape for tensor in tensors_in(inputs)] == self._shapes.get(chunk)
 
+    def measures(self, action: Action) -> bool:
+        """Whether the backward of ``action`` is measured."""
+        return action[1:3] in self._readings
+
     def marked(self, action: Action) -> Action:
         """Returns the backward of a forward that was recomputed because of this meter."""
         reading = self._readings.get((action.chunk, action.micro_batch))

@@ -117,8 +117,10 @@ class Passes:
         splits = chunk in batch.split_chunks
         part = batch.second_parts.first(chunk, micro_batch, graph.ends) if splits else nullcontext()
         if action.selective:
-            part = self.chunks[chunk].selectively(part)
-        with self.timing.time("backward"), metered, part:
+            part = self.chunks[chunk].repeating_parts(part, closely=action.recomputed)
+        elif self.meter is not None and self.meter.measures(action):
+            part = self.chunks[chunk].measured(part)
+        with self.timing.time("backward"), part, metered:
             backpropagate(graph.ends, gradients)
         if state is not None:
             # Buffers change back only now, because autograd may have saved them for the backward pass.

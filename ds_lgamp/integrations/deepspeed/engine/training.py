@@ -212,7 +212,7 @@ class Training:
         if self.settings.recompute == "auto":
             raise_everywhere(why_not_alone(self.placed, self.placed), ConfigError)
             for chunk in self.executor.chunks.values():
-                chunk.switches = switches_of(chunk.state.modules)
+                chunk.switches, chunk.sources = switches_of(chunk.state.modules), self.random_sources
             self.budget = Budget(self, self._given_budget)
         self.executor.trace = trace_if_asked(
             self.settings, self.placed.stage_id, self.data_rank, self.device, ConfigError

@@ -5,10 +5,13 @@ import gc
 from itertools import pairwise
 from types import SimpleNamespace
 
+import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from ds_lgamp.fields import parse_quantity
 from ds_lgamp.integrations.deepspeed.explain.activations import measure_activations
+from ds_lgamp.runtime.batch import ActionError
 from ds_lgamp.schedule.actions import Kind
 from testing.deepspeed_rank import prepare_rank
 from testing.ranks import run_on_ranks
@@ -16,6 +19,7 @@ from tests.integrations.deepspeed.engine.test_budget import SCALARS, STATE_BYTES
 from tests.integrations.deepspeed.engine.test_recompute import (
     ATTENDING,
     MICRO_BATCHES,
+    WIDTH,
     Attending,
     engine,
     gradients_and_peak_of,
@@ -111,3 +115,90 @@ def test_the_first_batch_measures_of_layers_what_fake_tensors_tell():
         assert (found.result, found.backward, found.keeps_result) == (right.result, right.backward, right.keeps_result)
         assert abs(found.saved - right.saved) <= SCALARS and abs(found.forward - right.forward) <= SCALARS, chunk
         assert found.saved < measured.chunks[chunk].kept.saved / 10
+
+
+class Repeating(Attending):
+    """Recomputes attention together with the product before it."""
+
+    options = {"use_reentrant": False}
+
+    def forward(self, inputs):
+        if self.recompute_selectively and torch.is_grad_enabled():
+            return inputs + checkpoint(self.part, inputs, **self.options)
+        return inputs + self.part(inputs)
+
+    def part(self, inputs):
+        return self.attend(self.mix(inputs))
+
+
+class Counting(Repeating):
+    """Counts in the part that it recomputes."""
+
+    calls = 0
+
+    def part(self, inputs):
+        self.calls += 1
+        return super().part(inputs)
+
+
+class Normed(Repeating):
+    """Has a batch norm in the part that it recomputes."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(WIDTH)
+
+    def part(self, inputs):
+        return super().part(self.norm(inputs.transpose(1, 2)).transpose(1, 2))
+
+
+class Redrawing(Repeating):
+    """Drops others when it recomputes a part of itself."""
+
+    options = {"use_reentrant": False, "preserve_rng_state": False}
+
+
+class Losing(Repeating):
+    """Loses gradients of weights where its input needs none, as that of the first layer."""
+
+    options = {"use_reentrant": True}
+
+
+def refusals(kinds):
+    prepare_rank()
+    found = []
+    for kind in kinds:
+        trained = auto([kind] * 3, 1, "1 GB")
+        with pytest.raises(ActionError) as refusal:
+            gradients_of(trained)
+        assert not any(switches(trained))
+        found.append(str(refusal.value))
+    return found
+
+
+def test_parts_that_do_not_repeat_their_forward_are_refused():
+    """The numbers of a step would depend on the budget."""
+    (found,) = run_on_ranks(1, refusals, [Counting, Normed, Redrawing, Losing])
+    counted, normed, drawn, lost = found
+    assert "layer 2.calls changed when a layer recomputed a part of itself; let it leave that alone" in counted
+    assert "layer 2.norm.num_batches_tracked changed when a layer" in normed
+    assert "other random numbers were drawn (torch) when a layer recomputed a part of itself; let it restore" in drawn
+    assert "layer 0.mix.bias got no gradient when a layer recomputed a part of itself; let it use torch.util" in lost
+
+
+def switched_by_the_script():
+    """Returns the switches after a step, and after one before which the script has set some of them."""
+    prepare_rank()
+    trained, found = auto(ATTENDING, 1, "1.2 MB"), []
+    for on in (False, True, False):
+        for layer in trained.module.forward_funcs[::2]:
+            layer.recompute_selectively = on
+        gradients_of(trained)
+        found.append((switches(trained), numbers_of(trained)[1]))
+    return found
+
+
+def test_switches_stay_as_the_script_sets_them():
+    (found,) = run_on_ranks(1, switched_by_the_script)
+    assert [on for on, _ in found] == [[False] * 6, [True, False] * 3, [False] * 6]
+    assert all(in_part > 0 for _, in_part in found)
