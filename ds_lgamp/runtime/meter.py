@@ -111,6 +111,15 @@ class ChunkMeter:
             self.received[chunk] = max(message_bytes(inputs, self._narrow), self.received.get(chunk, 0))
         return reading.block()
 
+    def note_graph(self, action: Action, reaches: set[int]) -> None:
+        """Notes the ids of the parameters in the graph of a ``selective`` forward, which has computed the whole."""
+        self._readings[action.chunk, action.micro_batch].reaches = reaches
+
+    def reaches(self, action: Action) -> set[int] | None:
+        """Returns what was noted of the graph of a forward; None if nothing was."""
+        reading = self._readings.get((action.chunk, action.micro_batch))
+        return None if reading is None else reading.reaches
+
     def end_forward(self, action: Action, result: Any, saved: SavedTensors | None) -> None:
         """Reads the end of a forward.
 
@@ -194,6 +203,8 @@ class _Reading:
         self.size, self.selective, self.result, self.keeps_result = size, selective, 0, False
         self.members: list[weakref.ref] = []
         """The memory of the repeated forward's result."""
+        self.reaches: set[int] | None = None
+        """The ids of the parameters in the graph of the forward; None if nobody asks."""
         self.sent: int | None = None
         self.memory = PeakMemory(only_new=True)
         self.blocks: list[_Block] = []

@@ -183,7 +183,7 @@ def test_parts_that_do_not_repeat_their_forward_are_refused():
     assert "layer 2.calls changed when a layer recomputed a part of itself; let it leave that alone" in counted
     assert "layer 2.norm.num_batches_tracked changed when a layer" in normed
     assert "other random numbers were drawn (torch) when a layer recomputed a part of itself; let it restore" in drawn
-    assert "layer 0.mix.bias got no gradient when a layer recomputed a part of itself; let it use torch.util" in lost
+    assert "layer 0.mix.weight got no gradient when a layer recomputed a part of itself; let it use torch.util" in lost
 
 
 def switched_by_the_script():
@@ -202,3 +202,48 @@ def test_switches_stay_as_the_script_sets_them():
     (found,) = run_on_ranks(1, switched_by_the_script)
     assert [on for on, _ in found] == [[False] * 6, [True, False] * 3, [False] * 6]
     assert all(in_part > 0 for _, in_part in found)
+
+
+class Routing(Repeating):
+    """Takes another weight in some micro-batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.other = torch.nn.Linear(WIDTH, WIDTH)
+
+    def part(self, inputs):
+        return super().part(inputs) if inputs[0, 0, 1] > 0 else self.attend(self.other(inputs))
+
+
+def routed():
+    """Returns whether gradients of three batches are those of an engine that recomputes everything, and how many
+    forwards the last one has recomputed in part."""
+    prepare_rank()
+    engines, found = [engine([Routing] * 6, 1), auto([Routing] * 6, 1, "1.2 MB")], []
+    for _ in range(3):
+        expected, gradients = map(gradients_of, engines)
+        found.append(all(torch.equal(gradients[name], each) for name, each in expected.items()))
+    return found, numbers_of(engines[1])[1]
+
+
+def test_weights_may_get_gradients_in_some_micro_batches_only():
+    ((found, in_part),) = run_on_ranks(1, routed)
+    assert found == [True] * 3 and in_part > 0
+
+
+def frozen_between_batches():
+    """Freezes a weight after the batch that measures, ahead of the one that tells what layers leave in part. Returns
+    whether gradients are those of an engine that recomputes everything."""
+    prepare_rank()
+    engines, found = [engine(ATTENDING, 1), auto(ATTENDING, 1, "200 kB")], []
+    for number in range(3):
+        for each in engines if number == 1 else ():
+            each.module.forward_funcs[2].mix.requires_grad_(False)
+        expected, gradients = (gradients_with(each, 40, 1) for each in engines)
+        found.append(all(torch.equal(gradients[name], each) for name, each in expected.items()))
+    return found, numbers_of(engines[1])[1]
+
+
+def test_a_weight_that_was_frozen_may_get_no_gradient():
+    ((found, in_part),) = run_on_ranks(1, frozen_between_batches)
+    assert found == [True] * 3 and in_part > 0
