@@ -167,14 +167,17 @@ class ChunkMeter:
         with reading.block():
             yield
         if reading.selective:
-            self.selective[action.chunk], self.has_grown = reading.kept(), True
+            self._enter(self.selective, action.chunk, reading.kept())
         else:
             self.enter(action.chunk, reading.chunk_bytes())
 
     def enter(self, chunk: int, taken: ChunkBytes) -> None:
         """Enters what a micro-batch has taken on a chunk."""
-        known = self.chunks.get(chunk)
-        self.chunks[chunk] = taken if known is None else taken.most(known)
+        self._enter(self.chunks, chunk, taken)
+
+    def _enter(self, way: dict[int, ChunkBytes], chunk: int, taken: ChunkBytes) -> None:
+        known = way.get(chunk)
+        way[chunk] = taken if known is None else taken.most(known)
         self.has_grown = True
 
 

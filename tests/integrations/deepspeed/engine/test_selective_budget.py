@@ -231,6 +231,29 @@ def test_weights_may_get_gradients_in_some_micro_batches_only():
     assert found == [True] * 3 and in_part > 0
 
 
+class Choosing(Repeating):
+    """Recomputes nothing of the second micro-batch."""
+
+    def forward(self, inputs):
+        if torch.equal(inputs, micro_batch(1)[0]):
+            return inputs + self.part(inputs)
+        return super().forward(inputs)
+
+
+def most_of_several():
+    prepare_rank()
+    trained = auto([Choosing] * 3, 1, "20 MB")
+    gradients_of(trained)
+    size = trained.lgamp.budget._size
+    return size.chunks[0].selective.saved, size.chunks[0].kept.saved
+
+
+def test_of_several_forwards_that_tell_the_largest_counts():
+    """The first two of the batch differ, and the third is as the first."""
+    ((in_part, whole),) = run_on_ranks(1, most_of_several)
+    assert in_part >= 0.9 * whole
+
+
 def frozen_between_batches():
     """Freezes a weight after the batch that measures, ahead of the one that tells what layers leave in part. Returns
     whether gradients are those of an engine that recomputes everything."""
