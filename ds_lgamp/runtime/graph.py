@@ -49,6 +49,18 @@ def end_outputs(outputs: Any) -> list[GradientEdge | None]:
     return end_graph(as_tuple(tuple(leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor))))
 
 
+def parameters_below(ends: Sequence[Any]) -> set[int]:
+    """Returns the ids of the parameters in the graph of :func:`end_graph`'s edges, or of the loss."""
+    nodes = [end.node if isinstance(end, GradientEdge) else end.grad_fn for end in ends if end is not None]
+    seen = set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [below for below, _ in node.next_functions]
+    return {id(node.variable) for node in seen if hasattr(node, "variable")}
+
+
 def backpropagate(ends: Sequence[Any], gradients: Sequence[torch.Tensor | None]) -> None:
     """Runs a backward pass from ``ends`` with their ``gradients``. A pair of which one is None begins nothing.
 

@@ -84,6 +84,10 @@ class ChunkMeter:
             return False
         return [tensor.shape for tensor in tensors_in(inputs)] == self._shapes.get(chunk)
 
+    def measures(self, action: Action) -> bool:
+        """Whether the backward of ``action`` is measured."""
+        return action[1:3] in self._readings
+
     def marked(self, action: Action) -> Action:
         """Returns the backward of a forward that was recomputed because of this meter."""
         reading = self._readings.get((action.chunk, action.micro_batch))
@@ -106,6 +110,15 @@ class ChunkMeter:
         if self._narrow is not None and chunk > 0:
             self.received[chunk] = max(message_bytes(inputs, self._narrow), self.received.get(chunk, 0))
         return reading.block()
+
+    def note_graph(self, action: Action, reaches: set[int]) -> None:
+        """Notes the ids of the parameters in the graph of a ``selective`` forward, which has computed the whole."""
+        self._readings[action.chunk, action.micro_batch].reaches = reaches
+
+    def reaches(self, action: Action) -> set[int] | None:
+        """Returns what was noted of the graph of a forward; None if nothing was."""
+        reading = self._readings.get((action.chunk, action.micro_batch))
+        return None if reading is None else reading.reaches
 
     def end_forward(self, action: Action, result: Any, saved: SavedTensors | None) -> None:
         """Reads the end of a forward.
@@ -154,14 +167,17 @@ class ChunkMeter:
         with reading.block():
             yield
         if reading.selective:
-            self.selective[action.chunk], self.has_grown = reading.kept(), True
+            self._enter(self.selective, action.chunk, reading.kept())
         else:
             self.enter(action.chunk, reading.chunk_bytes())
 
     def enter(self, chunk: int, taken: ChunkBytes) -> None:
         """Enters what a micro-batch has taken on a chunk."""
-        known = self.chunks.get(chunk)
-        self.chunks[chunk] = taken if known is None else taken.most(known)
+        self._enter(self.chunks, chunk, taken)
+
+    def _enter(self, way: dict[int, ChunkBytes], chunk: int, taken: ChunkBytes) -> None:
+        known = way.get(chunk)
+        way[chunk] = taken if known is None else taken.most(known)
         self.has_grown = True
 
 
@@ -190,6 +206,8 @@ class _Reading:
         self.size, self.selective, self.result, self.keeps_result = size, selective, 0, False
         self.members: list[weakref.ref] = []
         """The memory of the repeated forward's result."""
+        self.reaches: set[int] | None = None
+        """The ids of the parameters in the graph of the forward; None if nobody asks."""
         self.sent: int | None = None
         self.memory = PeakMemory(only_new=True)
         self.blocks: list[_Block] = []

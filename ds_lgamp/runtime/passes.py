@@ -29,6 +29,7 @@ from ds_lgamp.runtime.graph import (
     end_outputs,
     gradients_of,
     own_loss,
+    parameters_below,
 )
 from ds_lgamp.runtime.links import Links
 from ds_lgamp.runtime.meter import ChunkMeter, NotedTensors
@@ -117,8 +118,10 @@ class Passes:
         splits = chunk in batch.split_chunks
         part = batch.second_parts.first(chunk, micro_batch, graph.ends) if splits else nullcontext()
         if action.selective:
-            part = self.chunks[chunk].selectively(part)
-        with self.timing.time("backward"), metered, part:
+            part = self.chunks[chunk].repeating_parts(part, None if self.meter is None else self.meter.reaches(action))
+        elif self.meter is not None and self.meter.measures(action):
+            part = self.chunks[chunk].measured(part)
+        with self.timing.time("backward"), part, metered:
             backpropagate(graph.ends, gradients)
         if state is not None:
             # Buffers change back only now, because autograd may have saved them for the backward pass.
@@ -181,7 +184,8 @@ class Passes:
         metered = nullcontext() if meter is None else meter.begin(action, inputs)
         with gradients, hooks:
             with metered:
-                result = self._compute(action, inputs)
+                # If its backward will compute all again, this graph is the one of the whole.
+                result = self._compute(action if saved is None else action._replace(selective=False), inputs)
             if chunk == self._last_chunk:
                 result = own_loss(result)
             if trains:
@@ -189,6 +193,8 @@ class Passes:
                     self.chunks[chunk].state.moved(state)
                 ends = end_graph(result) if chunk < self._last_chunk else self._ends_of_last(result)
                 places = saved
+                if meter is not None and action.selective:
+                    meter.note_graph(action, parameters_below(ends))
                 if saved is not None and (action.selective or self.compiled or has_compiled()):
                     # torch may run other code the next time, which saves other tensors, and so do layers in part.
                     places, ends = None, [None if end is None else ANEW for end in ends]
