@@ -22,7 +22,7 @@ from torch.nn import Parameter
 
 from benchmarks.host_update import timed
 from benchmarks.record import OURS, REPETITIONS, Record, begin
-from ds_lgamp.cost.offload import PIECE, PIECES, OnDisk
+from ds_lgamp.cost.offload import OnDisk
 from ds_lgamp.optimizers.host_updates import DiskUpdates
 from ds_lgamp.partition.bus import Bus
 from ds_lgamp.partition.disk import Disk, Move, aligned
@@ -30,6 +30,7 @@ from ds_lgamp.partition.flat_storage import UnitParameter
 from ds_lgamp.partition.host import Host, HostThread
 from ds_lgamp.partition.policy import ZeroPolicy
 from ds_lgamp.partition.zero_partition import build_partition
+from ds_lgamp.schedule.spec import PIECE, PIECES
 from testing.ranks import run_on_ranks
 
 NAME = "disk_update"

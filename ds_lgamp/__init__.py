@@ -2,7 +2,7 @@
 
 from contextlib import AbstractContextManager
 
-__version__ = "0.2.0"
+from ds_lgamp.version import __version__ as __version__
 
 
 def install() -> None:

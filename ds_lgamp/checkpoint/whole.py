@@ -13,7 +13,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ds_lgamp import __version__
 from ds_lgamp.checkpoint import folder as folders
 from ds_lgamp.checkpoint.files import (
     CheckpointError,
@@ -39,6 +38,7 @@ from ds_lgamp.checkpoint.ranges import FlatShard, Ranges
 from ds_lgamp.checkpoint.schema import COUNTERS, PULLED, decode_text, text_of
 from ds_lgamp.checkpoint.storage import METADATA, ChecksummedWriter, ShardSavePlanner, VerifyingReader
 from ds_lgamp.checkpoint.values import decode, encode, name_of_dtype
+from ds_lgamp.version import __version__
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _BUFFERS_KEY = "ds_lgamp.buffers"

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TextIO
 
-from ds_lgamp import __version__
 from ds_lgamp.autoload import waits
+from ds_lgamp.version import __version__
 
 _DISTRIBUTIONS = {
     "torch": ("torch",),

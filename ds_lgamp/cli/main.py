@@ -8,11 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ds_lgamp import __version__
 from ds_lgamp.autoload import VARIABLE
 from ds_lgamp.cli.steps import add_schedule_command, add_view_command
 from ds_lgamp.cli.terminal import add_command, complete_paths, count, own_output, positive
 from ds_lgamp.config import ConfigError
+from ds_lgamp.version import __version__
 
 _OF_TRAINING = ("measure", "trace", "trace_steps")
 """Options of ``run`` that watch a training."""

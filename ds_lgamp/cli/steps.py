@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ds_lgamp import __version__
 from ds_lgamp.cli.terminal import add_command, at_work, count, write_file
 from ds_lgamp.schedule.actions import Kind, Program
 from ds_lgamp.schedule.costs import UNIT_DURATIONS, Durations
@@ -17,6 +16,7 @@ from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import Timeline, peak_live_activations, simulate
 from ds_lgamp.schedule.spec import UPDATES, Hierarchy, Offload, ProgramSpec
 from ds_lgamp.schedule.validate import validate
+from ds_lgamp.version import __version__
 from ds_lgamp.view.figures import Shown, show, simulated, simulated_1f1b
 from ds_lgamp.view.perfetto import perfetto_trace
 from ds_lgamp.view.pictures import Panel, beside_1f1b, html_page, svg_gantt, title_of

@@ -24,18 +24,9 @@ from typing import NamedTuple
 from ds_lgamp.cost.activations import ActivationBytes
 from ds_lgamp.cost.state import HeldUnit, Ledger, StateWalk
 from ds_lgamp.cost.traffic import bus_bytes
-from ds_lgamp.cost.units import BLOCK_ON_HOST, ElementBytes, Sharding, UnitSize, on_host, total
+from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize, on_host, total
 from ds_lgamp.schedule.actions import Action, Kind
-from ds_lgamp.schedule.spec import Offload
-
-DISK_BLOCK = 4096
-"""The disk moves multiples of so many bytes."""
-PIECE = 8 << 20
-"""Bytes of a piece of a tensor that moves on its own."""
-PIECES = 4
-"""How many pieces move at once, and how many of each direction of the bus have a buffer."""
-UPDATE_BUFFERS = 2
-"""Units in memory: one that is updated, and one that is written and then read for the next update."""
+from ds_lgamp.schedule.spec import BLOCK_ON_HOST, DISK_BLOCK, PIECE, PIECES, UPDATE_BUFFERS, Offload
 
 
 @dataclass(frozen=True)

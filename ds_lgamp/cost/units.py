@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from ds_lgamp.schedule.spec import Hierarchy, Offload
+from ds_lgamp.schedule.spec import BLOCK_ON_DEVICE, RANDOM_NUMBERS, STATE_BLOCK, Hierarchy, Offload
 
 ALIGNMENT = 32
 """Every parameter begins at a multiple of so many elements, and every rank's part of a unit's storage ends at one. The
@@ -14,15 +14,6 @@ by one, which may round differently.
 
 A matrix also begins at a multiple of 64 bytes, which MKL asks for where results must be reproducible (Intel, "Getting
 Started with Conditional Numerical Reproducibility"). GPU kernels load 16 bytes at once."""
-BLOCK_ON_HOST, BLOCK_ON_DEVICE = 1 << 20, 1 << 22
-"""The most elements that an update in bf16 copies to fp32 at once: what stays in caches, and what keeps an
-accelerator busy."""
-STATE_BLOCK = 256
-"""So many elements of a parameter share a scale in optimizer state of 8 bits. With such state they are the alignment:
-then a block lies in one parameter and in one part, as where one process has the whole parameter."""
-RANDOM_NUMBERS = 262_139
-"""How many random numbers such updates use again and again. A prime, so that elements with the same one are no column
-of a matrix."""
 
 
 def aligned(elements: int, alignment: int = ALIGNMENT) -> int:

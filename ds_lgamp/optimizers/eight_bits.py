@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from ds_lgamp.cost.units import STATE_BLOCK
 from ds_lgamp.partition.shards import SCALES, Segment
+from ds_lgamp.schedule.spec import STATE_BLOCK
 
 
 class InEightBits(torch.optim.Optimizer):

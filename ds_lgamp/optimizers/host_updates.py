@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
-from ds_lgamp.cost.offload import UPDATE_BUFFERS, room
-from ds_lgamp.cost.units import BLOCK_ON_HOST
+from ds_lgamp.cost.offload import room
 from ds_lgamp.optimizers.rounding import RoundedSteps
 from ds_lgamp.optimizers.updates import Options, Updates, twin_of
 from ds_lgamp.partition.disk import Disk, aligned
@@ -26,6 +25,7 @@ from ds_lgamp.partition.policy import UnitParameter
 from ds_lgamp.partition.shards import Segment, is_elementwise
 from ds_lgamp.partition.unit import Unit
 from ds_lgamp.partition.zero_partition import ZeroPartition
+from ds_lgamp.schedule.spec import BLOCK_ON_HOST, UPDATE_BUFFERS
 
 
 class HostUpdateError(RuntimeError):

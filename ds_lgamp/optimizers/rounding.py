@@ -16,9 +16,9 @@ from zlib import crc32
 import torch
 from torch.nn import Parameter
 
-from ds_lgamp.cost.units import RANDOM_NUMBERS
 from ds_lgamp.partition.shards import is_elementwise
 from ds_lgamp.partition.unit import Unit, parts_of
+from ds_lgamp.schedule.spec import RANDOM_NUMBERS
 
 _LOST_BITS = 16
 """The low bits of an fp32 number, which bf16 lacks."""

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch.optim import optimizer as of_torch
 
-from ds_lgamp.cost.units import BLOCK_ON_DEVICE
 from ds_lgamp.optimizers.eight_bits import InEightBits
 from ds_lgamp.optimizers.rounding import RoundedSteps
 from ds_lgamp.optimizers.tensors import TensorOptimizer
@@ -20,6 +19,7 @@ from ds_lgamp.partition.policy import UnitParameter
 from ds_lgamp.partition.shards import Segment
 from ds_lgamp.partition.unit import Unit, parts_of
 from ds_lgamp.partition.zero_partition import ZeroPartition
+from ds_lgamp.schedule.spec import BLOCK_ON_DEVICE
 
 Options = list[dict[str, Any]]
 """The hyper-parameters of every parameter group."""

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ds_lgamp import __version__
+from ds_lgamp.version import __version__
 
 
 def host_group() -> dist.ProcessGroup:

@@ -27,8 +27,10 @@ from threading import Lock, Thread
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ds_lgamp.cost.offload import room
+
 # O_DIRECT needs addresses, offsets and lengths that are multiples of DISK_BLOCK.
-from ds_lgamp.cost.offload import DISK_BLOCK, PIECE, PIECES, room
+from ds_lgamp.schedule.spec import DISK_BLOCK, PIECE, PIECES
 
 Move = Callable[[int, list, int], int]
 """``os.preadv`` or ``os.pwritev``."""

@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
-from ds_lgamp.cost.units import STATE_BLOCK, Travel, aligned
+from ds_lgamp.cost.units import Travel, aligned
 from ds_lgamp.partition.agreement import own_of_disjoint
 from ds_lgamp.partition.bus import Bus
 from ds_lgamp.partition.host import Host
-from ds_lgamp.schedule.spec import Hierarchy
+from ds_lgamp.schedule.spec import STATE_BLOCK, Hierarchy
 
 
 class UnitParameter(NamedTuple):

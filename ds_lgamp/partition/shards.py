@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
-from ds_lgamp.cost.units import STATE_BLOCK
 from ds_lgamp.partition.collectives import Finish, start_all_reduce, start_reduce_scatter, sum_in_rank_order
 from ds_lgamp.partition.flat_storage import FlatStorage
 from ds_lgamp.partition.memory import in_pool
 from ds_lgamp.partition.policy import UnitParameter, ZeroPolicy
 from ds_lgamp.partition.quantised import start_rounded_sum
+from ds_lgamp.schedule.spec import STATE_BLOCK
 
 ACCUMULATES_IN_OTHER_DTYPES = hasattr(torch.Tensor, "grad_dtype")
 """Whether a parameter's gradient may have another dtype than the parameter (torch 2.13)."""

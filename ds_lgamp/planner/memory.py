@@ -13,7 +13,7 @@ from ds_lgamp.cost.memory import Memory, memory_over_time
 from ds_lgamp.cost.offload import HostMemory, OnDisk, disk_use, host_beside_disk
 from ds_lgamp.cost.state import held_between_steps
 from ds_lgamp.cost.traffic import narrow_bytes
-from ds_lgamp.cost.units import STATE_BLOCK, ElementBytes, Sharding, UnitSize, aligned
+from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize, aligned
 from ds_lgamp.planner.activations import Software, chunk_bytes, end_bytes, layer_bytes, share
 from ds_lgamp.planner.cluster import Cluster
 from ds_lgamp.planner.configuration import Configuration
@@ -21,7 +21,7 @@ from ds_lgamp.planner.model import Model
 from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.orders import chunks_of
 from ds_lgamp.schedule.program import build_rank_program
-from ds_lgamp.schedule.spec import LEAST_ROUNDED, RECEIVES_POSTED, ProgramSpec
+from ds_lgamp.schedule.spec import LEAST_ROUNDED, RECEIVES_POSTED, STATE_BLOCK, ProgramSpec
 
 
 def as_executed(model: Model, configuration: Configuration) -> Configuration:

@@ -22,11 +22,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from ds_lgamp import __version__
 from ds_lgamp.partition.agreement import everyone, raise_everywhere
 from ds_lgamp.runtime.clocks import COMPUTE, DeviceClock, HostClock, Mark, Timing
 from ds_lgamp.schedule.actions import AWAITED, COLLECTIVES, Action, awaited_by
 from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.version import __version__
 from ds_lgamp.view.recording import (
     LANE_OF,
     Interval,

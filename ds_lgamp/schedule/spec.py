@@ -35,6 +35,24 @@ NEAREST = 3
 """How many computes a backward must be after its forward for the input to leave: one covers the way to the host,
 another the way back. The script's turn in between is enough."""
 
+DISK_BLOCK = 4096
+"""The disk moves multiples of so many bytes."""
+PIECE = 8 << 20
+"""Bytes of a piece of a tensor that moves on its own."""
+PIECES = 4
+"""How many pieces move at once, and how many of each direction of the bus have a buffer."""
+UPDATE_BUFFERS = 2
+"""Units in memory: one that is updated, and one that is written and then read for the next update."""
+BLOCK_ON_HOST, BLOCK_ON_DEVICE = 1 << 20, 1 << 22
+"""The most elements that an update in bf16 copies to fp32 at once: what stays in caches, and what keeps an
+accelerator busy."""
+STATE_BLOCK = 256
+"""So many elements of a parameter share a scale in optimizer state of 8 bits. With such state they are the alignment:
+then a block lies in one parameter and in one part, as where one process has the whole parameter."""
+RANDOM_NUMBERS = 262_139
+"""How many random numbers such updates use again and again. A prime, so that elements with the same one are no column
+of a matrix."""
+
 UPDATES = ("step", "reduction", "next_step")
 """When the optimizer updates a chunk:
 

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import disk_update
 from benchmarks.record import OURS
-from ds_lgamp.cost.offload import DISK_BLOCK, PIECE
+from ds_lgamp.schedule.spec import DISK_BLOCK, PIECE
 from testing.ranks import run_on_ranks
 
 

@@ -4,11 +4,11 @@ import pytest
 
 from ds_lgamp.cost.activations import ActivationBytes, ChunkBytes
 from ds_lgamp.cost.memory import rank_memory
-from ds_lgamp.cost.offload import DISK_BLOCK, PIECE, PIECES, DiskUse, OnDisk, disk_use, host_beside_disk
+from ds_lgamp.cost.offload import DiskUse, OnDisk, disk_use, host_beside_disk
 from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize
 from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.program import build_rank_program
-from ds_lgamp.schedule.spec import Offload, ProgramSpec
+from ds_lgamp.schedule.spec import DISK_BLOCK, PIECE, PIECES, Offload, ProgramSpec
 
 BF16, FP32 = ElementBytes(weights=2, gradients=2, optimizer=8, update=0), ElementBytes(optimizer=8)
 PART = DISK_BLOCK

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from ds_lgamp.cost.activations import ActivationBytes, ActivationMemory, ChunkBytes
 from ds_lgamp.cost.memory import rank_memory
-from ds_lgamp.cost.units import RANDOM_NUMBERS, ElementBytes, Sharding, UnitSize
+from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize
 from ds_lgamp.schedule.actions import Kind
 from ds_lgamp.schedule.program import build_program, build_rank_program
-from ds_lgamp.schedule.spec import ProgramSpec
+from ds_lgamp.schedule.spec import RANDOM_NUMBERS, ProgramSpec
 from tests.schedule.strategies import live_micro_batches, program_specs
 
 SIZE = ActivationBytes(

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_lgamp.cost.offload import DISK_BLOCK
 from ds_lgamp.optimizers.host_updates import Contents, UpdateBuffers
 from ds_lgamp.partition.disk import Disk
+from ds_lgamp.schedule.spec import DISK_BLOCK
 
 SECONDS = 30
 ELEMENTS = 1000

@@ -13,11 +13,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ds_lgamp.cost.offload import DISK_BLOCK, room
+from ds_lgamp.cost.offload import room
 from ds_lgamp.partition import bus as bus_module
 from ds_lgamp.partition import disk as disks
 from ds_lgamp.partition.bus import Bus, Transfer, use_device
 from ds_lgamp.partition.disk import Disk
+from ds_lgamp.schedule.spec import DISK_BLOCK
 
 CPU = torch.device("cpu")
 SECONDS = 10

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_lgamp.cost.offload import DISK_BLOCK, room
+from ds_lgamp.cost.offload import room
 from ds_lgamp.partition import disk as disks
 from ds_lgamp.partition.disk import Disk, aligned
+from ds_lgamp.schedule.spec import DISK_BLOCK
 from testing.ranks import CONTEXT
 
 SECONDS = 30

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import assume, given
 
-from ds_lgamp.cost.units import STATE_BLOCK
 from ds_lgamp.planner.cluster import Efficiency, named_cluster, with_part
 from ds_lgamp.planner.configuration import Configuration, describe, method_of
 from ds_lgamp.planner.hardware import UPDATE_BYTES
@@ -16,7 +15,7 @@ from ds_lgamp.planner.models import model_of_flags, read_model
 from ds_lgamp.planner.search import Allowed, search
 from ds_lgamp.planner.work import Work, host_seconds
 from ds_lgamp.planner.write import ds_config, launch_script, why_not
-from ds_lgamp.schedule.spec import Hierarchy
+from ds_lgamp.schedule.spec import STATE_BLOCK, Hierarchy
 from testing import ROOT
 from testing.forks import run_module
 from tests.planner.configurations import configurations, models

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ds_lgamp.cost.units import STATE_BLOCK
 from ds_lgamp.planner.activations import Software, layer_bytes
 from ds_lgamp.planner.cluster import Cluster, Link
 from ds_lgamp.planner.configuration import Configuration
@@ -23,6 +22,7 @@ from ds_lgamp.planner.memory import (
     units_of,
 )
 from ds_lgamp.planner.model import Model
+from ds_lgamp.schedule.spec import STATE_BLOCK
 from tests.planner.configurations import configurations, models
 from tests.slow import slow_except
 

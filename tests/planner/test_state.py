@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given
 
 from ds_lgamp.config import read_block
-from ds_lgamp.cost.units import BLOCK_ON_DEVICE, BLOCK_ON_HOST, RANDOM_NUMBERS, ElementBytes
+from ds_lgamp.cost.units import ElementBytes
 from ds_lgamp.planner.cluster import Efficiency, named_cluster, with_part
 from ds_lgamp.planner.configuration import Configuration, describe, method_of
 from ds_lgamp.planner.hardware import HOST_UPDATE_BYTES, UPDATE_BYTES
@@ -17,6 +17,7 @@ from ds_lgamp.planner.models import model_of_flags, read_model
 from ds_lgamp.planner.search import IN_BF16, Allowed, NothingFits, search
 from ds_lgamp.planner.work import Work, host_seconds
 from ds_lgamp.planner.write import ds_config, launch_script, why_not
+from ds_lgamp.schedule.spec import BLOCK_ON_DEVICE, BLOCK_ON_HOST, RANDOM_NUMBERS
 from testing import ROOT
 from testing.forks import run_module
 from testing.ranks import run_on_ranks

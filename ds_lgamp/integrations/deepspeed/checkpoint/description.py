@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, Protocol
 import deepspeed
 import torch
 
-from ds_lgamp import __version__
 from ds_lgamp.checkpoint.files import CheckpointError
 from ds_lgamp.checkpoint.names import Share, name_of_first
 from ds_lgamp.checkpoint.schema import COUNTERS, PULLED
@@ -30,6 +29,7 @@ from ds_lgamp.integrations.deepspeed.model.module import (
 from ds_lgamp.integrations.split.parts import Tree
 from ds_lgamp.partition.unit import parts_of
 from ds_lgamp.runtime.recompute import undisturbed
+from ds_lgamp.version import __version__
 
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
 

@@ -237,7 +237,7 @@ def run_python(code, environment):
 
 def test_a_process_without_hosts_imports_nothing_more(environment):
     code = "import sys, torch; print(*sorted(name for name in sys.modules if name.startswith('ds_lgamp')))"
-    assert run_python(code, environment).stdout.split() == ["ds_lgamp", "ds_lgamp.autoload"]
+    assert run_python(code, environment).stdout.split() == ["ds_lgamp", "ds_lgamp.autoload", "ds_lgamp.version"]
     off = run_python(code, {**environment, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
     assert off.returncode == 0 and off.stdout.split() == []
 

@@ -78,6 +78,7 @@ def course_of(
     kind: type[Training] = Training,
 ) -> Course:
     # Not before the process is prepared, because this imports Megatron-core.
+    from ds_lgamp.cost.budget import Decision
     from ds_lgamp.integrations.megatron.loop.budget import _marked
     from ds_lgamp.integrations.megatron.loop.install import uninstall
 
@@ -101,7 +102,7 @@ def course_of(
         for own in () if budget is None else training.forward_backward._budgets.values():
             forwards = place.micro_batches[step] // place.data_ranks * place.chunks_per_rank
             recomputed.append(forwards - len(own.kept))
-            told = max(own._during(_marked(own._program, own.kept))) - left if step else 0
+            told = max(own._during(_marked(own._program, Decision(own.kept)))) - left if step else 0
     del training
     gc.collect()
     return Course(steps, peak, recomputed, told)
