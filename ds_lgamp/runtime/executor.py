@@ -111,7 +111,7 @@ class Executor(Passes):
             _EXECUTE[action.kind](self, action)
 
     def send_forward(self, action: Action) -> None:
-        _, chunk, micro_batch, *_ = action
+        _, chunk, micro_batch, _, _ = action
         batch = self._batch
         with self._doing("send"):
             self.links.prepare(self.program, self.row)
@@ -122,7 +122,7 @@ class Executor(Passes):
     def send_backward(self, action: Action) -> None:
         with self._doing("send"):
             self.links.prepare(self.program, self.row)
-            _, chunk, micro_batch, *_ = action
+            _, chunk, micro_batch, _, _ = action
             self.links.send_gradients(chunk, micro_batch, self._batch.results.pop((Kind.BACKWARD, chunk, micro_batch)))
 
     def update(self, action: Action) -> None:

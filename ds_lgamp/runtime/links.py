@@ -308,7 +308,7 @@ class Links:
         if not self._on_arrival:
             return
         for later in range(row + 1, len(program)):
-            kind, chunk, micro_batch, *_ = program[later]
+            kind, chunk, micro_batch, _, _ = program[later]
             if kind is Kind.RECV_FORWARD:
                 self._activations_in[self._placement[chunk - 1]].prepare(self._input_of(chunk, micro_batch))
             elif kind is Kind.RECV_BACKWARD:

@@ -98,7 +98,7 @@ class Passes:
             compute()
 
     def backward(self, action: Action) -> None:
-        _, chunk, micro_batch, *_ = action
+        _, chunk, micro_batch, _, _ = action
         batch, at = self._batch, (chunk, micro_batch)
         self.partition.begin_backward(chunk)
         graph = batch.graphs.pop(at) if self.pairs.second is None else batch.graphs[at]
@@ -177,7 +177,7 @@ class Passes:
     def _run_forward(self, begun: Begun) -> None:
         """Computes a forward that has begun, keeps its graph, and hands over its result."""
         action, trains, inputs, beginning, state, saved, meter = begun
-        _, chunk, micro_batch, *_ = action
+        _, chunk, micro_batch, _, _ = action
         batch = self._batch
         hooks = nullcontext() if saved is None else saved.dropped()
         gradients = nullcontext() if trains == batch.training else torch.no_grad()
@@ -185,7 +185,8 @@ class Passes:
         with gradients, hooks:
             with metered:
                 # If its backward will compute all again, this graph is the one of the whole.
-                result = self._compute(action if saved is None else action._replace(selective=False), inputs)
+                whole = saved is not None and action.selective
+                result = self._compute(action._replace(selective=False) if whole else action, inputs)
             if chunk == self._last_chunk:
                 result = own_loss(result)
             if trains:
@@ -244,7 +245,7 @@ class Passes:
         Returns the graph: a new one if the first forward left only its beginning. Returns also the state of the modules
         before this call; None if nothing changes it.
         """
-        _, chunk, micro_batch, *_ = backward
+        _, chunk, micro_batch, _, _ = backward
         if self.pairs.second is not None:
             current, restore = self.pairs.take_second()
             restore()
