@@ -51,9 +51,9 @@ class Efficiency:
     """How many times as long as with copies in fp32 an update on the host takes that rounds state in bf16 by chance.
     ``python -m benchmarks run host_update`` has 3.5 with one thread and 2.6 with two. Those updates take arithmetic
     rather than memory's time, so many cores per GPU may make it less: measured there, it belongs into a file."""
-    host_8_bits: float = 12.0
-    """The same of an update with moments in 8 bits, by bitsandbytes. An assumption: the same benchmark took 12 times as
-    long with one thread, and 14 times with two, on busy cores and without a record."""
+    host_8_bits: float = 14.0
+    """The same of an update with moments in 8 bits, by bitsandbytes. The same benchmark has 13.6 with one thread and
+    14.1 with two."""
     crowding: float = 0.733
     """How much collectives over a part of a node disturb each other: among k of its n GPUs, they reach (k/n)**crowding
     of the bandwidth that one over all n GPUs reaches."""
