@@ -11,6 +11,7 @@ from hypothesis import assume, given
 from ds_lgamp.config import read_block
 from ds_lgamp.cost.units import aligned, packed_bytes
 from ds_lgamp.integrations.deepspeed.config.precision import travel_of
+from ds_lgamp.integrations.deepspeed.config.run_checks import refuse_needless_rounding
 from ds_lgamp.planner.cluster import Cluster, Link
 from ds_lgamp.planner.configuration import ROUNDED, Configuration, describe, method_of
 from ds_lgamp.planner.hardware import RESTORE_BYTES, ROUND_BYTES, Group
@@ -176,7 +177,10 @@ def test_files_ask_for_it_by_the_keys_that_the_engine_reads(model, planned):
     stage = SimpleNamespace(zero_config=SimpleNamespace(stage=config["zero_optimization"]["stage"]))
     assert travel_of(settings, config, stage) == planned.travel
     assert settings.activation_dtype == planned.activation_dtype
-    settings.refuse_needless_rounding(planned.pipeline_ranks, "bf16")
+    in_bf16 = SimpleNamespace(
+        float16_config=SimpleNamespace(enabled=False), bfloat16_config=SimpleNamespace(enabled=True)
+    )
+    refuse_needless_rounding(settings, in_bf16, planned.pipeline_ranks)
 
 
 def test_megatrons_own_loop_rounds_nothing():

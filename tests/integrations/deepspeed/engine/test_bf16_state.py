@@ -10,9 +10,10 @@ from torch.nn import Parameter
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.cost.state import held_between_steps
-from ds_lgamp.integrations.deepspeed.engine.memory import element_bytes, sharding_of, unit_sizes, update_of
+from ds_lgamp.integrations.deepspeed.engine.memory import element_bytes, sharding_of, update_of
 from ds_lgamp.optimizers.rounding import Noise
 from ds_lgamp.partition.agreement import everyone
+from ds_lgamp.partition.zero_partition import unit_sizes
 from ds_lgamp.runtime.batch import ActionError
 from testing.deepspeed_rank import prepare_rank
 from testing.ranks import run_on_ranks
