@@ -5,9 +5,10 @@ import torch
 from torch import nn
 
 from benchmarks import IN_PARTS, recomputation
+from benchmarks.contenders.door import HEAD_WIDTH
 from benchmarks.contenders.recomputing import EVERY, recompute
 from benchmarks.model import ModelSize, build_blocks
-from benchmarks.recomputation import FULL, HALF, LIMIT, MODELS, NONE, ONE_BY_ONE, Held
+from benchmarks.recomputation import FULL, HALF, LIMIT, MICRO_BATCHES, MODELS, NONE, ONE_BY_ONE, Held
 from benchmarks.record import OURS, PART, Record
 from benchmarks.training import Duration
 from tests.runtime.test_host_work import Operators
@@ -59,6 +60,8 @@ def test_each_model_may_be_measured_by_itself():
 
 @pytest.mark.slow
 def test_the_record_has_every_contender_and_budgets_hold():
+    """But for what a call of the Llama hands to all blocks: cosines, sines and positions of every micro-batch. On an
+    accelerator, the first batch measures these too."""
     size = ModelSize(blocks=3, width=32, sequence=16, vocabulary=64)
     record = recomputation.run(size, compiler_budgets=(), repetitions=1)
     for model in MODELS:
@@ -66,5 +69,7 @@ def test_the_record_has_every_contender_and_budgets_hold():
         assert len([row for row in rows if row.metric == "step"]) == 6 + len(EVERY)
         peaks = {row.contender: row.median for row in rows if row.metric == "peak"}
         budgets = {row.contender: row.median for row in rows if row.metric == "budget"}
-        assert len(budgets) == 3 and all(peaks[name] <= budget * 1.01 for name, budget in budgets.items())
+        of_calls = MICRO_BATCHES * size.sequence * (2 * HEAD_WIDTH * 4 + 8) if model.name == "Llama" else 0
+        assert len(budgets) == 3
+        assert all(peaks[name] <= budget * 1.01 + of_calls for name, budget in budgets.items())
         assert peaks[FULL] < peaks[HALF] < peaks[NONE]
