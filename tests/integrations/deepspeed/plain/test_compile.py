@@ -21,6 +21,7 @@ from tests.integrations.deepspeed.plain.test_accelerated import logged
 from tests.integrations.deepspeed.plain.test_accelerated import train as train_with_trainer
 from tests.integrations.deepspeed.plain.training import configuration, initialize
 from tests.integrations.transformers.models import make, micro_batch
+from tests.pairwise import pairwise
 from tests.slow import slow_except
 
 LENGTHS = ((10, 10), (10, 10), (9, 7), (8, 8))
@@ -55,12 +56,22 @@ CASES = [
     Case("Mixtral with balance", stage=2, backend="eager"),
     Case(zero=ON_HOST, adapters=True, backend="eager"),
 ]
-WIDE = [
-    Case(model, pipeline_ranks, stage, {"recompute": recompute, "outputs": outputs}, micro_batches=micro_batches)
-    for model, pipeline_ranks, stage, recompute, outputs, micro_batches in product(
-        ("GPT-2", "Llama"), (1, 2), (0, 2, 3), ("full", "none"), ("loss", "all"), (1, 2)
-    )
-]
+FACTORS = {
+    "model": ("GPT-2", "Llama"),
+    "pipeline_ranks": (1, 2),
+    "stage": (0, 2, 3),
+    "recompute": ("full", "none"),
+    "outputs": ("loss", "all"),
+    "micro_batches": (1, 2),
+}
+PRODUCT = [dict(zip(FACTORS, values)) for values in product(*FACTORS.values())]
+
+
+def case_of(recompute, outputs, **others):
+    return Case(block={"recompute": recompute, "outputs": outputs}, **others)
+
+
+WIDE, IN_PAIRS = ([case_of(**factors) for factors in chosen] for chosen in (PRODUCT, pairwise(PRODUCT)))
 
 
 def courses(case: Case) -> tuple[Course, Course]:
@@ -105,7 +116,7 @@ def course_of(case: Case, compiled: dict[str, Any], compiles: Callable[[Any], No
     return course
 
 
-@pytest.mark.parametrize("case", slow_except(CASES[:1], [*CASES, *WIDE]))
+@pytest.mark.parametrize("case", slow_except(CASES[:1], [*CASES, *WIDE], slow=[*CASES, *IN_PAIRS]))
 def test_compiled_blocks_train_the_same_and_are_compiled_once(case):
     for plain, compiled in run_on_ranks(2, courses, case):
         assert compiled.losses == pytest.approx(plain.losses, rel=1e-6)
