@@ -5,18 +5,17 @@ A recomputation finds this state as the first forward found it, and leaves no tr
 counts once per micro-batch.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
-from torch.nn import Module, Parameter
+from torch.nn import Module
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.partition.memory import write
-from ds_lgamp.runtime.recompute import RandomSource, read_states
 from ds_lgamp.runtime.references import Held, Place, References, counts_of, holders
 
 Tensors = torch.Tensor | tuple[torch.Tensor, ...]
@@ -48,13 +47,9 @@ class Chunk:
         self.before_layer = before_layer
         self.between_layers = between_layers
         self.after_layer = after_layer
-        self.state = LayerState(_modules_of(layers, first_layer))
+        self.state = LayerState(named_modules_of(layers, first_layer))
         self.switches: Sequence[tuple[Module, str]] = ()
         """Modules with the attributes that make them recompute a part of themselves."""
-        self.sources: Sequence[RandomSource] = ()
-        """Generators from which such a part may draw."""
-        self._reached: set[int] = set()
-        """The ids of the parameters that got gradients in the last backward that was measured."""
 
     def __call__(self, inputs: Any, micro_batch: int) -> Any:
         for index, layer in enumerate(self.layers, self.first_layer):
@@ -78,66 +73,12 @@ class Chunk:
         finally:
             self._switch(before)
 
-    @contextmanager
-    def measured(self, block: AbstractContextManager[Any]) -> Iterator[None]:
-        """Notes which parameters get gradients in the ``block``, the backward of a chunk computed again as a whole."""
-        with block, self._noting() as self._reached:
-            yield
-
-    @contextmanager
-    def repeating_parts(self, block: AbstractContextManager[Any], reaches: Set[int] | None) -> Iterator[None]:
-        """As :meth:`selectively`, for a backward. Raises RuntimeError if it is not the one of a chunk that is computed
-        as a whole: if a part changes state, which it does once more then, or draws anew, or loses gradients.
-
-        Args:
-            reaches: the ids of the parameters in the graph of the whole; None looks at nothing but the state.
-        """
-        closely = reaches is not None
-        changed, states = self.state.watch(closely), read_states(self.sources) if closely else []
-        with self.selectively(block), self._noting() if closely else nullcontext(set[int]()) as reached:
-            yield
-        drawn = [source.name for source, before in zip(self.sources, states) if not source.same(before, source.read())]
-        name, lost = changed(), (reaches or set()) & self._reached - reached
-        if name is not None:
-            raise RuntimeError(
-                f"{name} changed when a layer recomputed a part of itself; let it leave that alone in this part, or "
-                "set ds_lgamp.recompute to 'full' or 'none'"
-            )
-        if drawn:
-            raise RuntimeError(
-                f"other random numbers were drawn ({drawn[0]}) when a layer recomputed a part of itself; let it "
-                "restore their state there, or set ds_lgamp.recompute to 'full' or 'none'"
-            )
-        if lost:
-            name = next(name for name, parameter in self._parameters() if id(parameter) in lost)
-            raise RuntimeError(
-                f"{name} got no gradient when a layer recomputed a part of itself; let it use torch.utils.checkpoint "
-                "with use_reentrant=False, or set ds_lgamp.recompute to 'full' or 'none'"
-            )
-
-    @contextmanager
-    def _noting(self) -> Iterator[set[int]]:
-        """Yields the ids of the parameters that get gradients inside the block."""
-        reached: set[int] = set()
-        trained = {id(parameter): parameter for _, parameter in self._parameters() if parameter.requires_grad}
-        handles = [each.register_hook(lambda _, key=key: reached.add(key)) for key, each in trained.items()]
-        try:
-            yield reached
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _parameters(self) -> Iterator[tuple[str, Parameter]]:
-        for path, module in _modules_of(self.layers, self.first_layer):
-            for name, parameter in module.named_parameters(recurse=False):
-                yield f"{path}.{name}", parameter
-
     def _switch(self, values: Iterable[Any]) -> None:
         for (module, name), value in zip(self.switches, values):
             setattr(module, name, value)
 
 
-def _modules_of(layers: Sequence[Callable[[Any], Any]], first_layer: int) -> Iterator[tuple[str, Module]]:
+def named_modules_of(layers: Sequence[Callable[[Any], Any]], first_layer: int) -> Iterator[tuple[str, Module]]:
     """Yields the modules of layers by names. A layer may also be a function of a module, as a tied one is called."""
     for index, layer in enumerate(layers, first_layer):
         for each in layer.args if isinstance(layer, partial) else (layer,):

@@ -1,17 +1,19 @@
-"""Measures the memory that a micro-batch takes on each chunk while steps run, for recompute "auto"."""
+"""Measures the memory that a micro-batch takes on each chunk while steps run, for recompute "auto", and refuses layers
+that do not repeat the part of themselves that they recompute."""
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn import Parameter
 
 from ds_lgamp.cost.activations import ChunkBytes
-from ds_lgamp.runtime.chunk import tensors_in
+from ds_lgamp.runtime.chunk import Chunk, named_modules_of, tensors_in
 from ds_lgamp.runtime.measure import PeakMemory, storage_of
 from ds_lgamp.runtime.messages import message_bytes
-from ds_lgamp.runtime.recompute import SavedTensors
+from ds_lgamp.runtime.recompute import RandomSource, SavedTensors, read_states
 from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.spec import ActivationType
 
@@ -34,6 +36,74 @@ class NotedTensors(SavedTensors):
         return noted is not None and noted() is not None
 
 
+class RepeatedParts:
+    """Refuses layers of a chunk that compute something else if they recompute a part of themselves than if the chunk is
+    computed again as a whole.
+
+    Args:
+        sources: the generators from which layers may draw.
+    """
+
+    def __init__(self, chunk: Chunk, sources: Sequence[RandomSource]) -> None:
+        self._chunk, self._sources = chunk, sources
+        self._reached: set[int] = set()
+        """The ids of the parameters that got gradients in the last backward of a whole that was measured."""
+
+    @contextmanager
+    def whole(self, block: AbstractContextManager[Any]) -> Iterator[None]:
+        """Notes which parameters get gradients in the ``block``, the backward of a chunk computed again as a whole."""
+        with block, self._noting() as self._reached:
+            yield
+
+    @contextmanager
+    def repeated(self, block: AbstractContextManager[Any], reaches: set[int] | None) -> Iterator[None]:
+        """Lets layers recompute a part of themselves in the ``block``, a backward. Raises RuntimeError if the part
+        changes state, which it does once more then, or draws anew, or loses gradients.
+
+        Args:
+            reaches: the ids of the parameters in the graph of the whole; None looks at nothing but the state.
+        """
+        closely, chunk = reaches is not None, self._chunk
+        changed, states = chunk.state.watch(closely), read_states(self._sources) if closely else []
+        with chunk.selectively(block), self._noting() if closely else nullcontext(set[int]()) as reached:
+            yield
+        drawn = [each.name for each, before in zip(self._sources, states) if not each.same(before, each.read())]
+        name, lost = changed(), (reaches or set()) & self._reached - reached
+        if name is not None:
+            raise RuntimeError(
+                f"{name} changed when a layer recomputed a part of itself; let it leave that alone in this part, or "
+                "set ds_lgamp.recompute to 'full' or 'none'"
+            )
+        if drawn:
+            raise RuntimeError(
+                f"other random numbers were drawn ({drawn[0]}) when a layer recomputed a part of itself; let it "
+                "restore their state there, or set ds_lgamp.recompute to 'full' or 'none'"
+            )
+        if lost:
+            name = next(name for name, parameter in self._parameters() if id(parameter) in lost)
+            raise RuntimeError(
+                f"{name} got no gradient when a layer recomputed a part of itself; let it use torch.utils.checkpoint "
+                "with use_reentrant=False, or set ds_lgamp.recompute to 'full' or 'none'"
+            )
+
+    @contextmanager
+    def _noting(self) -> Iterator[set[int]]:
+        """Yields the ids of the parameters that get gradients inside the block."""
+        reached: set[int] = set()
+        trained = {id(parameter): parameter for _, parameter in self._parameters() if parameter.requires_grad}
+        handles = [each.register_hook(lambda _, key=key: reached.add(key)) for key, each in trained.items()]
+        try:
+            yield reached
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _parameters(self) -> Iterator[tuple[str, Parameter]]:
+        for path, module in named_modules_of(self._chunk.layers, self._chunk.first_layer):
+            for name, parameter in module.named_parameters(recurse=False):
+                yield f"{path}.{name}", parameter
+
+
 class ChunkMeter:
     """Measures the bytes that a micro-batch takes on each chunk of a rank while steps run. Only forwards with a larger
     input than all before are measured, and they are recomputed, whatever the program says.
@@ -46,11 +116,11 @@ class ChunkMeter:
 
     Args:
         narrow: the type in which hidden states travel, if they travel rounded.
-        offers: the chunks whose layers can recompute a part of themselves.
+        parts: by chunk whose layers can recompute a part of themselves, what refuses the part.
     """
 
-    def __init__(self, narrow: ActivationType | None = None, offers: frozenset[int] = frozenset()) -> None:
-        self._narrow, self._offers = narrow, offers
+    def __init__(self, narrow: ActivationType | None = None, parts: Mapping[int, RepeatedParts] | None = None) -> None:
+        self._narrow, self._parts = narrow, parts or {}
         self.received: dict[int, int] = {}
         """Bytes of the largest input of each chunk as it travels, if hidden states travel rounded."""
         self.chunks: dict[int, ChunkBytes] = {}
@@ -80,13 +150,9 @@ class ChunkMeter:
     def tells_selective(self, chunk: int, inputs: Any) -> bool:
         """Whether a forward with these inputs, which are as large as the largest ones, tells what layers take that
         recompute a part of themselves."""
-        if chunk not in self._offers or chunk in self.selective:
+        if chunk not in self._parts or chunk in self.selective:
             return False
         return [tensor.shape for tensor in tensors_in(inputs)] == self._shapes.get(chunk)
-
-    def measures(self, action: Action) -> bool:
-        """Whether the backward of ``action`` is measured."""
-        return action[1:3] in self._readings
 
     def marked(self, action: Action) -> Action:
         """Returns the backward of a forward that was recomputed because of this meter."""
@@ -115,10 +181,13 @@ class ChunkMeter:
         """Notes the ids of the parameters in the graph of a ``selective`` forward, which has computed the whole."""
         self._readings[action.chunk, action.micro_batch].reaches = reaches
 
-    def reaches(self, action: Action) -> set[int] | None:
-        """Returns what was noted of the graph of a forward; None if nothing was."""
-        reading = self._readings.get((action.chunk, action.micro_batch))
-        return None if reading is None else reading.reaches
+    def checked(self, action: Action, block: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+        """Returns the ``block`` of a backward. If it is ``selective``, layers recompute a part of themselves in it, and
+        RuntimeError is raised if that is not what they did at first."""
+        parts, reading = self._parts.get(action.chunk), self._readings.get(action[1:3])
+        if parts is not None and action.selective:
+            return parts.repeated(block, None if reading is None else reading.reaches)
+        return block if parts is None or reading is None else parts.whole(block)
 
     def end_forward(self, action: Action, result: Any, saved: SavedTensors | None) -> None:
         """Reads the end of a forward.

@@ -116,11 +116,11 @@ class Passes:
         self.doing = "backward"
         metered = nullcontext() if self.meter is None else self.meter.backward(action)
         splits = chunk in batch.split_chunks
-        part = batch.second_parts.first(chunk, micro_batch, graph.ends) if splits else nullcontext()
-        if action.selective:
-            part = self.chunks[chunk].repeating_parts(part, None if self.meter is None else self.meter.reaches(action))
-        elif self.meter is not None and self.meter.measures(action):
-            part = self.chunks[chunk].measured(part)
+        part: AbstractContextManager[Any] = nullcontext()
+        if splits:
+            part = batch.second_parts.first(chunk, micro_batch, graph.ends)
+        if self.meter is not None:
+            part = self.meter.checked(action, part)
         with self.timing.time("backward"), part, metered:
             backpropagate(graph.ends, gradients)
         if state is not None:

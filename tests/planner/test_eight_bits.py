@@ -11,10 +11,10 @@ from ds_lgamp.planner.configuration import Configuration, describe, method_of
 from ds_lgamp.planner.hardware import UPDATE_BYTES
 from ds_lgamp.planner.memory import default_software, followed, least, memory, units_of
 from ds_lgamp.planner.model import Model
-from ds_lgamp.planner.models import model_of_flags, read_model
+from ds_lgamp.planner.models import read_model
 from ds_lgamp.planner.search import Allowed, search
 from ds_lgamp.planner.work import Work, host_seconds
-from ds_lgamp.planner.write import ds_config, launch_script, why_not
+from ds_lgamp.planner.write import ds_config, launch_script
 from ds_lgamp.schedule.spec import STATE_BLOCK, Hierarchy
 from testing import ROOT
 from testing.forks import run_module
@@ -122,14 +122,6 @@ def test_files_name_no_optimizer_and_the_launch_line_says_which_one_the_script_m
     assert config == ds_config(MODEL, in_fp32(ON_HOST)) and "optimizer" not in config
     launch = launch_script(MODEL, ON_HOST, CARD)
     assert "Its optimizer is AdamW8bit of bitsandbytes: a Trainer takes --optim adamw_8bit." in launch
-
-
-def test_megatrons_own_loop_has_none_of_it():
-    flags = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 128"
-    model = model_of_flags("m", f"{flags} --num-experts 8 --moe-router-topk 2")
-    of = Configuration(2, 1, 1, 1, 4, zero_stage=1, state="8bit")
-    assert why_not(model, in_fp32(of)) is None
-    assert "state is '8bit', which Megatron-LM's training loop, for m, does not know" in why_not(model, of)
 
 
 SCRIPT = """

@@ -72,28 +72,29 @@ PUBLISHED = [
 ]
 
 
+def read_and_made(kind, sizes):
+    """Returns the planner's model of a config, and the one that transformers makes."""
+    config = AutoConfig.for_model(kind, **sizes)
+    make = AutoModelForMaskedLM if kind == "bert" else AutoModelForCausalLM
+    with torch.device("meta"):
+        made = make.from_config(config)
+    return model_of_config(kind, json.loads(config.to_json_string())), made
+
+
 def test_every_architecture_is_counted():
     assert {kind for kind, _ in KINDS} == set(_READERS)
 
 
 @pytest.mark.parametrize(("kind", "sizes"), KINDS, ids=lambda value: value if isinstance(value, str) else "")
 def test_a_model_has_the_parameters_that_transformers_makes(kind, sizes):
-    config = AutoConfig.for_model(kind, **sizes)
-    make = AutoModelForMaskedLM if kind == "bert" else AutoModelForCausalLM
-    with torch.device("meta"):
-        model = make.from_config(config)
-    read = model_of_config(kind, json.loads(config.to_json_string()))
+    read, model = read_and_made(kind, sizes)
     assert read.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert (read.layers, read.hidden_size, read.sequence_length) == (3, 64, 32)
 
 
 @pytest.mark.parametrize(("kind", "sizes"), KINDS, ids=lambda value: value if isinstance(value, str) else "")
 def test_its_tensors_beside_embeddings_are_those_that_transformers_makes(kind, sizes):
-    config = AutoConfig.for_model(kind, **sizes)
-    make = AutoModelForMaskedLM if kind == "bert" else AutoModelForCausalLM
-    with torch.device("meta"):
-        model = make.from_config(config)
-    read = model_of_config(kind, json.loads(config.to_json_string()))
+    read, model = read_and_made(kind, sizes)
     tables = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     made = [tensor.numel() for tensor in model.parameters() if id(tensor) not in tables and tensor.numel()]
     in_layers = [size for number, each in read.kinds for size in number * each.tensors_in_layer]

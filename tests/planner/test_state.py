@@ -135,12 +135,13 @@ def test_the_launch_line_says_which_optimizers_it_takes():
     assert "optimizer" not in launch_script(MODEL, in_fp32(ON_HOST), CARD)
 
 
-def test_megatrons_own_loop_has_none_of_it():
+@pytest.mark.parametrize("state", ["bf16", "8bit"])
+def test_megatrons_own_loop_has_none_of_it(state):
     flags = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 128"
     model = model_of_flags("m", f"{flags} --num-experts 8 --moe-router-topk 2")
-    of = Configuration(2, 1, 1, 1, 4, zero_stage=1, state="bf16")
+    of = Configuration(2, 1, 1, 1, 4, zero_stage=1, state=state)
     assert why_not(model, in_fp32(of)) is None
-    assert "state is 'bf16', which Megatron-LM's training loop, for m, does not know" in why_not(model, of)
+    assert f"state is '{state}', which Megatron-LM's training loop, for m, does not know" in why_not(model, of)
 
 
 @pytest.mark.parametrize(

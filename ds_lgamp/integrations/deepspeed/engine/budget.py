@@ -27,7 +27,7 @@ from ds_lgamp.integrations.program_spec import advise_on_memory, over_budget
 from ds_lgamp.partition.agreement import raise_everywhere
 from ds_lgamp.partition.zero_partition import unit_sizes
 from ds_lgamp.runtime.batch import ActionError
-from ds_lgamp.runtime.meter import ChunkMeter
+from ds_lgamp.runtime.meter import ChunkMeter, RepeatedParts
 from ds_lgamp.runtime.recompute import read_states
 from ds_lgamp.schedule.actions import Action, Kind
 from ds_lgamp.schedule.program import build_rank_program
@@ -69,8 +69,9 @@ class Budget:
 
     def __init__(self, training: Any, given: int | None) -> None:
         self._training, self._given = training, given
-        offers = frozenset(number for number, chunk in training.executor.chunks.items() if chunk.switches)
-        self._meter = training.executor.meter = ChunkMeter(training.settings.activation_dtype, offers)
+        chunks, sources = training.executor.chunks, training.random_sources
+        parts = {number: RepeatedParts(chunk, sources) for number, chunk in chunks.items() if chunk.switches}
+        self._meter = training.executor.meter = ChunkMeter(training.settings.activation_dtype, parts)
         self._batch = 0, 0
         """Bytes of the inputs and the labels of a micro-batch."""
         self._measured = 0

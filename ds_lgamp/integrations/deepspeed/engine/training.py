@@ -177,7 +177,7 @@ class Training:
         if settings.recompute == "auto":
             raise_everywhere(why_not_alone(module, module), ConfigError)
             for chunk in self.executor.chunks.values():
-                chunk.switches, chunk.sources = switches_of(chunk.state.modules), self.random_sources
+                chunk.switches = switches_of(chunk.state.modules)
             self.budget = Budget(self, self._given_budget)
         self.executor.trace = trace_if_asked(settings, module.stage_id, self.data_rank, device, ConfigError)
         self.partition.release_all()
