@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from statistics import median
 from threading import Lock
@@ -24,8 +25,9 @@ from benchmarks.virtual.chunk import Setting, sleep_until
 from benchmarks.virtual.pipelines import Executed, spec_of
 from benchmarks.virtual.steps import Start, is_precise, scheduling, seconds_in_turns
 from ds_lgamp.partition import disk as disks
-from ds_lgamp.partition.disk import Disk, Move, Moving
+from ds_lgamp.partition.disk import Disk, Move
 from ds_lgamp.schedule.actions import Kind
+from ds_lgamp.schedule.costs import DiskSeconds, uniform_costs
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import simulate
 from ds_lgamp.schedule.spec import Offload, ProgramSpec
@@ -88,13 +90,13 @@ def enter(record: Record, micro_batches: int, load: float, seconds: dict[Key, li
     for name, found in steps.items():
         setting = setting_of(name, micro_batches)
         durations = setting.durations()._replace(load=load, store=load)
-        if name == ON_DISK:
-            # As the planner has it: loads at the pace of the slower one of bus and disk, and in an update the disk's
-            # time for gradient and weights. Both read, and here they share what the disk reads.
-            durations = durations._replace(load=max(load, DISK), update=2 * DISK)
         spec = spec_in_order(name, setting)
+        costs = uniform_costs(spec, durations)
+        if name == ON_DISK:
+            # An update by SGD reads a gradient and weights.
+            costs = replace(costs, disk=[DiskSeconds(DISK, DISK, 2 * DISK, DISK)] * spec.chunks)
         record.add(name, config, "step", [1000 * each for each in found], "ms")
-        simulated[name] = simulate(spec, build_program(spec), durations).step_time
+        simulated[name] = simulate(spec, build_program(spec), costs).step_time
         record.add(name, config, "simulated", [1000 * simulated[name]], "ms")
     pairs = zip(steps[OUTER], steps[LAYERED])
     record.add(LAYERED, config, RATIO, [outer / layered for outer, layered in pairs], "ratio")
@@ -144,22 +146,10 @@ class PacedDisk(Disk):
         super().__init__(path)
         self._rate, self._pace = bytes_per_second, Lock()
         self._free_at: defaultdict[Move, float] = defaultdict(float)
-        """When it has moved all that it was asked to, in each direction."""
+        """When it has moved all pieces that have begun to move, in each direction."""
 
-    def _start(self, move: Move, home: torch.Tensor, memory: torch.Tensor, start: int) -> Moving:
+    def _move(self, move: Move, memory: torch.Tensor, start: int) -> None:
         with self._pace:
-            begin = max(time.monotonic(), self._free_at[move])
-            end = self._free_at[move] = begin + memory.nbytes / self._rate
-        return _Paced(super()._start(move, home, memory, start), end)
-
-
-class _Paced(Moving):
-    """Bytes that arrive at the ``end``, or later."""
-
-    def __init__(self, moving: Moving, end: float) -> None:
-        super().__init__(moving._jobs, moving._complaint)
-        self._end = end
-
-    def settle(self) -> None:
-        super().settle()
-        sleep_until(self._end)
+            end = self._free_at[move] = max(time.monotonic(), self._free_at[move]) + memory.nbytes / self._rate
+        super()._move(move, memory, start)
+        sleep_until(end)

@@ -258,7 +258,7 @@ class InPieces:
             while pieces or reading:
                 while pieces and len(reading) < disks.PIECES:
                     start, piece, buffer = pieces.popleft()
-                    reading.append((self.disk.read(source, buffer, start), piece, buffer))
+                    reading.append((self.disk.read(source, buffer, start, first=True), piece, buffer))
                 moving, piece, buffer = reading.popleft()
                 moving.wait()
                 self._cross(piece, buffer[: piece.numel()], now)
@@ -276,7 +276,7 @@ class InPieces:
                 if len(writing) == disks.PIECES:
                     writing.popleft().wait()
                 self._cross(buffer[: piece.numel()], piece, now)
-                writing.append(self.disk.write(target, buffer, start))
+                writing.append(self.disk.write(target, buffer, start, first=True))
             while writing:
                 writing.popleft().wait()
         finally:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 
 import torch
@@ -36,6 +36,7 @@ Move = Callable[[int, list, int], int]
 """``os.preadv`` or ``os.pwritev``."""
 _Job = tuple[Callable[[], None], "Future[None]"]
 """Moves a piece, and the end of that."""
+_Queue = SimpleQueue[_Job]
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -69,7 +70,7 @@ class Disk:
         """Where in the file a tensor begins."""
         self._free: defaultdict[int, list[int]] = defaultdict(list)
         """Where free space begins, by its bytes. A finalizer touches nothing but the lists."""
-        self._threads = _Threads()
+        self._readers, self._writers = _Threads(), _Threads()
 
     def empty(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         """Returns a tensor [size] on the disk. It takes its space at once, which returns to this disk when nobody has
@@ -94,31 +95,42 @@ class Disk:
         """Whether :meth:`empty` made this tensor. Views of it are not known."""
         return tensor in self._offsets
 
-    def read(self, home: torch.Tensor, memory: torch.Tensor, start: int = 0) -> "Moving":
+    def read(self, home: torch.Tensor, memory: torch.Tensor, start: int = 0, first: bool = False) -> "Moving":
         """Starts to read bytes of ``home`` from byte ``start`` on to ``memory``.
 
         Args:
             home: a tensor on this disk, which nobody writes meanwhile.
             start: a multiple of :data:`DISK_BLOCK`.
             memory: bytes from :func:`aligned`, as many as should be read; a multiple of :data:`DISK_BLOCK`.
+            first: whether it goes before all that waits and is not ``first``: compute waits for what crosses the bus,
+                and updates are read ahead.
         """
         with self._lock:
             self.bytes_read += memory.nbytes
-        return self._start(os.preadv, home, memory, start)
+        return self._start(True, home, memory, start, first)
 
-    def write(self, home: torch.Tensor, memory: torch.Tensor, start: int = 0) -> "Moving":
+    def write(self, home: torch.Tensor, memory: torch.Tensor, start: int = 0, first: bool = False) -> "Moving":
         """Starts to write ``memory`` to ``home``, as :meth:`read` does the other way."""
         with self._lock:
             self.bytes_written += memory.nbytes
-        return self._start(os.pwritev, home, memory, start)
+        return self._start(False, home, memory, start, first)
 
-    def _start(self, move: Move, home: torch.Tensor, memory: torch.Tensor, start: int) -> "Moving":
+    def _start(self, reads: bool, home: torch.Tensor, memory: torch.Tensor, start: int, first: bool) -> "Moving":
+        move, threads = (os.preadv, self._readers) if reads else (os.pwritev, self._writers)
         offset, size = self._offsets[home] + start, memory.nbytes
-        jobs = [
-            self._threads.start(partial(_move_piece, move, self._file, memory[at : at + PIECE], offset + at))
-            for at in range(0, size, PIECE)
-        ]
-        return Moving(jobs, f"{self._subject}, where a file cannot be {'read' if move is os.preadv else 'written'}")
+        pieces = [partial(self._move, move, memory[at : at + PIECE], offset + at) for at in range(0, size, PIECE)]
+        jobs = [threads.start(piece, first) for piece in pieces]
+        return Moving(jobs, f"{self._subject}, where a file cannot be {'read' if reads else 'written'}")
+
+    def _move(self, move: Move, memory: torch.Tensor, start: int) -> None:
+        """Reads or writes ``memory`` from byte ``start`` of the file on. The kernel may move it in several portions."""
+        moved, size = 0, memory.nbytes
+        while moved < size:
+            portion = (ctypes.c_ubyte * (size - moved)).from_address(memory.data_ptr() + moved)
+            count = move(self._file.direct, [portion], start + moved)
+            if count <= 0:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            moved += count
 
     def _extend(self, size: int) -> int:
         offset = self.bytes_taken
@@ -174,39 +186,36 @@ def aligned(size: int, pinned: bool = False) -> torch.Tensor:
     return memory
 
 
-def _move_piece(move: Move, file: "_File", memory: torch.Tensor, start: int) -> None:
-    """Reads or writes ``memory`` from byte ``start`` of the file on. The kernel may move it in several portions."""
-    moved, size = 0, memory.nbytes
-    while moved < size:
-        portion = (ctypes.c_ubyte * (size - moved)).from_address(memory.data_ptr() + moved)
-        count = move(file.direct, [portion], start + moved)
-        if count <= 0:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        moved += count
-
-
 class _Threads:
-    """Move pieces, each when one of them is free. They begin and end with the object.
+    """Move pieces of one direction, each when one of them is free. They begin and end with the object.
 
     The last updates of a script are awaited when the process is about to end. A ThreadPoolExecutor would refuse them,
     and Python 3.12 starts no thread then.
     """
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[_Job | None] = SimpleQueue()
+        self._first, self._later = _Queue(), _Queue()
+        self._turns: SimpleQueue[bool] = SimpleQueue()
+        """True for each piece that waits, and False for each thread that shall end. Only a SimpleQueue takes what a
+        finalizer puts."""
         for _ in range(PIECES):
-            weakref.finalize(self, self._queue.put, None)
-            Thread(target=_serve, args=(self._queue,), name="ds_lgamp disk", daemon=True).start()
+            weakref.finalize(self, self._turns.put, False)
+            served = self._turns, self._first, self._later
+            Thread(target=_serve, args=served, name="ds_lgamp disk", daemon=True).start()
 
-    def start(self, move: Callable[[], None]) -> "Future[None]":
+    def start(self, move: Callable[[], None], first: bool) -> "Future[None]":
         over: Future[None] = Future()
-        self._queue.put((move, over))
+        (self._first if first else self._later).put((move, over))
+        self._turns.put(True)
         return over
 
 
-def _serve(queue: "SimpleQueue[_Job | None]") -> None:
-    while (job := queue.get()) is not None:
-        move, over = job
+def _serve(turns: "SimpleQueue[bool]", first: _Queue, later: _Queue) -> None:
+    while turns.get():
+        try:
+            move, over = first.get_nowait()
+        except Empty:
+            move, over = later.get_nowait()
         failure = None
         try:
             move()
@@ -214,7 +223,7 @@ def _serve(queue: "SimpleQueue[_Job | None]") -> None:
             failure = error
         # The thread must not keep memory and file alive: not while it waits for the next piece, and not once a waiter
         # knows that this one is over.
-        del job, move
+        del move
         over.set_exception(failure) if failure is not None else over.set_result(None)
         del over, failure
 

@@ -145,14 +145,14 @@ class Bound:
         """How many layers of each kind there are and what one of it takes, by what that depends on."""
 
     def on_host(self, of: Configuration) -> float:
-        """Returns the least seconds of loads, of stores and of the host's updates, with offloading."""
+        """Returns the least seconds of loads, of stores, of the host's updates and of its disk, with offloading."""
         if of.offload is None:
             return 0.0
         kinds = self._model.divided(of.expert_ranks).kinds
         experts = sum(count * kind.divided_parameters for count, kind in kinds)
         own = sum(count * kind.trained_in_layer for count, kind in kinds) - experts
         part = of.part(own / of.tensor_ranks / of.pipeline_ranks, experts / of.pipeline_ranks)
-        return max(host_seconds(self._compute, of, part))
+        return host_seconds(self._compute, of, part).longest
 
     def seconds(self, of: Configuration) -> float:
         sizes = of.micro_batch, of.tensor_ranks, of.fused_attention

@@ -278,7 +278,7 @@ _CAUSES = {
     "messages": ("hop", "message"),
     "gathers": ("gather", "refresh"),
     "data_parallel": ("reduce", "combine", "tied"),
-    "bus": ("load", "store", "input", "weights"),
+    "bus": ("load", "store", "input", "weights", "disk"),
     "optimizer": ("update",),
 }
 """What causes each wait, by the names of :class:`Costs`."""

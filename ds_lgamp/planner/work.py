@@ -13,7 +13,7 @@ from ds_lgamp.planner.configuration import Configuration
 from ds_lgamp.planner.hardware import ELEMENT, Compute, Group, Network, Seconds, group_of, network_of
 from ds_lgamp.planner.memory import default_software, element_bytes, message_bytes
 from ds_lgamp.planner.model import Model
-from ds_lgamp.schedule.costs import Costs, links_of
+from ds_lgamp.schedule.costs import Costs, DiskSeconds, links_of
 from ds_lgamp.schedule.program import build_timed_program
 from ds_lgamp.schedule.simulate import simulate
 
@@ -74,6 +74,14 @@ class HostSeconds(NamedTuple):
     """Copying that part of its gradient to the host."""
     update: float
     """Updating that part on the host."""
+    disk: DiskSeconds | None = None
+    """What a disk moves for all that; None without one."""
+
+    @property
+    def longest(self) -> float:
+        """What takes longest if everything goes on beside everything else: bus, host, or a direction of the disk."""
+        disk = self.disk or DiskSeconds()
+        return max(self.load, self.store, self.update, disk.loaded + disk.read, disk.stored + disk.written)
 
 
 @dataclass(frozen=True)
@@ -281,6 +289,7 @@ class Work:
             combine=[each.combine for each in moves] if spec.hierarchy else (),
             load=[host.load for host in hosts],
             store=[host.store for host in hosts],
+            disk=[host.disk for host in hosts if host.disk is not None],
             weights=[compute.transfer(ELEMENT * (own + more)) for own, more in zip(elements, experts)]
             if spec.stores_weights
             else (),
@@ -306,16 +315,21 @@ def _rounded_bytes(elements: float, bits: int) -> float:
 
 def host_seconds(compute: Compute, of: Configuration, part: float, frozen: float = 0.0) -> HostSeconds:
     """Returns the seconds of a chunk of whose parameters a rank updates a ``part``, and loads a ``frozen`` one too.
-    Gradients come to the host in the type of what it updates. With a disk, the slower one of both sets the pace, and an
-    update also takes the time in which gradients are written there."""
+    Gradients come to the host in the type of what it updates."""
     load, size = compute.transfer(ELEMENT * (part + frozen)), element_bytes(of, default_software(of))
     seconds = HostSeconds(load, compute.transfer(size.master * part), compute.host_update(part, of.state))
     if not of.on_disk:
         return seconds
+    loads = of.offload == "parameters"
     copies = size.master if size.weights < size.master else 0
-    moved = size.master + copies + (size.optimizer or 0) + (size.weights if of.offload == "parameters" else 0)
-    loaded = compute.disk(ELEMENT * (part + frozen)) if of.offload == "parameters" else 0.0
-    return seconds._replace(load=max(load, loaded), update=max(seconds.update, compute.disk(moved * part)))
+    state, weights = copies + (size.optimizer or 0), size.weights if loads else 0
+    disk = DiskSeconds(
+        loaded=compute.disk(ELEMENT * (part + frozen)) if loads else 0.0,
+        stored=compute.disk(size.master * part),
+        read=compute.disk((size.master + state + weights * (size.weights == size.master)) * part),
+        written=compute.disk((state + weights) * part),
+    )
+    return seconds._replace(disk=disk)
 
 
 def is_layered(configuration: Configuration) -> bool:

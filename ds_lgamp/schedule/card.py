@@ -1,12 +1,15 @@
 """What runs beside the compute of one pipeline rank on the clock: messages, collectives, transfers between host and
 device, updates on the host, and the waits for them."""
 
+from bisect import bisect_left
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ds_lgamp.schedule.actions import BETWEEN_NODES, COLLECTIVES, Action, Kind, awaited_by
-from ds_lgamp.schedule.costs import Costs
+from ds_lgamp.schedule.costs import Costs, DiskSeconds
+from ds_lgamp.schedule.spec import UPDATE_BUFFERS
 
 
 class Span(NamedTuple):
@@ -23,6 +26,29 @@ class Wait(NamedTuple):
     start: float
     end: float
     action: Action
+
+
+class Pieces:
+    """One direction of a disk. It moves everything in pieces, so that work takes all the time that is free from its
+    start on."""
+
+    def __init__(self) -> None:
+        self._busy: list[tuple[float, float]] = []
+        """When it moves something: begins and ends, in ascending order."""
+
+    def move(self, start: float, seconds: float) -> float:
+        """Returns when work is over that takes ``seconds`` alone and may begin at ``start``."""
+        if not seconds:
+            return start
+        busy, end, left = self._busy, start, seconds
+        first = last = bisect_left(busy, start, key=lambda one: one[1])
+        while last < len(busy) and busy[last][0] < end + left:
+            left -= max(0.0, busy[last][0] - end)
+            end = busy[last][1]
+            last += 1
+        end += left
+        busy[first:last] = [(min(start, busy[first][0]) if last > first else start, end)]
+        return end
 
 
 class Card:
@@ -56,6 +82,10 @@ class Card:
         """When the last action of ``spans`` in each lane ends."""
         self._ends: dict[Action, float] = {}
         """Of the actions that nothing has awaited."""
+        self._disk: Sequence[DiskSeconds] = costs.disk
+        self._reads, self._writes = Pieces(), Pieces()
+        self._buffers = deque([0.0] * UPDATE_BUFFERS)
+        """When each buffer of updates is free, the first one first."""
 
     def send(self, now: float, time: float) -> float:
         """Returns when a message that takes ``time`` has left if it is sent ``now``."""
@@ -67,7 +97,30 @@ class Card:
         start = max(now, self._idle[_lane(action.kind)])
         if action.kind is Kind.LOAD:
             start = max(start, self._ends.get(Action(Kind.UPDATE, action.chunk), 0.0))
-        self._end(Span(start, start + self.cost[action.kind][action.chunk], action))
+        cost = self.cost[action.kind][action.chunk]
+        if not self._disk:
+            self._end(Span(start, start + cost, action))
+        elif action.kind is Kind.UPDATE:
+            self._update_on_disk(action, now, cost)
+        else:
+            self._end(Span(start, max(start + cost, self._moved_on_disk(action, start)), action))
+
+    def _moved_on_disk(self, action: Action, start: float) -> float:
+        """Returns when the disk has moved what a transfer brings or takes from ``start`` on."""
+        disk = self._disk[action.chunk]
+        if action.kind is Kind.LOAD:
+            return self._reads.move(start, disk.loaded)
+        return self._writes.move(start, disk.stored) if action.kind is Kind.STORE else start
+
+    def _update_on_disk(self, action: Action, now: float, cost: float) -> None:
+        """Runs an update that takes ``cost`` besides what the disk reads and writes for it."""
+        disk, lane = self._disk[action.chunk], _lane(action.kind)
+        there = self._reads.move(max(now, self._buffers.popleft()), disk.read)
+        start = max(there, self._idle[lane])
+        written = self._writes.move(start + cost, disk.written)
+        self._buffers.append(written)
+        self._end(Span(start, written, action))
+        self._idle[lane] = start + cost
 
     def wait(self, wait: Action, now: float) -> float:
         """Returns when ``wait`` ends if it begins ``now``. An evaluation finds its gathers done."""

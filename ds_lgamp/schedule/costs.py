@@ -58,6 +58,19 @@ class Durations(NamedTuple):
 UNIT_DURATIONS = Durations()
 
 
+class DiskSeconds(NamedTuple):
+    """How long a disk takes to move what belongs to one chunk. It reads and writes at once."""
+
+    loaded: float = 0.0
+    """What a load reads."""
+    stored: float = 0.0
+    """What a store writes."""
+    read: float = 0.0
+    """What an update reads."""
+    written: float = 0.0
+    """What an update writes."""
+
+
 @dataclass(frozen=True)
 class Costs:
     """How long each thing takes, in one unit of time. :func:`uniform_costs` makes it from :class:`Durations`, and
@@ -96,6 +109,8 @@ class Costs:
     """By chunk: its input for one micro-batch, between device and host."""
     weights: Sequence[float] = ()
     """By chunk: all its weights, between device and host."""
+    disk: Sequence[DiskSeconds] = ()
+    """By chunk: what lies on a disk; empty if nothing does."""
     exchange: Sequence[float] = ()
     """By chunk, as ``exchanges``: the part of its forward in which tokens travel among ranks that divide experts, and
     in how many all-to-alls. Empty if nobody knows: then a program whose exchanges overlap hides none."""
@@ -115,6 +130,9 @@ class Costs:
         zeros: dict[str, Any] = {}
         for name in names:
             times = getattr(self, name)
+            if name == "disk":
+                zeros.update({name: ()} if times else {})
+                continue
             by_link = isinstance(times, Mapping)
             if any(times.values() if by_link else times):
                 zeros[name] = dict.fromkeys(times, 0.0) if by_link else [0.0] * len(times)
@@ -128,6 +146,8 @@ class Costs:
         for part, whole in zip(self.exchange, self.forward):
             if part > whole:
                 raise ValueError(f"exchange is {part}; it is a part of the forward, which takes {whole}")
+        for name, of_chunks in zip(DiskSeconds._fields, zip(*self.disk)):
+            _check_count(f"disk ({name})", of_chunks, spec.chunks, "chunk")
         _check_count("tied", self.tied, spec.pipeline_ranks, "pipeline rank")
         if self.weights_backward:
             _check_count("weights_backward", self.weights_backward, spec.chunks, "chunk")

@@ -5,6 +5,7 @@ import errno
 import os
 import time
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -103,6 +104,45 @@ def test_memory_asks_for_huge_pages():
         elif here and first == "VmFlags:":
             flags = rest.split()
     assert flags is not None and "hg" in flags
+
+
+@pytest.mark.parametrize("direction", ["read", "write"])
+def test_what_crosses_the_bus_goes_before_what_updates_wait_for(tmp_path, monkeypatch, direction):
+    """Its pieces go before those that wait, not before those that move."""
+    monkeypatch.setattr(disks, "PIECE", DISK_BLOCK)
+    monkeypatch.setattr(disks, "PIECES", 1)
+    disk, order, begun, begin = Disk(tmp_path), [], Event(), Event()
+    homes = [disk.empty(DISK_BLOCK * pieces, torch.uint8) for pieces in (3, 2)]
+    of_update, of_bus = disk._offsets[homes[0]], disk._offsets[homes[1]]
+    plain = disk._move
+
+    def recorded(move, memory, start):
+        begun.set()
+        begin.wait(SECONDS)
+        order.append(start)
+        plain(move, memory, start)
+
+    monkeypatch.setattr(disk, "_move", recorded)
+    move = getattr(disk, direction)
+    ahead = move(homes[0], aligned(3 * DISK_BLOCK))
+    begun.wait(SECONDS)
+    moving = [ahead, move(homes[1], aligned(2 * DISK_BLOCK), first=True)]
+    begin.set()
+    for each in moving:
+        each.wait()
+    assert order == [of_update, of_bus, of_bus + DISK_BLOCK, of_update + DISK_BLOCK, of_update + 2 * DISK_BLOCK]
+
+
+def test_reads_do_not_wait_for_writes(tmp_path, monkeypatch):
+    monkeypatch.setattr(disks, "PIECES", 1)
+    disk, begin = Disk(tmp_path), Event()
+    home, plain = disk.empty(ELEMENTS, torch.float32), os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda *of: (begin.wait(SECONDS), plain(*of))[1])
+    writing = disk.write(home, aligned(room(home.nbytes)))
+    disk.read(disk.empty(ELEMENTS, torch.float32), aligned(room(home.nbytes))).wait()
+    assert not begin.is_set()
+    begin.set()
+    writing.wait()
 
 
 def test_only_whole_tensors_are_known(disk):

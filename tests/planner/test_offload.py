@@ -119,15 +119,23 @@ def test_plans_that_fit_in_memory_stay_there_unless_the_host_is_faster():
 
 
 def test_a_slow_disk_sets_the_pace_of_updates_and_of_loads():
-    """An update reads gradients, copies and both moments in 32 bits, and writes them with the weights."""
+    """An update reads gradients, copies and both moments in 32 bits. It writes all but the gradients, and the weights,
+    beside stores of gradients. What loads read adds to it."""
     own = MODEL.layers * MODEL.layer_parameters / 4
     slow, on_disk = with_host(disk=1e8), replace(PARAMETERS, on_disk=True)
     bound = Bound(MODEL, slow)
     assert bound.on_host(on_disk) == pytest.approx((4 + 4 + 8 + 2) * own / 1e8)
     assert bound.on_host(replace(OPTIMIZER, on_disk=True)) == pytest.approx((4 + 4 + 8) * own / 1e8)
     costs = Work(MODEL, slow, on_disk).costs()
-    assert costs.load[1] == pytest.approx(2 * own / MODEL.layers / 1e8)
-    assert predict(MODEL, with_host(disk=1e15), on_disk).seconds == predict(MODEL, CLUSTER, PARAMETERS).seconds
+    second = own / MODEL.layers / 1e8
+    assert costs.disk[1] == pytest.approx((2 * second, 4 * second, (4 + 4 + 8) * second, (4 + 8 + 2) * second))
+    assert costs.load == Work(MODEL, slow, PARAMETERS).costs().load
+    told = predict(MODEL, slow, on_disk)
+    assert told.seconds > bound.on_host(on_disk) > predict(MODEL, slow, PARAMETERS).seconds
+    assert told.bus > 0.9 * told.seconds - told.compute
+    assert predict(MODEL, with_host(disk=1e18), on_disk).seconds == pytest.approx(
+        predict(MODEL, CLUSTER, PARAMETERS).seconds
+    )
 
 
 def test_what_no_host_holds_trains_with_its_state_on_a_disk():

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_lgamp.schedule.actions import COLLECTIVES, Action, Kind
-from ds_lgamp.schedule.card import Card, SharedCard
-from ds_lgamp.schedule.costs import Durations, uniform_costs
+from ds_lgamp.schedule.card import Card, Pieces, SharedCard
+from ds_lgamp.schedule.costs import DiskSeconds, Durations, uniform_costs
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import simulate
-from ds_lgamp.schedule.spec import Hierarchy, ProgramSpec
+from ds_lgamp.schedule.spec import Hierarchy, Offload, ProgramSpec
 from tests.schedule.strategies import program_specs
 
 SPEC = ProgramSpec((0,) * 30, "layered", 1, 1, 3)
@@ -202,3 +202,63 @@ def test_messages_and_collectives_each_follow_one_another(kind):
     made.launch(gather(0), 1)
     made.launch(gather(1), 2)
     assert ends(made) == [(1, 5), (5, 9)]
+
+
+LOAD, STORE, UPDATE = (Kind.LOAD, Kind.STORE, Kind.UPDATE)
+OFFLOADED = replace(SPEC, offload=Offload(parameters=True), updates="reduction")
+
+
+def beside_a_disk(load=1, store=1, update=1, **disk):
+    costs = uniform_costs(OFFLOADED, Durations(load=load, store=store, update=update))
+    return Card(replace(costs, disk=[DiskSeconds(**disk)] * OFFLOADED.chunks))
+
+
+def after(made, *launches):
+    """Returns when each of the launches, a kind, a chunk and a time, began and ended."""
+    for kind, chunk, now in launches:
+        made.launch(Action(kind, chunk), now)
+    return [(span.start, span.end) for span in made.spans]
+
+
+@pytest.mark.parametrize("kind, part", [(LOAD, "loaded"), (STORE, "stored")])
+def test_a_transfer_takes_as_long_as_the_slower_one_of_bus_and_disk(kind, part):
+    assert after(beside_a_disk(5, 5, **{part: 3}), (kind, 0, 0), (kind, 1, 0)) == [(0, 5), (5, 10)]
+    assert after(beside_a_disk(2, 2, **{part: 3}), (kind, 0, 0), (kind, 1, 0)) == [(0, 3), (3, 6)]
+
+
+def test_an_update_is_read_and_then_runs_and_is_written_beside_the_next_one():
+    assert after(beside_a_disk(update=5, read=2, written=4), (UPDATE, 0, 1), (UPDATE, 1, 1)) == [(3, 12), (8, 17)]
+
+
+def test_an_update_is_read_when_one_of_its_buffers_is_written():
+    made = beside_a_disk(update=1, read=2, written=10)
+    # Both buffers are read at once, and the third update waits until the first one is written.
+    assert after(made, *((UPDATE, chunk, 0) for chunk in range(3))) == [(2, 13), (4, 23), (15, 33)]
+
+
+def test_loads_and_updates_share_what_a_disk_reads():
+    made = beside_a_disk(load=0, update=0, loaded=3, read=4)
+    assert after(made, (UPDATE, 0, 0), (LOAD, 1, 0), (UPDATE, 2, 20), (LOAD, 3, 30)) == [
+        (4, 4),
+        (0, 7),
+        (24, 24),
+        (30, 33),
+    ]
+
+
+def test_a_store_takes_what_an_update_leaves_of_what_a_disk_writes():
+    """The update is written when it was computed, and until then the disk is free."""
+    made = beside_a_disk(store=0, update=3, stored=5, written=2)
+    assert after(made, (UPDATE, 0, 0), (STORE, 1, 0)) == [(0, 5), (0, 7)]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9)), max_size=12),
+)
+def test_a_disk_moves_all_it_is_asked_to_and_rests_only_if_nothing_waits(works):
+    """In the order in which it was asked, each work takes every instant that is free from its start on."""
+    pieces, taken = Pieces(), set()
+    for start, seconds in works:
+        free = [at for at in range(start, 1000) if at not in taken][:seconds]
+        assert pieces.move(start, seconds) == (free[-1] + 1 if free else start)
+        taken.update(free)
