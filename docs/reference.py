@@ -32,7 +32,7 @@ PUBLIC = {
     "integrations.megatron.loop.arguments": ("check_file",),
     "integrations.megatron.loop.install": ("install_schedules",),
     "integrations.megatron.loop.several_chunks": ("share_embedding",),
-    "integrations.megatron.loop.sharded.model": ("ShardedChunk",),
+    "integrations.megatron.loop.sharded_model": ("ShardedChunk",),
 }
 """By module, what scripts may import besides the package's own functions."""
 

@@ -45,7 +45,7 @@ class InLoop(MegatronCore):
             return super()._wrap(chunk)
         from megatron.core.distributed import DistributedDataParallelConfig
 
-        from ds_lgamp.integrations.megatron.loop.sharded.model import ShardedChunk
+        from ds_lgamp.integrations.megatron.loop.sharded_model import ShardedChunk
 
         return ShardedChunk(self.config, DistributedDataParallelConfig(), chunk)
 

@@ -10,27 +10,15 @@ from typing import Any, NoReturn
 
 from ds_lgamp.autoload import VARIABLE
 from ds_lgamp.cli.steps import add_schedule_command, add_view_command
-from ds_lgamp.cli.terminal import add_command, complete_paths, count, own_output, positive
+from ds_lgamp.cli.terminal import add_command, complete_paths, count, own_output, positive, refuse_options
 from ds_lgamp.config import ConfigError
 from ds_lgamp.version import __version__
 
 _OF_TRAINING = ("measure", "trace", "trace_steps")
 """Options of ``run`` that watch a training."""
 _OF_SEARCH = (
-    *(
-        "batch_size",
-        "tokens",
-        "objective",
-        "top",
-        "plot",
-        "write",
-        "gpus",
-        "host_memory",
-        "disk",
-        "sequence_length",
-        "law",
-    ),
-    *("rounded", "state", "adapters"),
+    *("batch_size", "tokens", "objective", "top", "plot", "write", "gpus", "host_memory", "disk", "sequence_length"),
+    *("law", "rounded", "state", "adapters"),
 )
 """Options that belong to --model."""
 
@@ -97,6 +85,11 @@ def _add_plan_command(commands: Any) -> None:
         metavar="RATE",
         help="plan also with a disk in every node that reads and writes so much at once, such as '5 GB/s'",
     )
+    _add_search(command)
+
+
+def _add_search(command: argparse.ArgumentParser) -> None:
+    """Adds what only a search for a model's plans takes."""
     command.add_argument("--batch-size", type=count, metavar="B", help="sequences of a step, over all GPUs")
     command.add_argument("--sequence-length", type=count, metavar="S", help="default: what the model says")
     command.add_argument("--tokens", type=positive, help="tokens to train on, such as 300e9; tells days and cost")
@@ -243,21 +236,14 @@ def _add_env_command(commands) -> None:
     add_command(commands, "env", meaning, run=_env).add_argument("--json", action="store_true", help="print JSON")
 
 
-def _refuse(parser: argparse.ArgumentParser, options: argparse.Namespace, names: Sequence[str], complaint: str) -> None:
-    """Ends the command if one of the options ``names`` is given. {} in the ``complaint`` stands for the option."""
-    for name in names:
-        if getattr(options, name) is not None:
-            parser.error(complaint.replace("{}", f"--{name.replace('_', '-')}", 1))
-
-
 def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if options.model is None:
-        _refuse(parser, options, _OF_SEARCH, "{} belongs to --model; remove it")
+        refuse_options(parser, options, _OF_SEARCH, "{} belongs to --model; remove it")
         if options.here:
             parser.error("--here belongs to --model; give --cluster")
     try:
         if options.runs is not None:
-            from ds_lgamp.cli.plan_search import predict_runs
+            from ds_lgamp.cli.predictions import predict_runs
 
             return predict_runs(options.runs, options.cluster, options.json)
         if options.calibrate:
@@ -271,13 +257,14 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 
 def _search(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    from ds_lgamp.cli.plan_search import run_search, run_shortest
+    from ds_lgamp.cli.plan_search import run_search
+    from ds_lgamp.cli.predictions import run_shortest
     from ds_lgamp.planner.cluster import GPUS_PER_NODE, has_islands, read_cluster, with_part
     from ds_lgamp.planner.models import read_model
 
     model = read_model(options.model, options.sequence_length)
     if options.adapters is not None:
-        _refuse(parser, options, ("law", "rounded"), "{} does not go with --adapters; remove one of them")
+        refuse_options(parser, options, ("law", "rounded"), "{} does not go with --adapters; remove one of them")
         model = model.adapted(options.adapters)
     if not options.here and has_islands(options.cluster):
         return _search_islands(parser, options, model)
@@ -290,7 +277,7 @@ def _search(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int
     cluster = with_part(cluster, options.gpus, options.host_memory, options.disk)
     if options.law is not None:
         others = ("batch_size", "gpus", "objective", "top", "plot", "write", "rounded", "state")
-        _refuse(parser, options, others, "{} does not go with --law, which looks for the shortest training")
+        refuse_options(parser, options, others, "{} does not go with --law, which looks for the shortest training")
         if options.tokens is None:
             parser.error("--law needs --tokens, such as 300e9")
         return run_shortest(model, cluster, options.tokens, options.law, options.json)
@@ -303,7 +290,7 @@ def _search_islands(parser: argparse.ArgumentParser, options: argparse.Namespace
     from ds_lgamp.planner.islands import read_islands
 
     others = ("law", "plot", "gpus", "host_memory", "disk", "rounded", "state", "adapters")
-    _refuse(parser, options, others, f"{{}} does not go with islands, as {options.cluster} has; remove it")
+    refuse_options(parser, options, others, f"{{}} does not go with islands, as {options.cluster} has; remove it")
     if options.objective not in (None, "time"):
         parser.error(f"--objective is '{options.objective}', but plans for islands are ranked by time; remove it")
     _complete(parser, options)
@@ -321,7 +308,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if not options.explain and (options.ranks is not None or options.json):
         parser.error("--ranks and --json belong to --explain")
     if options.explain:
-        _refuse(parser, options, _OF_TRAINING, "--explain trains nothing that {} could see; remove one of them")
+        refuse_options(parser, options, _OF_TRAINING, "--explain trains nothing that {} could see; remove one of them")
     if options.explained is not None and (options.cluster is None or options.explain):
         parser.error("--explained belongs to --cluster, without --explain")
     from ds_lgamp.integrations.megatron.loop import run_script as megatron

@@ -6,24 +6,21 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from ds_lgamp.cli.terminal import at_work, plain, print_rows
-from ds_lgamp.fields import read_text, with_unit
+from ds_lgamp.fields import with_unit
 from ds_lgamp.planner.cluster import Cluster
-from ds_lgamp.planner.configuration import Configuration, describe
+from ds_lgamp.planner.configuration import Configuration
 from ds_lgamp.planner.island_search import IslandPlan, alike, search_islands
 from ds_lgamp.planner.islands import IslandCluster
 from ds_lgamp.planner.load import Sent, demand_of, sent
 from ds_lgamp.planner.model import Model
-from ds_lgamp.planner.predict import Prediction, bandwidth_needed, seconds_over_bandwidth
-from ds_lgamp.planner.runs import Run, predict_all, read_runs
-from ds_lgamp.planner.search import Allowed, NothingFits, Plan, best_by_method, reasons, search
-from ds_lgamp.planner.shortest import BUSY, DAY, critical_batch, shortest
+from ds_lgamp.planner.predict import PARTS, bandwidth_needed, limit, seconds_over_bandwidth
+from ds_lgamp.planner.search import Allowed, NothingFits, Plan, best_by_method, search
+from ds_lgamp.planner.shortest import DAY
 from ds_lgamp.planner.work import is_own, is_quick
-from ds_lgamp.planner.write import DISK, OnIslands, why_not, write
-from ds_lgamp.view.report import table
+from ds_lgamp.planner.write import DISK, OnIslands, describe, why_not, write
 
 HEADS = ("method", "W", "P", "T", "chunks", "batch", "ZeRO", "recompute", "step")
 """How every table of plans begins."""
@@ -168,6 +165,34 @@ def print_table(model: Model, cluster: Cluster, plans: Sequence[Plan], tokens: f
         + ("; recompute: of auto, how many of all forwards" if any(plan.configuration.kept for plan in plans) else "")
         + ("; E: ranks that divide the experts of a layer" if model.divided_by else "")
         + ("; host: memory on the host for each GPU." if shows_host else ".")
+    )
+
+
+def reasons(plans: Sequence[Plan]) -> list[str]:
+    """Returns a sentence about what sets the fastest plan apart from the best plan of another method, if there is one,
+    and a sentence about what limits it.
+
+    Args:
+        plans: at least one; the first is the one that is explained.
+    """
+    best, *others = best_by_method(plans).values()
+    sentences = [_against(best, others[0])] if others else []
+    return [*sentences, limit(best.prediction)]
+
+
+def _against(best: Plan, other: Plan) -> str:
+    mine, theirs = best.prediction.parts, other.prediction.parts
+    name = max(mine, key=lambda part: theirs[part] - mine[part])
+    seconds, slower = best.prediction.seconds, other.prediction.seconds
+    if slower < 0.995 * seconds:
+        return f"{best.method} leads by this objective, although {other.method} takes {1 - slower / seconds:.0%} less."
+    gained = 1 - seconds / slower
+    if gained < 0.005:
+        return f"{best.method} takes about as long as the best plan with {other.method}."
+    verb = "takes" if name in ("bubble", "optimizer", "compute") else "take"
+    return (
+        f"{best.method} takes {gained:.0%} less time than the best plan with {other.method}, above all "
+        f"because {PARTS[name]} {verb} {mine[name]:.3g} s of a step instead of {theirs[name]:.3g} s."
     )
 
 
@@ -372,72 +397,3 @@ def plot(model: Model, cluster: Cluster, plans: Sequence[Plan], path: Path) -> N
         figure.savefig(path, format="svg")
     except OSError as error:
         raise ValueError(f"--plot is '{path}', which cannot be written ({error.strerror}); name another file") from None
-
-
-def run_shortest(model: Model, cluster: Cluster, tokens: float, law: str, as_json: bool) -> int:
-    """Prints the shortest training of each method. Returns the exit status. Raises ValueError if none is possible."""
-    with at_work("looking for the shortest training"):
-        found = shortest(model, cluster, tokens, law)
-    if not found:
-        raise ValueError(f"{model.name} does not fit {cluster.name} with any layout at its critical batch")
-    batch = critical_batch(model, law)
-    if as_json:
-        rows = {
-            name: {"days": entry.days, "gpus": entry.plan.configuration.gpus, **entry.plan.configuration.to_json()}
-            for name, entry in found.items()
-        }
-        print(json.dumps({"critical_batch": batch, "methods": rows}))
-        return 0
-    print(
-        f"{model.name}, {model.parameters / 1e9:.4g} billion parameters, {tokens:g} tokens: critical batch {batch} "
-        f"sequences ({law}); at least {BUSY:.0%} of all GPUs' time is compute."
-    )
-    for entry in sorted(found.values(), key=lambda entry: entry.days):
-        of = entry.plan.configuration
-        print(f"{entry.days:8.3g} days on {of.gpus:,} GPUs: {describe(of)}")
-    return 0
-
-
-def predict_runs(path: Path, cluster_source: str, as_json: bool) -> int:
-    """Predicts every row of the table at ``path`` and prints the predictions in its order. A table with measured times
-    gets a summary of the errors on standard error.
-
-    Raises ValueError with the row and the field of the first wrong one.
-    """
-    # Spreadsheets put a byte order mark in front.
-    text = sys.stdin.read().removeprefix("\ufeff") if str(path) == "-" else read_text(path, "--runs")
-    runs, unknown = read_runs(text.splitlines())
-    if unknown:
-        print(f"columns that mean nothing here: {', '.join(unknown)}", file=sys.stderr)
-    with at_work("predicting"):
-        predictions = predict_all(runs, cluster_source)
-    if as_json:
-        found = [{"seconds": each.seconds, "mfu": each.mfu, "parts_seconds": each.parts} for each in predictions]
-        print(json.dumps({"runs": found}))
-    else:
-        print(_as_text(runs, predictions))
-    _summarise(runs, predictions)
-    return 0
-
-
-def _as_text(runs: list[Run], predictions: list[Prediction]) -> str:
-    # The models of a table have no experts.
-    names = [name for name in predictions[0].parts if name != "expert_parallel"]
-    heads = ["row", "seconds", "measured", "MFU", *names]
-    rows = []
-    for number, (run, prediction) in enumerate(zip(runs, predictions), 1):
-        measured = "" if run.measured is None else f"{run.measured:.4g}"
-        parts = [f"{prediction.parts[name]:.3g}" for name in names]
-        rows.append([str(number), f"{prediction.seconds:.4g}", measured, f"{prediction.mfu:.1%}", *parts])
-    return table(heads, rows)
-
-
-def _summarise(runs: list[Run], predictions: list[Prediction]) -> None:
-    pairs = [(run.measured, prediction.seconds) for run, prediction in zip(runs, predictions) if run.measured]
-    if pairs:
-        errors = [seconds / measured - 1 for measured, seconds in pairs]
-        print(
-            f"{len(pairs)} rows are measured: mean absolute error {fmean(map(abs, errors)):.1%}, mean error "
-            f"{fmean(errors):+.1%}, largest {max(errors, key=abs):+.1%}",
-            file=sys.stderr,
-        )

@@ -194,3 +194,12 @@ def print_rows(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], 
 def plain(number: float, digits: int) -> str:
     """Returns ``number`` with so many digits and without an exponent: ``plain(1.499e5, 4)`` is "149,900"."""
     return format(Decimal(f"{number:.{digits}g}"), ",f")
+
+
+def refuse_options(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, names: Sequence[str], complaint: str
+) -> None:
+    """Ends the command if one of the options ``names`` is given. {} in the ``complaint`` stands for the option."""
+    for name in names:
+        if getattr(options, name) is not None:
+            parser.error(complaint.replace("{}", f"--{name.replace('_', '-')}", 1))

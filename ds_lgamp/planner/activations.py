@@ -67,6 +67,7 @@ from typing import NamedTuple
 
 from ds_lgamp.cost.activations import ChunkBytes, rows_of_piece
 from ds_lgamp.cost.units import ElementBytes
+from ds_lgamp.planner.configuration import Configuration
 from ds_lgamp.planner.model import LatentAttention, Model
 
 _SINGLE = 4
@@ -373,3 +374,25 @@ def _values(model: Model, software: Software) -> tuple[int, int, int]:
     if model.composed_activation and not software.fused:
         return 5, 2, 4
     return 2, 1, 2
+
+
+def chunk_bytes_of(model: Model, configuration: Configuration, software: Software) -> list[ChunkBytes]:
+    """Returns the bytes of one micro-batch on each chunk."""
+    sizes = configuration.micro_batch, configuration.tensor_ranks, software
+    model = model.divided(configuration.expert_ranks)
+    ends, of_kinds = end_bytes(model, *sizes), [layer_bytes(kind, *sizes) for _, kind in model.kinds]
+    last, spec = configuration.chunks - 1, configuration.spec
+    layers = configuration.kinds_of_chunks(model)
+    sorts = [
+        (layers[chunk], chunk == 0, chunk == last, chunk in spec.recomputed_chunks, chunk in spec.split_chunks)
+        for chunk in range(last + 1)
+    ]
+    made = {sort: chunk_bytes(of_kinds, ends, *sort) for sort in set(sorts)}
+    if configuration.recompute == "auto":
+        for sort, whole in made.items():
+            kept = chunk_bytes(of_kinds, ends, *sort[:3], recompute=False) if sort[3] else None
+            made[sort] = replace(whole, kept=kept)
+    if configuration.activation_dtype is not None:
+        for sort, whole in made.items():
+            made[sort] = replace(whole, sent=configuration.message_bytes(whole.result // software.element.weights))
+    return [made[sort] for sort in sorts]

@@ -9,13 +9,14 @@ from typing import Any
 
 from ds_lgamp.cost.activations import ActivationBytes
 from ds_lgamp.cost.budget import Decision, Pair, kept_within
-from ds_lgamp.planner.activations import Software
+from ds_lgamp.planner.activations import Software, chunk_bytes_of
 from ds_lgamp.planner.cluster import Cluster, Efficiency
-from ds_lgamp.planner.configuration import Configuration, describe, method_of
+from ds_lgamp.planner.configuration import Configuration
 from ds_lgamp.planner.hardware import Compute, Seconds
-from ds_lgamp.planner.memory import batch_bytes, chunk_bytes_of, default_software, formula_of, least, memory, of_ranks
+from ds_lgamp.planner.memory import batch_bytes, default_software, formula_of, least, memory, of_ranks
 from ds_lgamp.planner.model import MEGATRON, Model
 from ds_lgamp.planner.work import host_seconds, is_layered
+from ds_lgamp.planner.write import describe, method_of
 from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.program import build_rank_program
 

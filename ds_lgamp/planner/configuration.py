@@ -5,12 +5,13 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
+from ds_lgamp.cost.traffic import narrow_bytes
 from ds_lgamp.cost.units import Travel
 from ds_lgamp.fields import count
 from ds_lgamp.planner.model import Model
 from ds_lgamp.schedule.orders import default_placement
 from ds_lgamp.schedule.placement import Placement, place_chunks, split_by_speed, split_evenly
-from ds_lgamp.schedule.spec import ActivationType, Hierarchy, Offload, ProgramSpec
+from ds_lgamp.schedule.spec import LEAST_ROUNDED, ActivationType, Hierarchy, Offload, ProgramSpec
 
 PLANNED = ("layered", "interleaved_1f1b", "1f1b", "gpipe", "zbv")
 """The schedules whose time and memory the planner predicts."""
@@ -367,6 +368,11 @@ class Configuration:
         at_once = {"1f1b": ranks, "interleaved_1f1b": 2 * ranks, "layered": self.group * min(2, ranks)}
         return min(self.micro_batches, at_once.get(self.schedule, self.micro_batches))
 
+    def message_bytes(self, elements: int) -> int | None:
+        """Returns the bytes of hidden states of so many ``elements`` in a message; None if they travel as they are."""
+        narrow = self.activation_dtype
+        return None if narrow is None or elements < LEAST_ROUNDED else narrow_bytes(elements, narrow)
+
     def layers_of_chunks(self, model: Model) -> list[int]:
         """Returns how many layers each chunk has. Raises ValueError if there are fewer layers than chunks."""
         if model.layers < self.chunks:
@@ -384,52 +390,3 @@ class Configuration:
         """Returns how many layers of each kind every chunk has, in the order of ``model.kinds``."""
         bounds = accumulate(self.layers_of_chunks(model), initial=0)
         return [model.counts_between(start, end) for start, end in pairwise(bounds)]
-
-
-def method_of(configuration: Configuration) -> str:
-    """Returns the name of the method, as tables show it."""
-    of, words = configuration, [_exact_method_of(configuration)]
-    if of.keep_frozen is not None:
-        words.append("frozen weights " + ("on the " + of.keep_frozen if of.keeps_frozen_whole else "in shards"))
-    words += [f"{of.weight_bits}-bit weights"] if of.weight_bits else []
-    words += [f"{of.gradient_bits}-bit gradients"] if of.gradient_bits else []
-    words += [f"{of.activation_dtype} hidden states"] if of.activation_dtype else []
-    words += ["backwards in two parts"] if of.split_backward else []
-    # Megatron-LM recomputes everything or nothing.
-    words += ["recompute auto"] if of.recompute == "auto" and of.schedule != "layered" else []
-    words += [STATES[of.state]] if STATES[of.state] else []
-    return ", ".join(words)
-
-
-def _exact_method_of(configuration: Configuration) -> str:
-    if configuration.micro_batch_outer:
-        return f"ZeRO-{configuration.zero_stage}"
-    if configuration.hierarchy is not None:
-        return f"{configuration.schedule} {'MiCS' if configuration.hierarchy.replicated else 'hpZ'}"
-    if configuration.uses_host or configuration.stores_weights:
-        kinds = [] if configuration.offload is None else [configuration.offload]
-        waiting = ["inputs"] * configuration.stores_inputs + ["gathered weights"] * configuration.stores_weights
-        homes = {"a disk": kinds, "the host": waiting} if configuration.on_disk else {"the host": kinds + waiting}
-        held = (f"{' and '.join(names)} on {home}" for home, names in homes.items() if names)
-        return f"{configuration.schedule}, {' and '.join(held)}"
-    return configuration.schedule
-
-
-def describe(configuration: Configuration) -> str:
-    """Returns the configuration in a few words."""
-    of = configuration
-    ranks = f"W{of.data_ranks} P{of.pipeline_ranks} T{of.tensor_ranks}"
-    ranks += f" E{of.expert_ranks}" if of.expert_ranks > 1 else ""
-    words = [method_of(of), ranks, f"ZeRO-{of.zero_stage}"]
-    if not of.micro_batch_outer:
-        words.append(f"{of.chunks_per_rank} chunks per rank")
-        if of.zero_stage == 3:
-            words[-1] += f", {min(of.resident_chunks, of.chunks_per_rank)} resident"
-    if of.hierarchy is not None:
-        words.append(f"shards of {of.hierarchy.node_ranks} ranks")
-    words.append(f"{of.micro_batches} micro-batches of {of.micro_batch}")
-    if of.group < of.micro_batches:
-        words[-1] += f" in groups of {of.group}"
-    if of.recompute == "auto":
-        words.append(f"{of.recomputed_pairs} of {of.computes // 2} forwards recomputed")
-    return ", ".join(words)

@@ -14,13 +14,14 @@ from math import gcd
 from ds_lgamp.cost.assignment import Assignment, Demand
 from ds_lgamp.planner.assign import ranked
 from ds_lgamp.planner.cluster import Cluster, Link
-from ds_lgamp.planner.configuration import Configuration, method_of
+from ds_lgamp.planner.configuration import Configuration
 from ds_lgamp.planner.islands import IslandCluster
 from ds_lgamp.planner.load import GroupsOf, demand_of, group_seconds, hop_of, latency_of, ring
 from ds_lgamp.planner.memory import ConfigurationMemory, as_executed, memory
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.search import Allowed, first_by, search
 from ds_lgamp.planner.work import MOST_COMPUTES, Work, total
+from ds_lgamp.planner.write import method_of
 from ds_lgamp.schedule.actions import Kind, Program
 from ds_lgamp.schedule.costs import Costs, Durations, links_of, uniform_costs
 from ds_lgamp.schedule.placement import shares_by_speed

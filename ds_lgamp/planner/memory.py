@@ -12,16 +12,15 @@ from ds_lgamp.cost.activations import ActivationBytes, ChunkBytes
 from ds_lgamp.cost.memory import Memory, memory_over_time
 from ds_lgamp.cost.offload import HostMemory, OnDisk, disk_use, host_beside_disk
 from ds_lgamp.cost.state import held_between_steps
-from ds_lgamp.cost.traffic import narrow_bytes
 from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize, aligned
-from ds_lgamp.planner.activations import Software, chunk_bytes, end_bytes, layer_bytes, share
+from ds_lgamp.planner.activations import Software, chunk_bytes_of, share
 from ds_lgamp.planner.cluster import Cluster
 from ds_lgamp.planner.configuration import Configuration
 from ds_lgamp.planner.model import Model
 from ds_lgamp.schedule.actions import Action
 from ds_lgamp.schedule.orders import chunks_of
 from ds_lgamp.schedule.program import build_rank_program
-from ds_lgamp.schedule.spec import LEAST_ROUNDED, RECEIVES_POSTED, STATE_BLOCK, ProgramSpec
+from ds_lgamp.schedule.spec import RECEIVES_POSTED, STATE_BLOCK, ProgramSpec
 
 
 def as_executed(model: Model, configuration: Configuration) -> Configuration:
@@ -149,34 +148,6 @@ def _frozen(configuration: Configuration, parameters: int, chunks: tuple[int, ..
     kept: Literal["device", "host"] | None = None if configuration.keep_frozen == "none" else configuration.keep_frozen
     sharers = configuration.home_shared_by
     return UnitSize(parameters, 0, chunks, tied, frozen=True, whole_on=kept, home_shared_by=sharers)
-
-
-def chunk_bytes_of(model: Model, configuration: Configuration, software: Software) -> list[ChunkBytes]:
-    """Returns the bytes of one micro-batch on each chunk."""
-    sizes = configuration.micro_batch, configuration.tensor_ranks, software
-    model = model.divided(configuration.expert_ranks)
-    ends, of_kinds = end_bytes(model, *sizes), [layer_bytes(kind, *sizes) for _, kind in model.kinds]
-    last, spec = configuration.chunks - 1, configuration.spec
-    layers = configuration.kinds_of_chunks(model)
-    sorts = [
-        (layers[chunk], chunk == 0, chunk == last, chunk in spec.recomputed_chunks, chunk in spec.split_chunks)
-        for chunk in range(last + 1)
-    ]
-    made = {sort: chunk_bytes(of_kinds, ends, *sort) for sort in set(sorts)}
-    if configuration.recompute == "auto":
-        for sort, whole in made.items():
-            kept = chunk_bytes(of_kinds, ends, *sort[:3], recompute=False) if sort[3] else None
-            made[sort] = replace(whole, kept=kept)
-    if configuration.activation_dtype is not None:
-        for sort, whole in made.items():
-            made[sort] = replace(whole, sent=message_bytes(configuration, whole.result // software.element.weights))
-    return [made[sort] for sort in sorts]
-
-
-def message_bytes(configuration: Configuration, elements: int) -> int | None:
-    """Returns the bytes of hidden states of so many ``elements`` in a message; None if they travel as they are."""
-    narrow = configuration.activation_dtype
-    return None if narrow is None or elements < LEAST_ROUNDED else narrow_bytes(elements, narrow)
 
 
 def element_bytes(configuration: Configuration, software: Software) -> ElementBytes:

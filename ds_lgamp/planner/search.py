@@ -27,11 +27,12 @@ from ds_lgamp.planner.candidates import (
     without_recomputing,
 )
 from ds_lgamp.planner.cluster import Cluster, parts_of
-from ds_lgamp.planner.configuration import Configuration, method_of
+from ds_lgamp.planner.configuration import Configuration
 from ds_lgamp.planner.memory import ConfigurationMemory, fits, memory
 from ds_lgamp.planner.model import Model
-from ds_lgamp.planner.predict import PARTS, Prediction, limit, predict, scaled
+from ds_lgamp.planner.predict import Prediction, predict, scaled
 from ds_lgamp.planner.work import exact_seconds, is_by_formula, is_layered, is_own
+from ds_lgamp.planner.write import method_of
 from ds_lgamp.schedule.spec import Hierarchy
 
 OBJECTIVES = ("time", "cost", "memory")
@@ -397,31 +398,3 @@ _RANK: dict[str, Callable[[Plan], tuple[float, float]]] = {
     "cost": lambda plan: (plan.dollars or 0.0, plan.prediction.seconds),
     "memory": lambda plan: (plan.memory.total, plan.prediction.seconds),
 }
-
-
-def reasons(plans: Sequence[Plan]) -> list[str]:
-    """Returns a sentence about what sets the fastest plan apart from the best plan of another method, if there is one,
-    and a sentence about what limits it.
-
-    Args:
-        plans: at least one; the first is the one that is explained.
-    """
-    best, *others = best_by_method(plans).values()
-    sentences = [_against(best, others[0])] if others else []
-    return [*sentences, limit(best.prediction)]
-
-
-def _against(best: Plan, other: Plan) -> str:
-    mine, theirs = best.prediction.parts, other.prediction.parts
-    name = max(mine, key=lambda part: theirs[part] - mine[part])
-    seconds, slower = best.prediction.seconds, other.prediction.seconds
-    if slower < 0.995 * seconds:
-        return f"{best.method} leads by this objective, although {other.method} takes {1 - slower / seconds:.0%} less."
-    gained = 1 - seconds / slower
-    if gained < 0.005:
-        return f"{best.method} takes about as long as the best plan with {other.method}."
-    verb = "takes" if name in ("bubble", "optimizer", "compute") else "take"
-    return (
-        f"{best.method} takes {gained:.0%} less time than the best plan with {other.method}, above all "
-        f"because {PARTS[name]} {verb} {mine[name]:.3g} s of a step instead of {theirs[name]:.3g} s."
-    )

@@ -11,7 +11,7 @@ from ds_lgamp.planner.activations import end_bytes, layer_bytes
 from ds_lgamp.planner.cluster import Cluster, Efficiency
 from ds_lgamp.planner.configuration import Configuration
 from ds_lgamp.planner.hardware import ELEMENT, Compute, Group, Network, Seconds, group_of, network_of
-from ds_lgamp.planner.memory import default_software, element_bytes, message_bytes
+from ds_lgamp.planner.memory import default_software, element_bytes
 from ds_lgamp.planner.model import Model
 from ds_lgamp.schedule.costs import Costs, DiskSeconds, links_of
 from ds_lgamp.schedule.program import build_timed_program
@@ -170,7 +170,7 @@ class Work:
             return 0.0, 0.0
         # Under sequence parallelism each tensor rank has and sends a part (arXiv 2205.05198).
         elements = self._tokens * self.model.hidden_size / self.configuration.tensor_ranks
-        rounded = message_bytes(self.configuration, round(elements))
+        rounded = self.configuration.message_bytes(round(elements))
         size = ELEMENT * elements if rounded is None else rounded
         hop = self.network.message(self.messages_cross_nodes, size)
         transfer = hop - self.network.message(self.messages_cross_nodes, 0)

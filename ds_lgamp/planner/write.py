@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ds_lgamp.cost.assignment import Demand
 from ds_lgamp.planner.cluster import Cluster
-from ds_lgamp.planner.configuration import Configuration
+from ds_lgamp.planner.configuration import STATES, Configuration
 from ds_lgamp.planner.load import facts_of
 from ds_lgamp.planner.model import AUTOEP, MEGATRON, Model
 from ds_lgamp.schedule.orders import SINGLE_CHUNK_SCHEDULES
@@ -299,3 +299,52 @@ def _megatron_flags(model: Model, configuration: Configuration) -> list[str]:
     if not model.biases:
         flags += ["--disable-bias-linear", "--normalization", "RMSNorm"]
     return flags
+
+
+def method_of(configuration: Configuration) -> str:
+    """Returns the name of the method, as tables show it."""
+    of, words = configuration, [_exact_method_of(configuration)]
+    if of.keep_frozen is not None:
+        words.append("frozen weights " + ("on the " + of.keep_frozen if of.keeps_frozen_whole else "in shards"))
+    words += [f"{of.weight_bits}-bit weights"] if of.weight_bits else []
+    words += [f"{of.gradient_bits}-bit gradients"] if of.gradient_bits else []
+    words += [f"{of.activation_dtype} hidden states"] if of.activation_dtype else []
+    words += ["backwards in two parts"] if of.split_backward else []
+    # Megatron-LM recomputes everything or nothing.
+    words += ["recompute auto"] if of.recompute == "auto" and of.schedule != "layered" else []
+    words += [STATES[of.state]] if STATES[of.state] else []
+    return ", ".join(words)
+
+
+def _exact_method_of(configuration: Configuration) -> str:
+    if configuration.micro_batch_outer:
+        return f"ZeRO-{configuration.zero_stage}"
+    if configuration.hierarchy is not None:
+        return f"{configuration.schedule} {'MiCS' if configuration.hierarchy.replicated else 'hpZ'}"
+    if configuration.uses_host or configuration.stores_weights:
+        kinds = [] if configuration.offload is None else [configuration.offload]
+        waiting = ["inputs"] * configuration.stores_inputs + ["gathered weights"] * configuration.stores_weights
+        homes = {"a disk": kinds, "the host": waiting} if configuration.on_disk else {"the host": kinds + waiting}
+        held = (f"{' and '.join(names)} on {home}" for home, names in homes.items() if names)
+        return f"{configuration.schedule}, {' and '.join(held)}"
+    return configuration.schedule
+
+
+def describe(configuration: Configuration) -> str:
+    """Returns the configuration in a few words."""
+    of = configuration
+    ranks = f"W{of.data_ranks} P{of.pipeline_ranks} T{of.tensor_ranks}"
+    ranks += f" E{of.expert_ranks}" if of.expert_ranks > 1 else ""
+    words = [method_of(of), ranks, f"ZeRO-{of.zero_stage}"]
+    if not of.micro_batch_outer:
+        words.append(f"{of.chunks_per_rank} chunks per rank")
+        if of.zero_stage == 3:
+            words[-1] += f", {min(of.resident_chunks, of.chunks_per_rank)} resident"
+    if of.hierarchy is not None:
+        words.append(f"shards of {of.hierarchy.node_ranks} ranks")
+    words.append(f"{of.micro_batches} micro-batches of {of.micro_batch}")
+    if of.group < of.micro_batches:
+        words[-1] += f" in groups of {of.group}"
+    if of.recompute == "auto":
+        words.append(f"{of.recomputed_pairs} of {of.computes // 2} forwards recomputed")
+    return ", ".join(words)

@@ -4,6 +4,7 @@ Every order runs the backwards of a chunk in ascending micro-batches. Gradients 
 under every schedule.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -14,6 +15,9 @@ Order = Callable[[Placement, int, int, int], Iterator[Action]]
 """Returns the computes of a rank, from placement, pipeline rank, micro-batches and micro-batch group."""
 SINGLE_CHUNK_SCHEDULES = ("1f1b", "gpipe")
 """Schedules that need one chunk per pipeline rank, in rank order."""
+NEAREST = 3
+"""How many computes a backward must be after its forward for the input to leave: one covers the way to the host,
+another the way back. The script's turn in between is enough."""
 
 
 def default_placement(schedule: str) -> str:
@@ -176,3 +180,13 @@ ORDERS: dict[str, Order] = {
     "zbv": zero_bubble_vee,
 }
 SCHEDULES = tuple(ORDERS)
+
+
+def lowest_chunks(placement: Placement, share: float) -> tuple[int, ...]:
+    """Returns the lowest chunks of every rank that stay on the device if the host is to hold at least the ``share``,
+    from 0 to 1, of each rank's chunks.
+
+    A step begins with the lowest chunks. Their updates on the host would be the only ones that nothing hides.
+    """
+    own = [chunks_of(placement, rank) for rank in range(max(placement) + 1)]
+    return tuple(sorted(chunk for chunks in own for chunk in chunks[: len(chunks) - math.ceil(share * len(chunks))]))

@@ -1,6 +1,5 @@
 """The specification from which a program is derived."""
 
-import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -11,7 +10,6 @@ from ds_lgamp.schedule.orders import (
     SCHEDULES,
     SINGLE_CHUNK_SCHEDULES,
     by_calls,
-    chunks_of,
     forward_only,
     turns_at_once,
 )
@@ -31,10 +29,6 @@ RECEIVES_POSTED = 3
 """How many receives of one kind a rank keeps posted early if no messages pile up. One is for the next compute, one is
 in flight, and one tells its sender early that it may send. With two, large messages on a slow link wait for that
 permission (docs/performance.md)."""
-NEAREST = 3
-"""How many computes a backward must be after its forward for the input to leave: one covers the way to the host,
-another the way back. The script's turn in between is enough."""
-
 DISK_BLOCK = 4096
 """The disk moves multiples of so many bytes."""
 PIECE = 8 << 20
@@ -98,16 +92,6 @@ class Offload(NamedTuple):
     alone: bool = False
     """Whether there is one data-parallel rank. Its reductions move nothing, so their waits follow them directly, and
     gradients leave as soon as they are final."""
-
-
-def lowest_chunks(placement: Placement, share: float) -> tuple[int, ...]:
-    """Returns the lowest chunks of every rank that stay on the device if the host is to hold at least the ``share``,
-    from 0 to 1, of each rank's chunks.
-
-    A step begins with the lowest chunks. Their updates on the host would be the only ones that nothing hides.
-    """
-    own = [chunks_of(placement, rank) for rank in range(max(placement) + 1)]
-    return tuple(sorted(chunk for chunks in own for chunk in chunks[: len(chunks) - math.ceil(share * len(chunks))]))
 
 
 class Update(NamedTuple):

@@ -38,9 +38,9 @@ from ds_lgamp.schedule.actions import (
     joined,
     receive_of,
 )
-from ds_lgamp.schedule.orders import first_turning_chunk
+from ds_lgamp.schedule.orders import NEAREST, first_turning_chunk
 from ds_lgamp.schedule.simulate import simulate
-from ds_lgamp.schedule.spec import NEAREST, RECEIVES_POSTED, Offload, ProgramSpec, Update
+from ds_lgamp.schedule.spec import RECEIVES_POSTED, Offload, ProgramSpec, Update
 from ds_lgamp.schedule.split_backward import add_second_parts
 
 _AFTER_LOADS = RECEIVES | {Kind.WAIT_GATHER, Kind.WAIT_LOAD_WEIGHTS, Kind.STORE_WEIGHTS, Kind.WAIT_REDUCE}

@@ -187,7 +187,7 @@ class InMegatronsLoop:
         from megatron.core.transformer import TransformerConfig
 
         from ds_lgamp.integrations.megatron.loop.several_chunks import share_embedding
-        from ds_lgamp.integrations.megatron.loop.sharded.model import ShardedChunk
+        from ds_lgamp.integrations.megatron.loop.sharded_model import ShardedChunk
 
         ranks = self.told["pipeline_ranks"]
         count = self.told["layers"] // ranks if self.told["schedule"] == "layered" else 1

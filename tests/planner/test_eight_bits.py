@@ -7,14 +7,14 @@ import pytest
 from hypothesis import assume, given
 
 from ds_lgamp.planner.cluster import Efficiency, named_cluster, with_part
-from ds_lgamp.planner.configuration import Configuration, describe, method_of
+from ds_lgamp.planner.configuration import Configuration
 from ds_lgamp.planner.hardware import UPDATE_BYTES
 from ds_lgamp.planner.memory import default_software, followed, least, memory, units_of
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.models import read_model
 from ds_lgamp.planner.search import Allowed, search
 from ds_lgamp.planner.work import Work, host_seconds
-from ds_lgamp.planner.write import ds_config, launch_script
+from ds_lgamp.planner.write import describe, ds_config, launch_script, method_of
 from ds_lgamp.schedule.spec import STATE_BLOCK, Hierarchy
 from testing import ROOT
 from testing.forks import run_module

@@ -18,7 +18,7 @@ from ds_lgamp.integrations.megatron.loop.arguments import _refuse_another_stage,
 from ds_lgamp.planner.activations import Software
 from ds_lgamp.planner.candidates import candidates
 from ds_lgamp.planner.cluster import Cluster, Link
-from ds_lgamp.planner.configuration import Configuration, describe
+from ds_lgamp.planner.configuration import Configuration
 from ds_lgamp.planner.island_search import _proposals
 from ds_lgamp.planner.load import megatron_demand
 from ds_lgamp.planner.memory import batch_bytes, memory, units_of
@@ -26,7 +26,7 @@ from ds_lgamp.planner.models import model_of_flags
 from ds_lgamp.planner.predict import predict
 from ds_lgamp.planner.search import Allowed, search
 from ds_lgamp.planner.work import Work, exact_seconds
-from ds_lgamp.planner.write import CONFIG_FILE, ds_config, launch_script, why_not
+from ds_lgamp.planner.write import CONFIG_FILE, describe, ds_config, launch_script, why_not
 from tests.planner.training import model_of
 
 QWEN, DEEPSEEK, GPT_OSS = (model_of(name) for name in ("Qwen3-MoE", "DeepSeek-V3", "GPT-OSS"))

@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 
 from ds_lgamp.planner.cluster import Cluster, Host, Link
-from ds_lgamp.planner.configuration import Configuration, method_of
+from ds_lgamp.planner.configuration import Configuration
 from ds_lgamp.planner.memory import memory
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.predict import predict
 from ds_lgamp.planner.search import search
 from ds_lgamp.planner.work import Work, exact_seconds
-from ds_lgamp.planner.write import ds_config
+from ds_lgamp.planner.write import ds_config, method_of
 
 MODEL = Model.gpt("medium", 16, 2048, 16, 1024, 50304)
 PLAIN = Configuration(4, 1, 1, 1, 4, zero_stage=3, schedule="layered", chunks_per_rank=16)

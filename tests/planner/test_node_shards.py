@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 
 from ds_lgamp.planner.cluster import Cluster, Efficiency, Link
-from ds_lgamp.planner.configuration import Configuration, describe
+from ds_lgamp.planner.configuration import Configuration
 from ds_lgamp.planner.hardware import Group, network_of
 from ds_lgamp.planner.memory import batch_bytes, default_software, followed, memory
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.predict import predict
 from ds_lgamp.planner.search import search
 from ds_lgamp.planner.work import Work, exact_seconds
-from ds_lgamp.planner.write import ds_config
+from ds_lgamp.planner.write import describe, ds_config
 from ds_lgamp.schedule.spec import Hierarchy
 
 MODEL = Model.gpt("medium", 16, 2048, 16, 1024, 50304)

@@ -6,7 +6,7 @@ import pytest
 
 from ds_lgamp.planner.candidates import Bound, ways_to_offload, with_room
 from ds_lgamp.planner.cluster import Efficiency, named_cluster, with_part
-from ds_lgamp.planner.configuration import Configuration, describe
+from ds_lgamp.planner.configuration import Configuration
 from ds_lgamp.planner.hardware import HOST_UPDATE_BYTES
 from ds_lgamp.planner.memory import batch_bytes, default_software, followed, memory
 from ds_lgamp.planner.model import Model
@@ -14,7 +14,7 @@ from ds_lgamp.planner.models import read_model
 from ds_lgamp.planner.predict import predict
 from ds_lgamp.planner.search import Allowed, NothingFits, best_by_method, search
 from ds_lgamp.planner.work import Work, exact_seconds
-from ds_lgamp.planner.write import DISK, ds_config
+from ds_lgamp.planner.write import DISK, describe, ds_config
 from ds_lgamp.schedule.spec import Offload
 
 MODEL = Model.gpt("medium", 16, 2048, 16, 1024, 50304)

@@ -10,15 +10,16 @@ from hypothesis import strategies as st
 from ds_lgamp.cli.plan_search import as_json, print_table
 from ds_lgamp.config import LgampConfig
 from ds_lgamp.cost.budget import space_left
+from ds_lgamp.planner.activations import chunk_bytes_of
 from ds_lgamp.planner.candidates import keeping, may_keep, ranks_of, without_recomputing
 from ds_lgamp.planner.cluster import Cluster, Link
-from ds_lgamp.planner.configuration import Configuration, describe, method_of
-from ds_lgamp.planner.memory import batch_bytes, chunk_bytes_of, default_software, followed, memory
+from ds_lgamp.planner.configuration import Configuration
+from ds_lgamp.planner.memory import batch_bytes, default_software, followed, memory
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.predict import predict
 from ds_lgamp.planner.search import search
 from ds_lgamp.planner.work import exact_seconds
-from ds_lgamp.planner.write import ds_config
+from ds_lgamp.planner.write import describe, ds_config, method_of
 from tests.planner.configurations import configurations, models
 from tests.slow import examples
 

@@ -13,7 +13,7 @@ from ds_lgamp.cost.units import aligned, packed_bytes
 from ds_lgamp.integrations.deepspeed.config.precision import travel_of
 from ds_lgamp.integrations.deepspeed.config.run_checks import refuse_needless_rounding
 from ds_lgamp.planner.cluster import Cluster, Link
-from ds_lgamp.planner.configuration import ROUNDED, Configuration, describe, method_of
+from ds_lgamp.planner.configuration import ROUNDED, Configuration
 from ds_lgamp.planner.hardware import RESTORE_BYTES, ROUND_BYTES, Group
 from ds_lgamp.planner.load import demand_of
 from ds_lgamp.planner.memory import default_software, followed, memory
@@ -21,7 +21,7 @@ from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.models import model_of_flags
 from ds_lgamp.planner.search import Allowed, search
 from ds_lgamp.planner.work import Work, exact_seconds, is_quick
-from ds_lgamp.planner.write import ds_config, why_not
+from ds_lgamp.planner.write import describe, ds_config, method_of, why_not
 from ds_lgamp.runtime.messages import message_bytes
 from ds_lgamp.schedule.spec import Hierarchy
 from testing import ROOT

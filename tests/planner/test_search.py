@@ -6,14 +6,15 @@ from time import process_time
 
 import pytest
 
+from ds_lgamp.cli.plan_search import reasons
 from ds_lgamp.planner.candidates import candidates, divisors
 from ds_lgamp.planner.cluster import named_cluster
-from ds_lgamp.planner.configuration import method_of
 from ds_lgamp.planner.memory import memory
 from ds_lgamp.planner.models import read_model
 from ds_lgamp.planner.predict import bandwidth_needed, predict, scaled, seconds_over_bandwidth, with_bandwidth
-from ds_lgamp.planner.search import NothingFits, best_by_method, reasons, search
+from ds_lgamp.planner.search import NothingFits, best_by_method, search
 from ds_lgamp.planner.work import exact_seconds
+from ds_lgamp.planner.write import method_of
 from tests.slow import slow_except
 
 MODEL = read_model("llama-8b")

@@ -8,15 +8,16 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ds_lgamp.config import LgampConfig
+from ds_lgamp.planner.activations import chunk_bytes_of
 from ds_lgamp.planner.candidates import ways_to_split
 from ds_lgamp.planner.cluster import Cluster, Link
-from ds_lgamp.planner.configuration import Configuration, method_of
-from ds_lgamp.planner.memory import chunk_bytes_of, default_software, memory
+from ds_lgamp.planner.configuration import Configuration
+from ds_lgamp.planner.memory import default_software, memory
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.predict import predict
 from ds_lgamp.planner.search import Plan, search
 from ds_lgamp.planner.work import Work, exact_seconds
-from ds_lgamp.planner.write import ds_config
+from ds_lgamp.planner.write import ds_config, method_of
 from tests.planner.configurations import configurations, models
 from tests.slow import examples
 

@@ -9,14 +9,14 @@ from hypothesis import assume, given
 from ds_lgamp.config import read_block
 from ds_lgamp.cost.units import ElementBytes
 from ds_lgamp.planner.cluster import Efficiency, named_cluster, with_part
-from ds_lgamp.planner.configuration import Configuration, describe, method_of
+from ds_lgamp.planner.configuration import Configuration
 from ds_lgamp.planner.hardware import HOST_UPDATE_BYTES, UPDATE_BYTES
 from ds_lgamp.planner.memory import default_software, element_bytes, fits, followed, least, memory, of_rank
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.models import model_of_flags, read_model
 from ds_lgamp.planner.search import IN_BF16, Allowed, NothingFits, search
 from ds_lgamp.planner.work import Work, host_seconds
-from ds_lgamp.planner.write import ds_config, launch_script, why_not
+from ds_lgamp.planner.write import describe, ds_config, launch_script, method_of, why_not
 from ds_lgamp.schedule.spec import BLOCK_ON_DEVICE, BLOCK_ON_HOST, RANDOM_NUMBERS
 from testing import ROOT
 from testing.forks import run_module

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from ds_lgamp.schedule.actions import COLLECTIVES, WAITS, Action, Kind, awaited_by
 from ds_lgamp.schedule.costs import Durations, uniform_costs
+from ds_lgamp.schedule.orders import lowest_chunks
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import simulate
-from ds_lgamp.schedule.spec import Hierarchy, Offload, ProgramSpec, lowest_chunks
+from ds_lgamp.schedule.spec import Hierarchy, Offload, ProgramSpec
 from ds_lgamp.schedule.validate import ProgramError, validate
 from tests.schedule.mutations import assert_every_mutation_is_refused
 from tests.schedule.strategies import OFFLOADING, program_specs

@@ -161,7 +161,7 @@ class Training:
         from megatron.core.transformer.module import Float16Module
 
         from ds_lgamp.integrations.megatron.loop.several_chunks import share_embedding
-        from ds_lgamp.integrations.megatron.loop.sharded.model import ShardedChunk
+        from ds_lgamp.integrations.megatron.loop.sharded_model import ShardedChunk
 
         models = []
         for stage in range(self.place.chunks_per_rank) if virtual else [None]:

@@ -27,9 +27,10 @@ from ds_lgamp.partition.agreement import everyone, raise_everywhere
 from ds_lgamp.partition.memory import common_copy
 from ds_lgamp.runtime.node import memory_of, node_name
 from ds_lgamp.schedule.actions import Kind
+from ds_lgamp.schedule.orders import lowest_chunks
 from ds_lgamp.schedule.placement import Placement
 from ds_lgamp.schedule.program import build_program
-from ds_lgamp.schedule.spec import Hierarchy, Offload, ProgramSpec, lowest_chunks
+from ds_lgamp.schedule.spec import Hierarchy, Offload, ProgramSpec
 from ds_lgamp.watch.this_rank import this_rank
 
 Home = Literal["device", "host", "none"]

@@ -25,7 +25,7 @@ from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.integrations.megatron.loop.budget import Budget, refuse_budget
 from ds_lgamp.integrations.megatron.loop.flags import refuse_flags, refuse_together
 from ds_lgamp.integrations.megatron.loop.several_chunks import device_of, has_two_embeddings, refuse_common
-from ds_lgamp.integrations.megatron.loop.sharded.model import partition_of
+from ds_lgamp.integrations.megatron.loop.sharded_model import partition_of
 from ds_lgamp.runtime.chunk import Chunk, Tensors
 from ds_lgamp.runtime.logits import Entry, Logits, deferred
 from ds_lgamp.runtime.pieces import Head
@@ -329,7 +329,7 @@ def refuse_shards(batch: Batch, zero_stage: int) -> None:
     if partition is None:
         raise ConfigError(
             f"zero_optimization.stage is {zero_stage}, but the model is in {type(batch.models[0]).__name__}; wrap the "
-            "chunks in ShardedChunk of ds_lgamp.integrations.megatron.loop.sharded.model, and build the optimizer with "
+            "chunks in ShardedChunk of ds_lgamp.integrations.megatron.loop.sharded_model, and build the optimizer with "
             "get_megatron_optimizer"
         )
 

@@ -28,7 +28,7 @@ from ds_lgamp.integrations.megatron.loop.flags import (
     option_of,
 )
 from ds_lgamp.integrations.megatron.loop.several_chunks import layers_of
-from ds_lgamp.integrations.megatron.loop.sharded.model import ShardedChunk
+from ds_lgamp.integrations.megatron.loop.sharded_model import ShardedChunk
 from ds_lgamp.integrations.program_spec import bounds_by_speed, bounds_by_weight
 from ds_lgamp.schedule.orders import SINGLE_CHUNK_SCHEDULES
 from ds_lgamp.schedule.placement import split_by_count

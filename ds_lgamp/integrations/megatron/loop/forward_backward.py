@@ -38,7 +38,7 @@ from ds_lgamp.integrations.megatron.loop.batch import (
     refuse_unsupported,
 )
 from ds_lgamp.integrations.megatron.loop.budget import Budget
-from ds_lgamp.integrations.megatron.loop.sharded.model import partition_of
+from ds_lgamp.integrations.megatron.loop.sharded_model import partition_of
 from ds_lgamp.integrations.program_spec import program_of, program_spec
 from ds_lgamp.partition.agreement import host_group
 from ds_lgamp.partition.zero_partition import ZeroPartition

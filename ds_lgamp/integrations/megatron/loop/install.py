@@ -29,13 +29,13 @@ from ds_lgamp.integrations.megatron.loop.several_chunks import (
     constructor_without_chunks,
     host_cuts_one_rank,
 )
-from ds_lgamp.integrations.megatron.loop.sharded.model import (
+from ds_lgamp.integrations.megatron.loop.sharded_model import (
     complete_weights,
     into_shards,
     sharded_model,
     with_complete_weights,
 )
-from ds_lgamp.integrations.megatron.loop.sharded.optimizer import build_sharded_optimizer
+from ds_lgamp.integrations.megatron.loop.sharded_optimizer import build_sharded_optimizer
 from ds_lgamp.watch.this_rank import this_rank
 
 Replacements = dict[Callable[..., Any], Callable[..., Any]]

@@ -8,7 +8,7 @@ import torch
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.megatron.loop.cuts import checked_loaders
-from ds_lgamp.integrations.megatron.loop.sharded.model import ShardedChunk
+from ds_lgamp.integrations.megatron.loop.sharded_model import ShardedChunk
 
 Kind = Enum("Kind", "LEGACY GLOBAL")
 

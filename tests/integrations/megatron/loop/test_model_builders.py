@@ -8,8 +8,8 @@ import pytest
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.megatron.loop import megatron_seams as seams
+from ds_lgamp.integrations.megatron.loop import sharded_model as sharded
 from ds_lgamp.integrations.megatron.loop.install import builder_replacements
-from ds_lgamp.integrations.megatron.loop.sharded import model as sharded
 
 DEFAULT, OTHER = "the default type", "another type"
 

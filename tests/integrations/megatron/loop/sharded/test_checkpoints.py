@@ -56,7 +56,7 @@ def trained(training):
 def save(training, folder):
     from megatron.core import dist_checkpointing
 
-    from ds_lgamp.integrations.megatron.loop.sharded.model import with_complete_weights
+    from ds_lgamp.integrations.megatron.loop.sharded_model import with_complete_weights
 
     @with_complete_weights
     def write(model):
@@ -72,7 +72,7 @@ def load(training, folder):
     from megatron.core import dist_checkpointing
     from megatron.core.utils import unwrap_model
 
-    from ds_lgamp.integrations.megatron.loop.sharded.model import whole
+    from ds_lgamp.integrations.megatron.loop.sharded_model import whole
 
     with whole(training.models):
         loaded = dist_checkpointing.load(state_of(training, is_loading=True), folder)
@@ -124,7 +124,7 @@ def save_and_load_rates():
 def load_apart(stage, options):
     from megatron.core.utils import unwrap_model
 
-    from ds_lgamp.integrations.megatron.loop.sharded.model import whole
+    from ds_lgamp.integrations.megatron.loop.sharded_model import whole
 
     training = Training(Place(1, 2, "layered", zero_stage=stage, options=options))
     for model in (training.models[0], unwrap_model(training.models[0])):
@@ -139,7 +139,7 @@ def load_apart(stage, options):
 def ask_apart(stage):
     from megatron.core.utils import unwrap_model
 
-    from ds_lgamp.integrations.megatron.loop.sharded.model import whole
+    from ds_lgamp.integrations.megatron.loop.sharded_model import whole
 
     training = Training(SHARDED._replace(zero_stage=stage))
     training.train()

@@ -117,7 +117,7 @@ def run_two_batches_for_a_step():
 def wrap_and_call():
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from ds_lgamp.integrations.megatron.loop.sharded.model import ShardedChunk
+    from ds_lgamp.integrations.megatron.loop.sharded_model import ShardedChunk
 
     training = Training(SHARDED)
     first = training.models[0]

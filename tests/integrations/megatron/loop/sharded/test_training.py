@@ -155,7 +155,7 @@ def test_between_batches_a_rank_holds_half_of_the_weights_and_no_gradients():
 
 def look_at_memory():
     """Returns the bytes of weights that this rank holds after training, those of all weights, and the gradients."""
-    from ds_lgamp.integrations.megatron.loop.sharded.model import whole
+    from ds_lgamp.integrations.megatron.loop.sharded_model import whole
 
     training = Training(SMALL["stage 3"])
     training.train()

@@ -28,7 +28,7 @@ from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer, param_gro
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.megatron.loop.flags import refuse_beside_sharding, refuse_flags
-from ds_lgamp.integrations.megatron.loop.sharded.model import ShardedChunk, shard_chunks
+from ds_lgamp.integrations.megatron.loop.sharded_model import ShardedChunk, shard_chunks
 from ds_lgamp.optimizers.norms import global_norm
 from ds_lgamp.partition.unit import Part, parts_of
 from ds_lgamp.partition.zero_partition import ZeroPartition
