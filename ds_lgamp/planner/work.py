@@ -79,9 +79,9 @@ class HostSeconds(NamedTuple):
 
     @property
     def longest(self) -> float:
-        """What takes longest if everything goes on beside everything else: bus, host, or a direction of the disk."""
-        disk = self.disk or DiskSeconds()
-        return max(self.load, self.store, self.update, disk.loaded + disk.read, disk.stored + disk.written)
+        """What takes longest if everything goes on beside everything else. A disk reads at least what it writes."""
+        read = self.disk.loaded + self.disk.read if self.disk is not None else 0.0
+        return max(self.load, self.store, self.update, read)
 
 
 @dataclass(frozen=True)

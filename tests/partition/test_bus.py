@@ -245,6 +245,18 @@ def test_the_disk_reads_pieces_while_another_crosses_the_bus(bus, monkeypatch):
     assert len(reads) == 8
 
 
+def test_what_crosses_the_bus_goes_first_on_the_disk(bus, monkeypatch):
+    home, first = bus.disk.empty(2 * DISK_BLOCK, torch.uint8).fill_(1), []
+    for threads in (bus.disk._readers, bus.disk._writers):
+        start = threads.start
+        monkeypatch.setattr(
+            threads, "start", lambda piece, goes, start=start: (first.append(goes), start(piece, goes))[1]
+        )
+    bus.load(torch.zeros(2 * DISK_BLOCK, dtype=torch.uint8), home).wait()
+    bus.store(home, torch.ones(2 * DISK_BLOCK, dtype=torch.uint8)).wait()
+    assert len(first) >= 2 and all(first)
+
+
 def test_an_error_of_the_disk_is_raised_by_the_wait_and_the_bus_goes_on(bus, monkeypatch):
     home, target = bus.disk.empty(50_000, torch.float32).fill_(1), torch.zeros(50_000)
     for name, start in (("preadv", lambda: bus.load(target, home)), ("pwritev", lambda: bus.store(home, target))):

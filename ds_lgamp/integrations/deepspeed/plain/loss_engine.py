@@ -192,8 +192,8 @@ def refuse_evaluated(loss: Tensor) -> None:
     """Raises ConfigError if nothing that trains has made ``loss``."""
     if not loss.requires_grad:
         raise ConfigError(
-            "engine.backward(loss) is called with a loss that has no gradient, as in evaluation; call engine.train() before the engine, "
-            "also for a model of from_pretrained, which returns it in evaluation mode"
+            "engine.backward(loss) is called with a loss that has no gradient, as in evaluation; call engine.train() "
+            "before the engine, also for a model of from_pretrained, which returns it in evaluation mode"
         )
 
 
