@@ -38,7 +38,7 @@ def test_mistakes_are_named_on_every_rank():
         "step alone": "rank 0 trains on 1 micro-batches for one step, but rank 1 trains on 0 micro-batches",
         "state in a step": "rank 0 reads the state of the whole model (state_dict, save_pretrained, save_16bit_model), "
         "but rank 1 calls engine.step() with losses multiplied by 0.5",
-        "in evaluation": "engine.backward(loss) is called with a loss that has no gradient, as in evaluation; call engine",
+        "in evaluation": "engine.backward(loss) is called with a loss that has no gradient, as in evaluation",
         "ended": "rank 0 ended its script, but rank 1 trains on 1 micro-batches for one step",
     }.items():
         assert words in errors[what]

@@ -72,7 +72,7 @@ def test_mistakes_are_refused_on_every_rank():
         "engine for outputs of micro-batch 1 of a step",
         "nothing to step": "engine.step() is called, but no engine(...) since the last step",
         "ended": "rank 0 calls the engine for outputs of micro-batch 1 of a step, but rank 1 ended its script",
-        "in evaluation": "engine.backward(loss) is called with a loss that has no gradient, as in evaluation; call engine",
+        "in evaluation": "engine.backward(loss) is called with a loss that has no gradient, as in evaluation",
         "no tensor": "the model returned a Hidden, in which no tensor is found; return tensors, tuples, dictionaries",
     }.items():
         assert words in errors[what]
