@@ -138,8 +138,8 @@ class Configuration:
             raise ValueError(
                 "stores_weights is True, which this project's layered schedule has, with zero_stage 3; use both"
             )
-        self._refuse_second_parts()
-        self._refuse_to_decide()
+        _refuse_second_parts(self)
+        _refuse_to_decide(self)
         if self.data_ranks % self.expert_ranks:
             raise ValueError(
                 f"expert_ranks is {self.expert_ranks}, which does not divide the {self.data_ranks} data_ranks; use a "
@@ -162,101 +162,9 @@ class Configuration:
                 f"hierarchy.node_ranks is {self.hierarchy.node_ranks}; use a divisor of the {self.data_ranks} "
                 "data_ranks that is neither 1 nor all of them"
             )
-        self._refuse_rounding()
-        self._refuse_homes_of_frozen()
-        self._refuse_state()
-
-    def _refuse_state(self) -> None:
-        """Raises ValueError if nothing keeps ``state`` so."""
-        if self.state not in STATES:
-            raise ValueError(f"state is {self.state!r}; use one of {', '.join(STATES)}")
-        if self.state == "bf16" and (self.zero_stage == 0 or self.micro_batch_outer):
-            raise ValueError(
-                f"state is 'bf16', which this project's engine has with zero_stage 1 to 3, but zero_stage is "
-                f"{self.zero_stage} and micro_batch_outer {self.micro_batch_outer}; use 'fp32'"
-            )
-        for field, wrong in (
-            ("micro_batch_outer", self.micro_batch_outer),
-            ("tensor_ranks", self.tensor_ranks > 1),
-            ("expert_ranks", self.expert_ranks > 1),
-            ("on_disk", self.on_disk),
-        ):
-            if wrong and self.state == "8bit":
-                raise ValueError(
-                    f"state is '8bit', which this project's engine keeps in memory, of whole parameters, but {field} "
-                    f"is {getattr(self, field)!r}; use 'fp32'"
-                )
-
-    def _refuse_homes_of_frozen(self) -> None:
-        """Raises ValueError if the engine refuses ``keep_frozen``."""
-        if self.keep_frozen not in KEEP_FROZEN:
-            raise ValueError(f"keep_frozen is {self.keep_frozen!r}; use one of {', '.join(map(str, KEEP_FROZEN))}")
-        if self.keep_frozen is not None and (self.zero_stage < 3 or self.micro_batch_outer):
-            raise ValueError(f"keep_frozen is '{self.keep_frozen}', which zero_stage 3 of this project has; use that")
-        if self.keeps_frozen_whole and self.offload == "parameters":
-            raise ValueError(
-                f"keep_frozen is '{self.keep_frozen}', but offload 'parameters' says where weights lie, too; use 'none'"
-            )
-
-    def _refuse_second_parts(self) -> None:
-        """Raises ValueError if backwards shall have two parts where no engine has them, or where that gains nothing."""
-        if not self.split_backward:
-            return
-        count("split_backward", self.split_backward)
-        for field, wrong, why in (
-            ("micro_batch_outer", self.micro_batch_outer, "stock DeepSpeed does not know"),
-            ("pipeline_ranks", self.pipeline_ranks == 1, "fills waits for other pipeline ranks"),
-            ("tensor_ranks", self.tensor_ranks > 1, "gains nothing in layers of Megatron-core, which such ranks share"),
-            ("offload", self.offload is not None, "is not planned beside it"),
-            ("stores_inputs", self.stores_inputs, "is not planned beside it"),
-        ):
-            if wrong:
-                raise ValueError(
-                    f"split_backward is {self.split_backward}, which {why}, but {field} is {getattr(self, field)!r}; "
-                    "use 0"
-                )
-
-    def _refuse_to_decide(self) -> None:
-        """Raises ValueError if a rank shall decide what it recomputes where the engine refuses that."""
-        if self.recompute != "auto" and self.kept:
-            raise ValueError(f"recompute is '{self.recompute}', but kept has {len(self.kept)} pairs; use 'auto'")
-        for field, wrong in (
-            ("micro_batch_outer", self.micro_batch_outer),
-            ("tensor_ranks", self.tensor_ranks > 1),
-            ("expert_ranks", self.expert_ranks > 1),
-            ("split_backward", self.split_backward > 0),
-        ):
-            if wrong and self.recompute == "auto":
-                raise ValueError(
-                    f"recompute is 'auto', which this project's engine has for whole backwards of ranks that share no "
-                    f"layer, but {field} is {getattr(self, field)!r}; use 'full' or 'none'"
-                )
-
-    def _refuse_rounding(self) -> None:
-        """Raises ValueError if something shall travel rounded that the engine does not round."""
-        for field, allowed in _BITS.items():
-            if getattr(self, field) not in allowed:
-                raise ValueError(f"{field} is {getattr(self, field)!r}; use one of {', '.join(map(str, allowed))}")
-        if self.rounds and self.micro_batch_outer:
-            raise ValueError(
-                "micro_batch_outer is True, which is stock DeepSpeed's way; use it with exact travel alone"
-            )
-        if self.weight_bits is not None and self.zero_stage < 3:
-            raise ValueError(
-                f"weight_bits is {self.weight_bits}, which weights have in gathers of zero_stage 3; use that"
-            )
-        if self.gradient_bits is not None and self.zero_stage == 0:
-            raise ValueError(
-                f"gradient_bits is {self.gradient_bits}, but zero_stage 0 sums exact gradients; use 1 to 3"
-            )
-        if self.activation_dtype is not None and self.pipeline_ranks == 1:
-            raise ValueError(
-                f"activation_dtype is '{self.activation_dtype}', but one pipeline rank sends no hidden states; use None"
-            )
-        if any(self.travel) and (self.hierarchy is not None or self.expert_ranks > 1):
-            raise ValueError(
-                "weight_bits or gradient_bits is set, but shards of nodes and divided experts travel exactly; use None"
-            )
+        _refuse_rounding(self)
+        _refuse_homes_of_frozen(self)
+        _refuse_state(self)
 
     @property
     def travel(self) -> Travel:
@@ -390,3 +298,93 @@ class Configuration:
         """Returns how many layers of each kind every chunk has, in the order of ``model.kinds``."""
         bounds = accumulate(self.layers_of_chunks(model), initial=0)
         return [model.counts_between(start, end) for start, end in pairwise(bounds)]
+
+
+def _refuse_state(of: Configuration) -> None:
+    """Raises ValueError if nothing keeps ``state`` so."""
+    if of.state not in STATES:
+        raise ValueError(f"state is {of.state!r}; use one of {', '.join(STATES)}")
+    if of.state == "bf16" and (of.zero_stage == 0 or of.micro_batch_outer):
+        raise ValueError(
+            f"state is 'bf16', which this project's engine has with zero_stage 1 to 3, but zero_stage is "
+            f"{of.zero_stage} and micro_batch_outer {of.micro_batch_outer}; use 'fp32'"
+        )
+    for field, wrong in (
+        ("micro_batch_outer", of.micro_batch_outer),
+        ("tensor_ranks", of.tensor_ranks > 1),
+        ("expert_ranks", of.expert_ranks > 1),
+        ("on_disk", of.on_disk),
+    ):
+        if wrong and of.state == "8bit":
+            raise ValueError(
+                f"state is '8bit', which this project's engine keeps in memory, of whole parameters, but {field} "
+                f"is {getattr(of, field)!r}; use 'fp32'"
+            )
+
+
+def _refuse_homes_of_frozen(of: Configuration) -> None:
+    """Raises ValueError if the engine refuses ``keep_frozen``."""
+    if of.keep_frozen not in KEEP_FROZEN:
+        raise ValueError(f"keep_frozen is {of.keep_frozen!r}; use one of {', '.join(map(str, KEEP_FROZEN))}")
+    if of.keep_frozen is not None and (of.zero_stage < 3 or of.micro_batch_outer):
+        raise ValueError(f"keep_frozen is '{of.keep_frozen}', which zero_stage 3 of this project has; use that")
+    if of.keeps_frozen_whole and of.offload == "parameters":
+        raise ValueError(
+            f"keep_frozen is '{of.keep_frozen}', but offload 'parameters' says where weights lie, too; use 'none'"
+        )
+
+
+def _refuse_second_parts(of: Configuration) -> None:
+    """Raises ValueError if backwards shall have two parts where no engine has them, or where that gains nothing."""
+    if not of.split_backward:
+        return
+    count("split_backward", of.split_backward)
+    for field, wrong, why in (
+        ("micro_batch_outer", of.micro_batch_outer, "stock DeepSpeed does not know"),
+        ("pipeline_ranks", of.pipeline_ranks == 1, "fills waits for other pipeline ranks"),
+        ("tensor_ranks", of.tensor_ranks > 1, "gains nothing in layers of Megatron-core, which such ranks share"),
+        ("offload", of.offload is not None, "is not planned beside it"),
+        ("stores_inputs", of.stores_inputs, "is not planned beside it"),
+    ):
+        if wrong:
+            raise ValueError(
+                f"split_backward is {of.split_backward}, which {why}, but {field} is {getattr(of, field)!r}; use 0"
+            )
+
+
+def _refuse_to_decide(of: Configuration) -> None:
+    """Raises ValueError if a rank shall decide what it recomputes where the engine refuses that."""
+    if of.recompute != "auto" and of.kept:
+        raise ValueError(f"recompute is '{of.recompute}', but kept has {len(of.kept)} pairs; use 'auto'")
+    for field, wrong in (
+        ("micro_batch_outer", of.micro_batch_outer),
+        ("tensor_ranks", of.tensor_ranks > 1),
+        ("expert_ranks", of.expert_ranks > 1),
+        ("split_backward", of.split_backward > 0),
+    ):
+        if wrong and of.recompute == "auto":
+            raise ValueError(
+                f"recompute is 'auto', which this project's engine has for whole backwards of ranks that share no "
+                f"layer, but {field} is {getattr(of, field)!r}; use 'full' or 'none'"
+            )
+
+
+def _refuse_rounding(of: Configuration) -> None:
+    """Raises ValueError if something shall travel rounded that the engine does not round."""
+    for field, allowed in _BITS.items():
+        if getattr(of, field) not in allowed:
+            raise ValueError(f"{field} is {getattr(of, field)!r}; use one of {', '.join(map(str, allowed))}")
+    if of.rounds and of.micro_batch_outer:
+        raise ValueError("micro_batch_outer is True, which is stock DeepSpeed's way; use it with exact travel alone")
+    if of.weight_bits is not None and of.zero_stage < 3:
+        raise ValueError(f"weight_bits is {of.weight_bits}, which weights have in gathers of zero_stage 3; use that")
+    if of.gradient_bits is not None and of.zero_stage == 0:
+        raise ValueError(f"gradient_bits is {of.gradient_bits}, but zero_stage 0 sums exact gradients; use 1 to 3")
+    if of.activation_dtype is not None and of.pipeline_ranks == 1:
+        raise ValueError(
+            f"activation_dtype is '{of.activation_dtype}', but one pipeline rank sends no hidden states; use None"
+        )
+    if any(of.travel) and (of.hierarchy is not None or of.expert_ranks > 1):
+        raise ValueError(
+            "weight_bits or gradient_bits is set, but shards of nodes and divided experts travel exactly; use None"
+        )

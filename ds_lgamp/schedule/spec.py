@@ -179,7 +179,7 @@ class ProgramSpec:
             _require(self.zero_stage == 3, "zero_stage", self.zero_stage, "only stage 3 gathers weights again")
             _require(self.hierarchy is None, "hierarchy", self.hierarchy, "shards of nodes are gathered inside a node")
         if self.overlaps_exchanges:
-            self._require_overlap()
+            _require_overlap(self)
         _require(self.split_backward >= 0, "split_backward", self.split_backward, "use at least 0")
         _require(0 <= self.first_trained < self.chunks, "first_trained", self.first_trained, "name a chunk")
         _require(self.updates in UPDATES, "updates", self.updates, f"use one of {', '.join(UPDATES)}")
@@ -187,11 +187,11 @@ class ProgramSpec:
             whole = self.micro_batches % self.pipeline_ranks == 0
             _require(whole, "micro_batches", self.micro_batches, "a call gives one to each pipeline rank")
         if self.offload is not None:
-            self._require_offloadable(self.offload)
+            _require_offloadable(self, self.offload)
         if self.updates == "next_step" and self._brought_by is not None:
             _require(self.defers_gathers, "updates", self.updates, "nothing is updated yet to gather; defer gathers")
         if self.schedule == "interleaved_1f1b":
-            self._require_interleaved()
+            _require_interleaved(self)
         if self.schedule == "zbv":
             _require(
                 self.placement == (*range(self.pipeline_ranks), *reversed(range(self.pipeline_ranks))),
@@ -215,47 +215,6 @@ class ProgramSpec:
                 self.micro_batch_group,
                 f"groups belong to the layered schedule; remove it or replace schedule '{self.schedule}'",
             )
-
-    def _require_offloadable(self, offload: Offload) -> None:
-        _require(self.zero_stage > 0, "zero_stage", self.zero_stage, "offloading needs 1, 2 or 3")
-        if offload.parameters:
-            _require(self.zero_stage == 3, "zero_stage", self.zero_stage, "offloading of parameters needs 3")
-        if offload.on_device:
-            _require(self.zero_stage == 3, "zero_stage", self.zero_stage, "offloading of some chunks needs 3")
-            _require(
-                set(offload.on_device) < set(range(self.chunks)),
-                "on_device",
-                offload.on_device,
-                f"leave at least one of {self.chunks} chunks to the host",
-            )
-        _require(self.hierarchy is None, "hierarchy", self.hierarchy, "shards of nodes cannot be offloaded")
-        _require(self.updates != "step", "updates", self.updates, 'offloading needs "reduction" or "next_step"')
-        if self.zero_stage < 3:
-            _require(self.defers_gathers, "defers_gathers", False, "nothing is loaded yet to gather; defer gathers")
-
-    def _require_overlap(self) -> None:
-        alone = "computes that overlap exchanges have two micro-batches at once"
-        _require(not self.kept, "kept", self.kept, alone)
-        _require(not self.split_backward, "split_backward", self.split_backward, f"{alone}; use 0")
-        _require(not self.stores_inputs, "stores_inputs", self.stores_inputs, f"{alone}; leave inputs on the device")
-
-    def _require_interleaved(self) -> None:
-        ranks = self.pipeline_ranks
-        modular = place_chunks("modular", self.chunks, ranks)
-        _require(self.placement == modular, "placement", "contiguous", "interleaved_1f1b needs modular placement")
-        _require(
-            self.chunks % ranks == 0,
-            "schedule",
-            self.schedule,
-            f"{self.chunks} chunks are not a multiple of {ranks} pipeline ranks; set chunks_per_rank",
-        )
-        _require(
-            self.forward_only or self.micro_batches % ranks == 0,
-            "schedule",
-            self.schedule,
-            f"{self.micro_batches} micro-batches are not a multiple of {ranks} pipeline ranks; use layered, which "
-            "takes any number",
-        )
 
     @cached_property
     def pipeline_ranks(self) -> int:
@@ -396,3 +355,46 @@ class ProgramSpec:
 def _require(condition: bool, key: str, value: object, fix: str) -> None:
     if not condition:
         raise ValueError(f"{key} is {value!r}: {fix}")
+
+
+def _require_offloadable(spec: ProgramSpec, offload: Offload) -> None:
+    _require(spec.zero_stage > 0, "zero_stage", spec.zero_stage, "offloading needs 1, 2 or 3")
+    if offload.parameters:
+        _require(spec.zero_stage == 3, "zero_stage", spec.zero_stage, "offloading of parameters needs 3")
+    if offload.on_device:
+        _require(spec.zero_stage == 3, "zero_stage", spec.zero_stage, "offloading of some chunks needs 3")
+        _require(
+            set(offload.on_device) < set(range(spec.chunks)),
+            "on_device",
+            offload.on_device,
+            f"leave at least one of {spec.chunks} chunks to the host",
+        )
+    _require(spec.hierarchy is None, "hierarchy", spec.hierarchy, "shards of nodes cannot be offloaded")
+    _require(spec.updates != "step", "updates", spec.updates, 'offloading needs "reduction" or "next_step"')
+    if spec.zero_stage < 3:
+        _require(spec.defers_gathers, "defers_gathers", False, "nothing is loaded yet to gather; defer gathers")
+
+
+def _require_overlap(spec: ProgramSpec) -> None:
+    alone = "computes that overlap exchanges have two micro-batches at once"
+    _require(not spec.kept, "kept", spec.kept, alone)
+    _require(not spec.split_backward, "split_backward", spec.split_backward, f"{alone}; use 0")
+    _require(not spec.stores_inputs, "stores_inputs", spec.stores_inputs, f"{alone}; leave inputs on the device")
+
+
+def _require_interleaved(spec: ProgramSpec) -> None:
+    ranks, modular = spec.pipeline_ranks, place_chunks("modular", spec.chunks, spec.pipeline_ranks)
+    _require(spec.placement == modular, "placement", "contiguous", "interleaved_1f1b needs modular placement")
+    _require(
+        spec.chunks % ranks == 0,
+        "schedule",
+        spec.schedule,
+        f"{spec.chunks} chunks are not a multiple of {ranks} pipeline ranks; set chunks_per_rank",
+    )
+    _require(
+        spec.forward_only or spec.micro_batches % ranks == 0,
+        "schedule",
+        spec.schedule,
+        f"{spec.micro_batches} micro-batches are not a multiple of {ranks} pipeline ranks; use layered, which "
+        "takes any number",
+    )
