@@ -1,6 +1,7 @@
 """The tables of docs/troubleshooting.md: every message of an error, from the code that raises it."""
 
 import ast
+import re
 from collections.abc import Hashable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from itertools import product
@@ -15,6 +16,8 @@ VALUE = "…"
 PACKAGE = ROOT / "ds_lgamp"
 _MOST_WAYS = 12
 """How many texts one place may have; more are alternatives of a part, which then stands as ``VALUE``."""
+_COMMON = {"is", "but", "write", "use", "one", "of"}
+"""A message of these words and values says nothing that anybody could look for."""
 _RAISING = {"raise_everywhere": 0, "absent": -1}
 """Functions that raise one of their arguments, on every rank or later, and its place."""
 
@@ -229,7 +232,7 @@ def messages(section: str) -> str:
     texts = {text for place in raised() if section_of(place.file) == section for text in place.texts}
     texts.update(_of_tables(section))
     # A word alone is the argument of a function that passes on an error.
-    split = map(_split, (text for text in texts if " " in text))
+    split = map(_split, (text for text in texts if " " in text and set(re.findall(r"\w+", text)) - _COMMON))
     rows = sorted(split, key=lambda row: (row[0].lstrip(f"{VALUE} '").lower(), row))
     return table(["message", "what to do"], rows)
 
