@@ -1,6 +1,7 @@
 """The tables of docs/troubleshooting.md: every message of an error, from the code that raises it."""
 
 import ast
+import re
 from collections.abc import Hashable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from itertools import product
@@ -15,6 +16,8 @@ VALUE = "…"
 PACKAGE = ROOT / "ds_lgamp"
 _MOST_WAYS = 12
 """How many texts one place may have; more are alternatives of a part, which then stands as ``VALUE``."""
+_COMMON = {"is", "but", "write", "use", "one", "of"}
+"""A message of these words and values says nothing that anybody could look for."""
 _RAISING = {"raise_everywhere": 0, "absent": -1}
 """Functions that raise one of their arguments, on every rank or later, and its place."""
 
@@ -86,7 +89,9 @@ class Module:
                 # An error's own words stand in the call, a function's in its body or in both.
                 if name.lstrip("_")[0].isupper():
                     return first or self._made_by(name, depth)
-                return self._made_by(name, depth) or (first if name in self._functions else [])
+                # A word alone is a key that a function looks up.
+                passed_on = [text for text in first if " " in text] if name in self._functions else []
+                return self._made_by(name, depth) or passed_on
             case ast.Name(id=name):
                 return self._assigned(name, scope, depth) or self._constant(name, depth)
         return []
@@ -125,7 +130,9 @@ class Module:
 
     def _constant(self, name: str, depth: int) -> list[str]:
         """The text of a constant of this module, or of the only one that has a constant of this name."""
-        owners = [self] if name in self._constants else [module for module in modules() if name in module._constants]
+        others = [module for module in modules() if name in module._constants and name not in self._assigned_here]
+        imported = [module for module in others if module.file == self._imported.get(name)]
+        owners = [self] if name in self._constants else imported or others
         if len(owners) != 1 or depth > 3:
             return []
         return owners[0].texts(owners[0]._constants[name], owners[0]._tree, depth + 1)
@@ -136,9 +143,26 @@ class Module:
 
     @cached_property
     def _constants(self) -> dict[str, ast.expr]:
-        assigned = [node for node in self._tree.body if isinstance(node, ast.Assign)]
-        named = {to.id: node.value for node in assigned for to in node.targets if isinstance(to, ast.Name)}
-        return {name: value for name, value in named.items() if isinstance(value, ast.Constant | ast.JoinedStr)}
+        named = self._assigned_here.items()
+        return {name: value for name, value in named if isinstance(value, ast.Constant | ast.JoinedStr)}
+
+    @cached_property
+    def _imported(self) -> dict[str, str]:
+        """The files of the package from which names are imported."""
+        imports = [node for node in self._tree.body if isinstance(node, ast.ImportFrom) and node.module]
+        files = {node: f"{str(node.module).partition('.')[2].replace('.', '/')}.py" for node in imports}
+        return {each.name: file for node, file in files.items() for each in node.names}
+
+    @cached_property
+    def _assigned_here(self) -> dict[str, ast.expr]:
+        """What names of the module are set to, those of a tuple (``A, B = "a", "b"``) too."""
+        named: dict[str, ast.expr] = {}
+        for node in self._tree.body:
+            for to in node.targets if isinstance(node, ast.Assign) else ():
+                several = isinstance(to, ast.Tuple) and isinstance(node.value, ast.Tuple)
+                pairs = zip(to.elts, node.value.elts) if several else ((to, node.value),)  # type: ignore[attr-defined]
+                named.update({each.id: value for each, value in pairs if isinstance(each, ast.Name)})
+        return named
 
     @cached_property
     def _functions(self) -> dict[str, ast.FunctionDef]:
@@ -208,7 +232,7 @@ def messages(section: str) -> str:
     texts = {text for place in raised() if section_of(place.file) == section for text in place.texts}
     texts.update(_of_tables(section))
     # A word alone is the argument of a function that passes on an error.
-    split = map(_split, (text for text in texts if " " in text))
+    split = map(_split, (text for text in texts if " " in text and set(re.findall(r"\w+", text)) - _COMMON))
     rows = sorted(split, key=lambda row: (row[0].lstrip(f"{VALUE} '").lower(), row))
     return table(["message", "what to do"], rows)
 
@@ -224,6 +248,9 @@ def _of_tables(section: str) -> Iterator[str]:
 
 
 def _split(text: str) -> tuple[str, str]:
-    """Cuts a message ahead of its advice."""
-    said, found, advice = " ".join(text.split()).replace("<", "&lt;").rpartition("; ")
-    return (said, advice) if found else (advice, "")
+    """Cuts a message ahead of its advice: at the first semicolon, unless only a value stands there."""
+    said, _, advice = " ".join(text.split()).replace("<", "&lt;").partition("; ")
+    if said == VALUE and "; " in advice:
+        more, _, advice = advice.partition("; ")
+        said = f"{said}; {more}"
+    return said, advice

@@ -26,7 +26,7 @@ def program(updates: str) -> str:
 def tokens() -> str:
     """Tokens that one data-parallel rank must compute in a step to hide each thing that offloading adds."""
     rows = [[name, *(f"{round(number, -2):,.0f}" for number in _tokens(named_cluster(name)))] for name in _CLUSTERS]
-    header = ["node", "loads, forward", "loads, backward", "stores", "updates in the next step", "behind reductions"]
+    header = ["node", "loads, forward", "loads, backward", "stores", "updates in the next step", "after reductions"]
     return table(header, rows, numbers_from=1)
 
 

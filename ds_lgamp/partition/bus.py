@@ -135,7 +135,7 @@ class Bus:
     def __init__(self, device: torch.device, bytes_per_second: float | None = None, disk: Disk | None = None) -> None:
         if bytes_per_second is not None and (bytes_per_second <= 0 or device.type != "cpu"):
             raise ValueError(
-                f"bytes_per_second is {bytes_per_second} on {device}: use a positive number on a CPU, None elsewhere"
+                f"bytes_per_second is {bytes_per_second} on {device}; use a positive number on a CPU, None elsewhere"
             )
         self.device, self.disk = device, disk
         self.room = HostRoom(pinned=device.type != "cpu")
@@ -233,7 +233,7 @@ def _require_alike(target: torch.Tensor, source: torch.Tensor) -> None:
     if target.shape != source.shape or target.dtype != source.dtype:
         raise ValueError(
             f"the target has {list(target.shape)} elements of {target.dtype}, the source {list(source.shape)} of "
-            f"{source.dtype}: copy between tensors of one shape and dtype"
+            f"{source.dtype}; copy between tensors of one shape and dtype"
         )
 
 

@@ -143,7 +143,7 @@ class Disk:
             free = shutil.disk_usage(self._path).free
             raise ValueError(
                 f"{self._subject}, where {free / 1e9:.3g} GB are free, but this rank needs {size / 1e9:.3g} GB more "
-                f"than the {offset / 1e9:.3g} GB that it has: free space or name a folder on a larger disk"
+                f"than the {offset / 1e9:.3g} GB that it has; free space or name a folder on a larger disk"
             ) from error
         self.bytes_taken += size
         return offset
@@ -164,7 +164,7 @@ class Moving:
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"{self._complaint} ({os.strerror(error.errno or 0)}): check the disk and its free space, then resume "
+                f"{self._complaint} ({os.strerror(error.errno or 0)}); check the disk and its free space, then resume "
                 "from the last checkpoint",
             ) from error
 
@@ -244,7 +244,7 @@ class _File:
 
     def __init__(self, path: Path, subject: str) -> None:
         if not path.is_dir():
-            raise ValueError(f"{subject}, which is no folder on this machine: create it or name another one")
+            raise ValueError(f"{subject}, which is no folder on this machine; create it or name another one")
         try:
             with tempfile.TemporaryDirectory(prefix="ds_lgamp-", dir=path, ignore_cleanup_errors=True) as folder:
                 name = os.path.join(folder, "home")
@@ -252,7 +252,7 @@ class _File:
                 self.direct = _opened_directly(name, self.descriptor)
         except OSError as error:
             raise ValueError(
-                f"{subject}, where this rank cannot make files ({error.strerror}): allow it or name another folder"
+                f"{subject}, where this rank cannot make files ({error.strerror}); allow it or name another folder"
             ) from error
         for descriptor in {self.descriptor, self.direct}:
             weakref.finalize(self, os.close, descriptor)

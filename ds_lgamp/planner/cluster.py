@@ -47,10 +47,10 @@ class Efficiency:
     ``host_memory``."""
     host_memory: float = 0.5
     """Fraction of the host's memory bandwidth that its updates reach."""
-    host_rounding: float = 3.5
-    """How many times as long as with copies in fp32 an update on the host takes that rounds state in bf16 by chance.
-    ``python -m benchmarks run host_update`` has 3.5 with one thread and 2.6 with two. Those updates take arithmetic
-    rather than memory's time, so many cores per GPU may make it less: measured there, it belongs into a file."""
+    host_rounding: float = 3.2
+    """How many times as long as with copies in fp32 an update on the host takes that rounds state in bf16 by chance:
+    ``python -m benchmarks run host_update`` has 2.9 with one thread and 3.2 with two. Measured on other machines, it
+    belongs into a file."""
     host_8_bits: float = 14.0
     """The same of an update with moments in 8 bits, by bitsandbytes. The same benchmark has 13.6 with one thread and
     14.1 with two."""

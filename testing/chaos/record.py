@@ -62,7 +62,7 @@ def _summary(runs: list[Run]) -> str:
     minutes = sum(run.minutes for run in runs)
     share = f" ({named / to_name:.1%})" if to_name else ""
     return (
-        f"{total} jobs in {minutes:.0f} minutes: {kinds[HANG]} hangs, {kinds[LOST]} lost checkpoints; of {to_name} "
+        f"{total} jobs in {minutes:.0f} minutes; hangs: {kinds[HANG]}, lost checkpoints: {kinds[LOST]}; of {to_name} "
         f"faults that must be named, {named}{share} were blamed on the right rank and on no other."
     )
 

@@ -103,7 +103,24 @@ def function(value):
     assert place.texts == (f"one is {VALUE}; remove one", f"other is {VALUE}; remove other")
 
 
+def test_a_constant_is_that_of_the_module_or_of_the_one_it_is_imported_from(package):
+    (package / "first.py").write_text('KEY, OTHER = "first.key", "first.other"')
+    (package / "second.py").write_text('KEY = "second.key"')
+    (package / "third.py").write_text(
+        """
+from ds_lgamp.second import KEY
+HERE, OTHER = "here", 3
+
+def function():
+    raise ValueError(f"{KEY} is {HERE}, not {OTHER}")
+"""
+    )
+    (place,) = Module(package / "third.py").raised()
+    assert place.texts == (f"second.key is here, not {VALUE}",)
+
+
 def test_a_message_stands_beside_its_advice():
     assert "| … chunks cannot occupy … pipeline ranks | use at most … pipeline ranks or more chunks |" in messages(
         "programs"
     )
+    assert "| the engine has no optimizer yet | pass one to deepspeed.initialize, " in messages("engine")

@@ -242,7 +242,7 @@ def test_a_path_that_is_no_folder_is_refused(tmp_path):
 
 
 def test_a_path_where_no_file_can_be_made_is_refused():
-    with pytest.raises(ValueError, match="a.nvme_path is '/proc', where this rank cannot make files .*: allow it"):
+    with pytest.raises(ValueError, match="a.nvme_path is '/proc', where this rank cannot make files .*; allow it"):
         Disk("/proc", "a.nvme_path")
 
 
@@ -261,7 +261,7 @@ def test_a_disk_that_fails_is_named(tmp_path, monkeypatch, move, verb):
         raise OSError(errno.EIO, "broken")
 
     monkeypatch.setattr(os, move, fails)
-    with pytest.raises(OSError, match=f"a.nvme_path is .*, where a file cannot be {verb} .*: check the disk"):
+    with pytest.raises(OSError, match=f"a.nvme_path is .*, where a file cannot be {verb} .*; check the disk"):
         write(disk, home, torch.ones(ELEMENTS)) if verb == "written" else moved(disk, home)
 
 

@@ -151,7 +151,7 @@ def test_the_table_adds_up_all_recorded_runs(tmp_path):
     add(Run("def", 2, 3.4, {"SIGKILL": {"plain": 4}}, {"SIGKILL": {UNNAMED: 1, LATE: 2}}, {}), file)
     summary, *lines = page_block(file).splitlines()
     assert summary == (
-        "9 jobs in 5 minutes: 0 hangs, 0 lost checkpoints; of 8 faults that must be named, 7 (87.5%) were blamed on "
+        "9 jobs in 5 minutes; hangs: 0, lost checkpoints: 0; of 8 faults that must be named, 7 (87.5%) were blamed on "
         "the right rank and on no other."
     )
     assert "| SIGKILL | 3 | 5 | 0 | 0 | 7 of 8 | late: 2 |" in lines

@@ -152,7 +152,7 @@ def refuse_unless_offered(offers: Iterable[bool]) -> None:
     """Raises ConfigError if no layer of the model can recompute a part of itself."""
     if not any(offers):
         raise ConfigError(
-            f"{BLOCK}.recompute is 'selective', but no layer of the model offers it: give layers an attribute {SWITCH} "
+            f"{BLOCK}.recompute is 'selective', but no layer of the model offers it; give layers an attribute {SWITCH} "
             "that makes them recompute a part of themselves, or use 'full' or 'none'"
         )
 

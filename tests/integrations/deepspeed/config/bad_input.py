@@ -25,7 +25,7 @@ BLOCKS = {
     "an unknown recomputation": ({"recompute": "half"}, "ds_lgamp.recompute is 'half': input should be 'full'"),
     "a recomputation nobody offers": (
         {"recompute": "selective"},
-        "ds_lgamp.recompute is 'selective', but no layer of the model offers it: give layers an attribute",
+        "ds_lgamp.recompute is 'selective', but no layer of the model offers it; give layers an attribute",
     ),
     "rounding that depends on the pipeline ranks": (
         {"activation_dtype": "fp8", "reproducible": True},

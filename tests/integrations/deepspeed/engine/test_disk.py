@@ -244,6 +244,6 @@ def refused():
 def test_a_path_or_disk_that_cannot_hold_the_state_is_refused_before_training():
     ((missing, forbidden, full),) = run_on_ranks(1, refused)
     key = "zero_optimization.offload_optimizer.nvme_path is"
-    assert f"{key} '/nowhere', which is no folder on this machine: create it or name another one" in missing
+    assert f"{key} '/nowhere', which is no folder on this machine; create it or name another one" in missing
     assert f"{key} '/proc', where this rank cannot make files" in forbidden
     assert full.startswith(key) and "GB are free, but this rank needs" in full
