@@ -237,7 +237,7 @@ def test_a_killed_run_leaves_nothing(tmp_path):
 
 
 def test_a_path_that_is_no_folder_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="nvme_path is '.*missing', which is no folder on this machine: create it"):
+    with pytest.raises(ValueError, match="nvme_path is '.*missing', which is no folder on this machine; create it"):
         Disk(tmp_path / "missing")
 
 
