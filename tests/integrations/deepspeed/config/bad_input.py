@@ -236,7 +236,7 @@ CONFIGS = {
     ),
     "a folder that is none": (
         {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "/nowhere"}}},
-        "zero_optimization.offload_optimizer.nvme_path is '/nowhere', which is no folder on this machine: create it",
+        "zero_optimization.offload_optimizer.nvme_path is '/nowhere', which is no folder on this machine; create it",
     ),
     "inputs on a disk without a path": (
         {"ds_lgamp": {"offload_activations": "nvme"}},
