@@ -216,6 +216,7 @@ def _spec(options: argparse.Namespace) -> ProgramSpec:
         hierarchy=Hierarchy(2, options.node_shards == "replicated") if options.node_shards else None,
         offload=Offload(options.offload == "parameters") if options.offload else None,
         stores_weights=options.regather == "host",
+        recomputes=options.recompute > 0,
         split_backward=0 if options.split_backward is None else options.split_backward or options.pipeline_ranks,
         overlaps_exchanges=options.overlap_exchanges,
     )

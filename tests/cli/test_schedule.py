@@ -32,6 +32,14 @@ def test_json_has_the_program_and_its_figures(capsys):
         assert [str(Action.parse(text)) for text in actions] == actions and actions[-1] == "STEP"
 
 
+def test_nothing_is_recomputed_if_that_takes_no_time(capsys):
+    pipeline = "--schedule zbv --pipeline-ranks 4 --micro-batches 8 --split-backward".split()
+    without, again = report(capsys, *pipeline), report(capsys, *pipeline, "--recompute", "1")
+    # Three is what the last rank waits for its first input.
+    assert without["step_time"] == 2 * 8 * 3 + 3
+    assert again["step_time"] > 2 * 8 * 4 + 3
+
+
 def test_gantt_is_the_default(capsys):
     assert main(EXAMPLE) == 0
     output = capsys.readouterr().out
