@@ -1,6 +1,7 @@
 """Measures how much of the gathers and reductions compute hides: ``python -m benchmarks run overlap``.
 
-Compute is virtual (every chunk sleeps). Collectives are real and go over gloo and throttled links. The number of
+Compute is virtual (every chunk sleeps). Collectives are real and go over gloo and throttled links with short queues, so
+that small messages of pipelines pass them. The number of
 parameters per chunk makes the collectives of a step at ZeRO stage 3 with two resident chunks take about ``SHARE`` of
 its compute, at the full rate of the link. The simulation (``ds_lgamp/schedule/simulate.py``) uses the time of one
 gather and one reduction alone, measured in the same run. The step without collectives is also measured in the same run,
@@ -16,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from benchmarks.network import SHORT
 from benchmarks.record import OURS, REPETITIONS, Record, begin
 from benchmarks.schedule import LIMIT
 from benchmarks.virtual.chunk import Setting, sleep_until
@@ -99,7 +101,7 @@ def run(
     for layout in layouts:
         setting = setting_of(*layout)
         try:
-            with throttled_network(setting.pipeline_ranks * setting.data_ranks, RATE) as network:
+            with throttled_network(setting.pipeline_ranks * setting.data_ranks, RATE, socket_queue=SHORT) as network:
                 found = measure(setting, policies, repetitions, network.enter)
         except NetworkUnavailable as reason:
             record.lack_network(f"nothing measured at {RATE}", reason)
