@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from benchmarks.overlap import COMPUTE, KINDS, calibrate, collectives, simulated, sized
+from benchmarks.overlap import COMPUTE, KINDS, SHORT, calibrate, collectives, simulated, sized
 from benchmarks.record import OURS, REPETITIONS, Record, begin
 from benchmarks.virtual.chunk import Setting
 from benchmarks.virtual.pipelines import Executed
@@ -25,8 +25,6 @@ from testing.namespaces import NetworkUnavailable, throttled_network
 from testing.ranks import run_on_ranks
 
 NAME = "network"
-SHORT = 1 << 17
-"""Bytes of a connection that may wait where queues are short."""
 
 
 class Link(NamedTuple):

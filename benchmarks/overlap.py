@@ -1,12 +1,12 @@
 """Measures how much of the gathers and reductions compute hides: ``python -m benchmarks run overlap``.
 
 Compute is virtual (every chunk sleeps). Collectives are real and go over gloo and throttled links with short queues, so
-that small messages of pipelines pass them. The number of
-parameters per chunk makes the collectives of a step at ZeRO stage 3 with two resident chunks take about ``SHARE`` of
-its compute, at the full rate of the link. The simulation (``ds_lgamp/schedule/simulate.py``) uses the time of one
-gather and one reduction alone, measured in the same run. The step without collectives is also measured in the same run,
-with chunks that have no parameters but their weight. The schedule benchmark measures the executor's own cost beside it.
-Waits are read from the executor's stopwatch on the rank that waits longest.
+that small messages of pipelines pass them. The number of parameters per chunk makes the collectives of a step at ZeRO
+stage 3 with two resident chunks take about ``SHARE`` of its compute, at the full rate of the link. The simulation
+(``ds_lgamp/schedule/simulate.py``) uses the time of one gather and one reduction alone, measured in the same run. The
+step without collectives is also measured in the same run, with chunks that have no parameters but their weight. The
+schedule benchmark measures the executor's own cost beside it. Waits are read from the executor's stopwatch on the rank
+that waits longest.
 """
 
 import gc
@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.network import SHORT
 from benchmarks.record import OURS, REPETITIONS, Record, begin
 from benchmarks.schedule import LIMIT
 from benchmarks.virtual.chunk import Setting, sleep_until
@@ -41,6 +40,8 @@ from testing.ranks import run_on_ranks
 
 NAME = "overlap"
 RATE, BYTES_PER_SECOND = "1gbit", 125e6
+SHORT = 1 << 17
+"""Bytes of a connection that may wait where queues are short."""
 SHARE = 0.4
 LAYOUTS = ((1, 2), (1, 4), (2, 2))
 """Pipeline ranks and data-parallel ranks."""
