@@ -244,13 +244,16 @@ class ModelSettings:
 
 
 _hooks_in = itemgetter(*HOOKS)
-_KINDS: Any = (dict, list, set, deque)
+_KINDS: Any = (list, set, deque)
 _FEW = 16
 """Elements of the largest tensor of the CPU whose values count. Of others it shows whether an operation changed it."""
 
 
 def _copy_of(container: Any) -> Any:
     """Returns a copy of a list, dictionary, set or deque. Asks no class that derives from these."""
+    if isinstance(container, dict):
+        # Its copy would ask an OrderedDict's class for each value, and transformers' ACT2FN makes a new one each time.
+        return dict(dict.items(container))
     return next(kind.copy(container) for kind in _KINDS if isinstance(container, kind))
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import BatchEncoding
+from transformers.activations import ACT2FN
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.plain.unfinished_batch import ModelSettings, UnfinishedBatch
@@ -179,3 +180,13 @@ def test_a_script_may_write_beside_the_parts_of_tensors_that_it_has_given():
         row.fill_(1.0)
         batch.add(((row,), {"given": _in_slots(row)}))
     batch.check()
+
+
+def test_a_dictionary_that_makes_its_values_anew_counts_as_it_is():
+    class Activated(nn.Linear):
+        def forward(self, inputs):
+            return ACT2FN["silu"](super().forward(inputs))
+
+    settings = ModelSettings(Activated(2, 2))
+    settings.begin()
+    assert settings.changed() is None
