@@ -214,6 +214,7 @@ class _Together(torch.autograd.Function):
                 sums.append(_sum(found.add(losses, rows, targets, scale), scale))
             total = torch.stack(sums).sum()
             saved = [*([] if found.of_rows is None else [found.of_rows]), *found.of_weights]
+        context.total = total
         # On the host, so that the backward need not wait for the device to read it.
         context.save_for_backward(torch.tensor(not is_dropping(), device="cpu"), *saved)
         return total if count is None else total / count
@@ -229,6 +230,8 @@ class _Together(torch.autograd.Function):
             )
         # Where no row counts, the loss is NaN, but gradients are zero.
         factor = gradients[0] if context.count is None else gradients[0] / context.count.clamp(min=1)
+        # So they are where a script divides the sum by the number of such rows.
+        factor = torch.where((context.total == 0) & ~factor.isfinite(), 0.0, factor)
         # In place, which lets autograd refuse a second backward.
         found = [each.mul_(factor) for each in found]
         of_rows = found.pop(0) if context.needs_input_grad[2] else None

@@ -107,6 +107,9 @@ IN_PIECES = {
     "weights of rows": weighed,
     "two losses": lambda logits, labels: rows(logits, labels) + 0.1 * rows(logits / 2, labels, reduction="sum"),
     "no row counts": lambda logits, labels: rows(logits, labels.fill_(IGNORED)),
+    "no row counts in a sum over their number": lambda logits, labels: (
+        rows(logits, labels.fill_(IGNORED), reduction="sum") / (labels != IGNORED).sum()
+    ),
     "no row counts, with label smoothing": lambda logits, labels: rows(
         logits, labels.fill_(IGNORED), label_smoothing=0.1
     ),

@@ -27,6 +27,7 @@ from ds_lgamp.integrations.split.reached import (
     behind_proxy,
     is_array,
     named_outside,
+    slots_of,
 )
 from ds_lgamp.partition.memory import without_repetition
 from ds_lgamp.runtime.references import leave_out, only_count
@@ -108,6 +109,10 @@ class Snapshot:
         for holder, name, container, before in self._contents:
             if not holds_the_same(container, before):
                 yield holder, name, before
+        for each, values in self._named:
+            now = {name: each.holder.get(name, MISSING) for name in values}
+            for name in differing(now, values):
+                yield id(each.holder), name, values[name]
 
     def _remember_attributes(self, attributes: dict[str, Any], depth: int) -> None:
         if id(attributes) in self._seen:
@@ -237,6 +242,14 @@ def snapshot_of(model: nn.Module) -> Snapshot:
     by_names = [*reached.named(), Named(found, [*found])]
     outside = named_outside(model)
     return Snapshot(model.modules(), _DEPTH, [*zip(outside, repeat(_DEPTH)), *zip(by_names, repeat(1))])
+
+
+def snapshot_of_arguments(call: Any) -> Snapshot:
+    """Returns what lies in arrays and other objects among the arguments of a ``call``, without its tensors."""
+    others = {str(place): leaf for place, leaf in enumerate(tree_leaves(call)) if not isinstance(leaf, Tensor)}
+    with_slots = [each for each in others.values() if any("__slots__" in vars(kind) for kind in type(each).__mro__)]
+    named = [Named(others, [*others]), *map(slots_of, with_slots)]
+    return Snapshot((), named=zip(named, repeat(_DEPTH)))
 
 
 def untouched(model: nn.Module, with_tensors: bool = True) -> AbstractContextManager[Snapshot]:

@@ -2,7 +2,7 @@
 that what parts compute depends on nothing that other ranks lack. All parameters are here except those of blocks."""
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from inspect import Parameter, signature
@@ -324,10 +324,11 @@ def check_parts(split: SplitForward, shown: Survey) -> None:
 
 
 def check_foreign(split: SplitForward, shown: Survey) -> None:
-    """Raises ConfigError if a block computes with a tensor that the forward made outside of it and did not pass to it.
-    Works for models too large to compute: blocks run with imagined tensors for their arguments, parameters and buffers,
-    so a real tensor has come another way. A block that cannot be imagined is not checked."""
-    call = Call(*shown.arguments)
+    """Raises ConfigError if a block computes with a parameter of another module, or with a tensor that the forward made
+    outside of the block and did not pass to it. Works for models too large to compute: blocks run with imagined tensors
+    for their arguments, parameters and buffers, so a real tensor has come another way. A block that cannot be imagined
+    is not checked."""
+    call, parameters = Call(*shown.arguments), [*split.original.model.named_parameters()]
     with split.original.undisturbed():
         with torch.no_grad(), _NewTensors() as new:
             run, _ = split.dry_run(call)
@@ -336,9 +337,12 @@ def check_foreign(split: SplitForward, shown: Survey) -> None:
             hidden = run.entries.get(index, hidden)
             assert others.autocast is not None, "found with the arguments"
             foreign: list[Tensor] = []
+            # It may keep its own beside where they are replaced, as recurrent modules do.
+            own = {id(parameter) for parameter in block.parameters()}
+            elsewhere = {id(parameter): name for name, parameter in parameters if id(parameter) not in own}
 
-            def use(tensor: Tensor, foreign: list[Tensor] = foreign) -> None:
-                if not isinstance(tensor, FakeTensor) and tensor in new:
+            def use(tensor: Tensor, foreign: list[Tensor] = foreign, elsewhere: Container[int] = elsewhere) -> None:
+                if not isinstance(tensor, FakeTensor) and (tensor in new or id(tensor) in elsewhere):
                     foreign.append(tensor)
 
             with suppress(UnknownShape, PlaceholderUsed):
@@ -349,6 +353,11 @@ def check_foreign(split: SplitForward, shown: Survey) -> None:
                 split.attributes.set(index, attributes)
                 with others.autocast.entered(), Uses(use):
                     Imagined(block)(positional, named)
+            for name in filter(None, map(elsewhere.get, map(id, foreign))):
+                raise ConfigError(
+                    f"block {index} computes with parameter '{name}', which the model holds elsewhere, and which would "
+                    f"get no gradient from there; with a {BLOCK} block, make it a part of that block alone"
+                )
             if foreign:
                 raise ConfigError(
                     f"block {index} computes with a tensor of shape {[*foreign[-1].shape]} that the forward of the "

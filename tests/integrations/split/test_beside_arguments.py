@@ -191,3 +191,27 @@ def test_constants_of_the_script_are_no_state():
     layers = layers_of(model)
     (tokens, *_) = batches(1)
     assert torch.equal(in_turn(layers, [tokens], 1)[0], model(tokens, tokens))
+
+
+class Recurrent(nn.Module):
+    """A block whose module keeps its parameters in a list, too. It multiplies by one that ``holder`` has."""
+
+    def __init__(self, holder):
+        super().__init__()
+        self.inner, self.holder = nn.GRU(WIDTH, WIDTH, batch_first=True), [holder or self]
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, hidden):
+        return self.inner(hidden)[0] * self.holder[0].scale
+
+
+@pytest.mark.parametrize("limit", [None, 1], ids=["small", "large"])
+def test_a_parameter_of_another_module_that_a_block_reads_is_refused(limit, monkeypatch):
+    if limit is not None:
+        monkeypatch.setattr(comparison, "_LARGEST", limit)
+    model = Model(lambda *_: None, (lambda *_: None, lambda _: None))
+    model.blocks = nn.ModuleList(Recurrent(None) for _ in range(3))
+    layers_of(model)
+    model.blocks[2].holder = [model.blocks[0]]
+    with pytest.raises(ConfigError, match="block 2 computes with parameter 'blocks.0.scale', which the model holds"):
+        layers_of(model)

@@ -2,7 +2,7 @@
 ranks have their data, or no rank starts."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import count, islice
 from traceback import extract_tb
@@ -15,12 +15,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
+from ds_lgamp.checkpoint.files import Hasher
 from ds_lgamp.config import ConfigError
 from ds_lgamp.partition.agreement import Term, Terms, difference, digest, everyone, host_group, raise_everywhere
+from ds_lgamp.partition.memory import without_repetition
 from ds_lgamp.runtime.chunk import detached
 from ds_lgamp.runtime.recompute import undisturbed
 
 logger = logging.getLogger(__name__)
+_FEW = 16
 _READY, _THAWED, _ENDED, _FAULTY = range(4)
 
 
@@ -314,23 +317,51 @@ class OwnShare(OwnData):
 
 
 class Versions:
-    """How often the tensors of micro-batches had been changed when the script gave them."""
+    """What shows that tensors of micro-batches were changed since the script gave them."""
 
     def __init__(self) -> None:
-        self._given: list[list[tuple[Tensor, int]]] = []
+        self._given: list[list[_Given]] = []
 
-    def add(self, micro_batch: Any) -> None:
-        """Records the tensors of the next micro-batch. Leaves out views, which count the changes of all of the tensor
-        that they are a part of."""
-        tensors = [leaf for leaf in tree_leaves(micro_batch) if isinstance(leaf, Tensor) and not leaf.is_inference()]
-        self._given.append([(tensor, tensor._version) for tensor in tensors if not tensor._is_view()])
+    def add(self, micro_batch: Any, others: Iterable[Tensor] = ()) -> None:
+        """Records the tensors of the next micro-batch, and ``others`` that belong to it."""
+        tensors = [leaf for leaf in tree_leaves(micro_batch) if isinstance(leaf, Tensor)]
+        self._given.append([_Given(tensor) for tensor in (*tensors, *others)])
 
     def changed(self) -> int | None:
         """Returns the number of the first micro-batch that was changed since it was added; None if none was."""
         for number, tensors in enumerate(self._given):
-            if any(tensor._version != version for tensor, version in tensors):
+            if any(each.changed() for each in tensors):
                 return number
         return None
 
     def clear(self) -> None:
         self._given.clear()
+
+
+class _Given:
+    """A tensor as it was when the script gave it. Torch counts its changes, except those by others that share its
+    memory, such as NumPy, and counts for a view all changes of the tensor that it is a part of."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested
+        on_host = is_plain and tensor.device.type == "cpu"
+        # Few values are compared because a script may also write them through ``data``.
+        is_open = on_host and (tensor.numel() <= _FEW or not tensor.untyped_storage().resizable())
+        self._version = None if tensor.is_inference() or is_open else tensor._version
+        has_values = is_plain and not tensor.is_complex() and (self._version is None or tensor._is_view())
+        self._values = _values_of(tensor) if has_values else None
+
+    def changed(self) -> bool:
+        if self._version is not None and self._version == self._tensor._version:
+            return False
+        if self._values is None:
+            return self._version is not None
+        now = _values_of(self._tensor)
+        return not torch.equal(self._values, now) if isinstance(self._values, Tensor) else now != self._values
+
+
+def _values_of(tensor: Tensor) -> Any:
+    """Returns a checksum of what lies in the host's memory, or else a copy, for which the host need not wait."""
+    values = tensor.detach()[without_repetition(tensor)].contiguous().flatten().view(torch.uint8)
+    return Hasher(values.numpy().data).intdigest() if values.device.type == "cpu" else values.clone()

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.fp16.loss_scaler import LossScaler, LossScalerBase
+from torch.autograd.graph import increment_version
 
 from ds_lgamp.config import ConfigError, LgampConfig
 from ds_lgamp.integrations.deepspeed.checkpoint.rank_state import (
@@ -217,6 +218,10 @@ class PartitionedOptimizer(DeepSpeedOptimizer, torch.optim.Optimizer):
         self.is_half_updated = True
         self._updates.step(factor, self._is_watched)
         self.is_half_updated = False
+        for unit in self.partition.units:
+            for entry in unit.storage.parameters if unit.trains else ():
+                # A module that keeps what it has computed of a weight, such as a copy of fewer bits, finds it old.
+                increment_version(entry.parameter)
 
     def _find_overflow(self, norm: torch.Tensor, bad_losses: torch.Tensor | None) -> bool:
         """Sets ``overflow``. Returns True if the host has to skip this step, because the optimizer would not. The

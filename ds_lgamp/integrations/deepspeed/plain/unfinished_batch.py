@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.deepspeed.engine.data import Versions
@@ -27,7 +26,14 @@ from ds_lgamp.integrations.split.reached import (
     filled,
     is_array,
 )
-from ds_lgamp.integrations.split.state import OF_TORCH, copied_containers, differing, has_attributes, version_of
+from ds_lgamp.integrations.split.state import (
+    OF_TORCH,
+    Snapshot,
+    copied_containers,
+    has_attributes,
+    snapshot_of_arguments,
+    version_of,
+)
 from ds_lgamp.integrations.transformers.models import whole_to_layers
 from ds_lgamp.partition.agreement import raise_everywhere
 from ds_lgamp.runtime.batch import BatchState
@@ -43,8 +49,8 @@ class UnfinishedBatch:
     def __init__(self, model: nn.Module) -> None:
         self.calls: list[Arguments] = []
         self._versions, self._settings = Versions(), ModelSettings(model)
-        self._objects: list[tuple[int, Any, dict[str, Any]]] = []
-        """Other objects among the arguments, each with the number of its micro-batch and a copy of its attributes."""
+        self._objects: list[Snapshot] = []
+        """What lies in other objects among the arguments, by micro-batch."""
         self._changed: tuple[str, int] | None = None
         """What of the model was changed, and after which micro-batch; None if nothing was."""
         self.is_read = False
@@ -58,10 +64,9 @@ class UnfinishedBatch:
         else:
             self._settings.begin()
         call = copied_containers(call)
-        objects = (leaf for leaf in tree_leaves(call) if has_attributes(leaf))
-        self._objects += [(len(self.calls), each, dict(vars(each))) for each in objects]
+        self._objects.append(snapshot_of_arguments(call))
         self.calls.append(call)
-        self._versions.add(call)
+        self._versions.add(call, self._objects[-1].tensors)
         return call
 
     def computed(self) -> None:
@@ -91,7 +96,7 @@ class UnfinishedBatch:
         than it was."""
         changed = self._versions.changed()
         if changed is None:
-            changed = next((number for number, each, before in self._objects if differing(vars(each), before)), None)
+            changed = next((number for number, each in enumerate(self._objects) if any(each.changed())), None)
         if changed is not None:
             raise ConfigError(
                 f"micro-batch {changed} of {len(self.calls)} was changed after engine(...) got it, but a {BLOCK} "
@@ -239,13 +244,16 @@ class ModelSettings:
 
 
 _hooks_in = itemgetter(*HOOKS)
-_KINDS: Any = (dict, list, set, deque)
+_KINDS: Any = (list, set, deque)
 _FEW = 16
 """Elements of the largest tensor of the CPU whose values count. Of others it shows whether an operation changed it."""
 
 
 def _copy_of(container: Any) -> Any:
     """Returns a copy of a list, dictionary, set or deque. Asks no class that derives from these."""
+    if isinstance(container, dict):
+        # Its copy would ask an OrderedDict's class for each value, and transformers' ACT2FN makes a new one each time.
+        return dict(dict.items(container))
     return next(kind.copy(container) for kind in _KINDS if isinstance(container, kind))
 
 

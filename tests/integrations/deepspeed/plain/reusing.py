@@ -8,12 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 
 import ds_lgamp
 from ds_lgamp.config import ConfigError
 from testing.deepspeed_rank import prepare_rank
 from tests.integrations.deepspeed.plain import imported_late
-from tests.integrations.deepspeed.plain.training import MICRO_BATCHES, configuration, initialize
+from tests.integrations.deepspeed.plain.training import MICRO_BATCHES, RATE, configuration, initialize
 from tests.integrations.split.own_models import VOCABULARY, WIDTH, Attention, cross_entropy, micro_batch
 
 SETTINGS = {"scale": 1.0}
@@ -277,3 +278,61 @@ def read_at_different_places(stage: int, block: dict[str, Any], moves: bool) -> 
         except ConfigError as refusal:
             found[name] = str(refusal)
     return found
+
+
+class Copying(nn.Module):
+    """A block that computes with a rounded copy of its weight, and makes it anew when torch has counted a change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.copied, self.version = nn.Linear(WIDTH, WIDTH), torch.zeros(()), -1
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        weight = self.linear.weight
+        if self.version != weight._version:
+            self.copied, self.version = weight.detach().bfloat16().float(), weight._version
+        return hidden + functional.linear(hidden, weight + (self.copied - weight).detach())
+
+
+def _copying() -> Gpt:
+    torch.manual_seed(0)
+    model = Gpt()
+    model.blocks[2], model.counted = Copying(), 0
+    return model
+
+
+def _batch(number: int) -> dict[str, Tensor]:
+    return dict(zip(("tokens", "labels"), micro_batch("", 0, number)))
+
+
+def copies_alone(steps: int) -> list[float]:
+    """Returns the sum of the losses of each step, of one process."""
+    model, losses = _copying(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    for _ in range(steps):
+        found = [model(_batch(number)) for number in range(MICRO_BATCHES)]
+        (sum(found) / MICRO_BATCHES).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(sum(each.item() for each in found))
+    return losses
+
+
+def train_copies(steps: int, stages: list[int]) -> list[list[float]]:
+    """Returns the same of the engine at each stage."""
+    prepare_rank()
+    ds_lgamp.install()
+    return [_train_copies(steps, stage) for stage in stages]
+
+
+def _train_copies(steps: int, stage: int) -> list[float]:
+    engine, losses = initialize(_copying(), configuration(stage, {"layers_per_chunk": 1})), []
+    for _ in range(steps):
+        total = 0.0
+        for number in range(MICRO_BATCHES):
+            loss = engine(_batch(number))
+            engine.backward(loss)
+            engine.step()
+            total += loss.item()
+        losses.append(total)
+    return losses

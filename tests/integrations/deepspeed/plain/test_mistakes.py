@@ -1,10 +1,18 @@
 """Mistakes in calls of the engine are named on every rank, and what would be lost is refused."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
+import pytest
+import torch
 from torch import nn
+from transformers import BatchEncoding
+from transformers.activations import ACT2FN
 
-from ds_lgamp.integrations.deepspeed.plain.unfinished_batch import ModelSettings
+from ds_lgamp.config import ConfigError
+from ds_lgamp.integrations.deepspeed.plain.unfinished_batch import ModelSettings, UnfinishedBatch
 from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.plain import mistakes
 from tests.integrations.deepspeed.plain.training import MICRO_BATCHES
@@ -122,4 +130,63 @@ def test_changes_are_found_after_a_script_has_deleted_what_no_dictionary_holds()
     del given.rate
     assert settings.changed() == "'rate' of the model was"
     given.rate = 3.0
+    assert settings.changed() is None
+
+
+class Held:
+    """A class of the script's own, whose attribute may hold anything."""
+
+    def __init__(self, rate: Any) -> None:
+        self.rate = rate
+
+
+def _in_slots(rate: Any) -> Given:
+    given = Given()
+    given.rate = rate
+    return given
+
+
+LONG = 100
+"""Elements of a tensor too large to compare because it is small."""
+CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "memory of NumPy": (lambda: np.zeros(LONG), torch.from_numpy),
+    "memory of NumPy that holds no number": (lambda: np.full(LONG, np.nan), torch.from_numpy),
+    "a part of a tensor": (lambda: torch.zeros(2, LONG), lambda tensor: tensor[:, ::2]),
+    "few numbers": (lambda: torch.zeros(()), lambda tensor: tensor.data),
+    "an array": (lambda: np.zeros(LONG), lambda array: array),
+    "an array in an object": (lambda: np.zeros(LONG), Held),
+    "a tensor in an object": (lambda: torch.zeros(LONG), Held),
+    "a tensor in features": (lambda: torch.zeros(LONG), lambda tensor: BatchEncoding({"rate": tensor})),
+    "a list in an object": (lambda: [0.0], Held),
+    "an array in slots": (lambda: np.zeros(LONG), _in_slots),
+}
+"""What a script may change after a call, and how it has given that."""
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_lies_in_arguments_must_stay_as_it_is_until_the_batch_is_complete(change):
+    make, give = CHANGES[change]
+    held, batch = make(), UnfinishedBatch(nn.Linear(2, 2))
+    batch.add(((give(held),), {}))
+    batch.check()
+    held[0 if isinstance(held, list) else ...] = 1.0
+    with pytest.raises(ConfigError, match="micro-batch 0 of 1 was changed after engine"):
+        batch.check()
+
+
+def test_a_script_may_write_beside_the_parts_of_tensors_that_it_has_given():
+    whole, batch = torch.zeros(2, LONG), UnfinishedBatch(nn.Linear(2, 2))
+    for row in whole:
+        row.fill_(1.0)
+        batch.add(((row,), {"given": _in_slots(row)}))
+    batch.check()
+
+
+def test_a_dictionary_that_makes_its_values_anew_counts_as_it_is():
+    class Activated(nn.Linear):
+        def forward(self, inputs):
+            return ACT2FN["silu"](super().forward(inputs))
+
+    settings = ModelSettings(Activated(2, 2))
+    settings.begin()
     assert settings.changed() is None

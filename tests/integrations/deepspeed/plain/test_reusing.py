@@ -62,3 +62,9 @@ def test_ranks_may_read_at_different_places_what_forwards_leave_alone(stage, blo
         for reading, error in found.items():
             assert ("its state read, inside the batch" in error) == (moves and reading not in unseen), reading
             assert bool(error) == ("'mean' of the model was changed by forwards" in error), error
+
+
+def test_blocks_that_keep_copies_of_weights_learn_of_every_step():
+    [found] = run_on_ranks(1, reusing.train_copies, 3, [0, 3])
+    plain = reusing.copies_alone(3)
+    assert found == [pytest.approx(plain, rel=1e-6)] * 2
