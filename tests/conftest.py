@@ -15,6 +15,9 @@ from tests.slow import in_part, read_part
 
 os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
+# Several processes of tests and their ranks share the cores. Threads that wait for each other at the end of every
+# small operation take ten times as long then.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 # No example has a deadline, because it takes longer on a busy machine. The same code is tried on the same examples, so
 # that a change which passes here passes elsewhere; launch/test.sh --all looks for new ones.

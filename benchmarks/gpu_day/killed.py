@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from deepspeed.accelerator import get_accelerator
+
 from benchmarks.gpu_day.equality import caught
 from benchmarks.gpu_day.layouts import LAYOUTS, Layout, too_old
 from testing.launching import free_port
@@ -32,8 +34,12 @@ class Rank(NamedTuple):
 
 
 def run(out: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    on_cpu = get_accelerator().device_name() == "cpu"
     for layout, victim in zip(LAYOUTS, (0, 1, 3)):
         old = too_old(layout.ranks)
+        if on_cpu and old is None and layout != LAYOUTS[-1]:
+            # The last one has all kinds of ranks, and on a CPU the tests kill ranks of others.
+            continue
         found = caught(partial(measured, layout, victim)) if old is None else {"not run": old}
         yield f"{layout}, rank {victim} killed", found
 

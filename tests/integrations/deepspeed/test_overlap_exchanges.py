@@ -26,11 +26,8 @@ def course_of(ranks: int, mode: Mode, folder: Path) -> tuple[Any, dict[str, torc
     return courses, weights
 
 
-DEFAULT = {
-    "two ranks, stage 3": (2, Mode(MIXTRAL, 2, 1, 3)),
-    "two pipelines, stage 1": (4, Mode(DEEPSEEK, 2, 2, 1)),
-}
-SLOW = {
+DEFAULT = {"two ranks, stage 3": (2, Mode(MIXTRAL, 2, 1, 3))}
+SLOW = {"two pipelines, stage 1": (4, Mode(DEEPSEEK, 2, 2, 1))} | {
     f"{name}, {mode}": (mode[0] * mode[1], Mode(name, *mode))
     for name in (MIXTRAL, QWEN, DEEPSEEK)
     for mode in [(2, 1, 0), (2, 1, 1), (2, 1, 2), (4, 1, 0), (4, 1, 3), (2, 2, 0), (2, 2, 2), (2, 2, 3)]

@@ -171,8 +171,12 @@ def covering():
     described = [factors(pair) for pair in PAIRS]
     ends = [case.pop("end") for case in described]
     found = {ends[described.index(case)] for case in pairwise(described)}
-    found |= {pair for pair in PAIRS if "alone" in pair or "zero 2, by speed" in pair}
-    return found | {("fp16", "fp16")}
+    found |= {pair for pair in PAIRS if "zero 2, by speed" in pair}
+    sources, targets = map(set, zip(*found))
+    found |= {(name, "alone") for name in PLACES.keys() - sources} | {
+        ("alone", name) for name in PLACES.keys() - targets
+    }
+    return found | {("fp16", "fp16"), ("fp16", "alone")}
 
 
 COVERING = covering()

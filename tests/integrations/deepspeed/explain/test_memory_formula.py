@@ -24,6 +24,7 @@ from tests.integrations.deepspeed.explain.imagined_rank import (
     sizes_of_experts,
     spec_of,
 )
+from tests.pairwise import pairwise
 from tests.slow import slow_except
 
 __all__ = ["imagined_group"]
@@ -60,9 +61,20 @@ def test_memory_is_what_the_partition_takes(case, dtypes, imagined_group):
             compare_memory(CASES[case], zero_stage, data_group, tie_group, *dtypes, in_rank_order)
 
 
-@pytest.mark.parametrize("hierarchy", [Hierarchy(2, replicated=False), Hierarchy(2, replicated=True)], ids=str)
-@pytest.mark.parametrize("case", slow_except(["layered", "groups"], [*CASES]))
-@pytest.mark.parametrize("dtypes", slow_except([DTYPES[0], DTYPES[6]], DTYPES))
+def in_pairs(places):
+    """Returns every case, data types and place for three parameters. A few are in the default set, those that hold
+    every pair of factors are slow, and the others run only with ``-m full``."""
+    every = [*itertools.product(CASES, DTYPES, places)]
+    kinds = "weights", "gradients", "travel", "copies"
+    described = [dict(zip(("case", "place", *kinds), (case, place, *dtypes))) for case, dtypes, place in every]
+    covering = [every[described.index(chosen)] for chosen in pairwise(described)]
+    default = [*itertools.product(["layered", "groups"], [DTYPES[0], DTYPES[6]], places)]
+    return slow_except(default, every, several=True, slow=covering)
+
+
+@pytest.mark.parametrize(
+    ("case", "dtypes", "hierarchy"), in_pairs([Hierarchy(2, replicated=False), Hierarchy(2, replicated=True)]), ids=str
+)
 def test_memory_of_hierarchical_shards_is_what_the_partition_takes(case, dtypes, hierarchy, imagined_group):
     """Three nodes of two ranks."""
     nodes = NodeGroups(imagined_group(2), imagined_group(3), hierarchy.replicated)
@@ -71,15 +83,13 @@ def test_memory_of_hierarchical_shards_is_what_the_partition_takes(case, dtypes,
         compare_memory(CASES[case], 3, data_group, tie_group, *dtypes, in_rank_order, hierarchy, nodes)
 
 
-@pytest.mark.parametrize("case", slow_except(["layered", "groups"], [*CASES]))
-@pytest.mark.parametrize("dtypes", slow_except([DTYPES[0], DTYPES[6]], DTYPES))
-def test_memory_of_experts_that_ranks_divide_is_what_the_partition_takes(case, dtypes, imagined_group):
+@pytest.mark.parametrize(("case", "dtypes", "data_ranks"), in_pairs([4, 2]), ids=str)
+def test_memory_of_experts_that_ranks_divide_is_what_the_partition_takes(case, dtypes, data_ranks, imagined_group):
     """Two of four ranks have the same experts, and one of two."""
     tie_group = imagined_group(2)
-    for data_ranks in (4, 2):
-        data_group, sharing = imagined_group(data_ranks), imagined_group(data_ranks // 2)
-        for zero_stage, in_rank_order in itertools.product(range(4), (False, True)):
-            compare_memory(CASES[case], zero_stage, data_group, tie_group, *dtypes, in_rank_order, sharing=sharing)
+    data_group, sharing = imagined_group(data_ranks), imagined_group(data_ranks // 2)
+    for zero_stage, in_rank_order in itertools.product(range(4), (False, True)):
+        compare_memory(CASES[case], zero_stage, data_group, tie_group, *dtypes, in_rank_order, sharing=sharing)
 
 
 def compare_memory(

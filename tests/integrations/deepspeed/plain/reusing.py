@@ -161,10 +161,10 @@ CHANGES = {
 }
 
 
-def change_between_calls(block: dict[str, Any]) -> dict[str, tuple[str, float]]:
-    """Changes something between two calls of a batch, one thing after another. Returns the errors, and the losses of
-    batches in which it was changed ahead of the first call."""
-    return {change: _change(change, block) for change in CHANGES}
+def change_between_calls(block: dict[str, Any], changes: list[str]) -> dict[str, tuple[str, float]]:
+    """Makes ``changes`` between two calls of a batch, one after another. Returns the errors, and the losses of batches
+    in which it was changed ahead of the first call."""
+    return {change: _change(change, block) for change in changes}
 
 
 def _change(change: str, block: dict[str, Any]) -> tuple[str, float]:

@@ -42,11 +42,8 @@ DEFAULT = [
     ("BERT in pretraining", 2, 1, 1),
     (FUNCTIONAL, 2, 1, 3),
     (ADAPTED, 2, 1, 3),
-    (ADAPTED, 2, 1, 2),
     ("Qwen2.5-VL", 2, 1, 3),
-    ("Qwen3-VL", 2, 1, 3),
     ("BART", 2, 1, 3),
-    ("T5", 2, 1, 2),
     ("a tied GPT", 2, 1, 3),
     ("a GPT with positions", 2, 1, 2),
     ("a GPT with rotations", 2, 1, 3),
@@ -57,6 +54,8 @@ DEFAULT = [
     ("Qwen3-MoE with balance", 2, 1, 3),
     ("a GPT with experts", 2, 1, 3),
 ]
+SLOW = [(ADAPTED, 2, 1, 2), ("Qwen3-VL", 2, 1, 3), ("T5", 2, 1, 2)]
+"""Slow besides those that ``cases`` chooses."""
 CHOOSING = [("BERT with choices", 1, 1, 1), ("BERT with choices", 2, 1, 2)]
 """No more, because choices share a bias whose gradient is a small sum of large terms."""
 
@@ -73,13 +72,14 @@ AT_ONCE = 16
 
 
 def cases() -> Iterator[Any]:
-    """Yields every architecture in every combination. Two of each are slow, and the rest only in the full product."""
+    """Yields every architecture in every combination. Two of each are slow, and most only in the full product."""
     for number, name in enumerate(NAMES):
         # 7 has no divisor in common with 24, and neighbours differ in layout and stage.
         slow = {COMBINATIONS[(5 * number + 7 * each) % len(COMBINATIONS)] for each in range(2)}
         for combination in COMBINATIONS:
             case = (name, *combination)
-            marks = [] if case in DEFAULT else [pytest.mark.slow if combination in slow else pytest.mark.full]
+            is_slow = combination in slow or case in SLOW
+            marks = [] if case in DEFAULT else [pytest.mark.slow if is_slow else pytest.mark.full]
             yield pytest.param(*case, marks=marks)
 
 

@@ -1,5 +1,6 @@
 """With offloading, a model of transformers trains to the bit as on the device, and its state is that of the step."""
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -10,17 +11,12 @@ from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.engine.test_offload import OFFLOADS
 from tests.integrations.deepspeed.plain.training import MICRO_BATCHES, configuration, initialize
 from tests.integrations.transformers.models import make, micro_batch
+from tests.slow import slow_except
 
 STEPS = 3
 INPUTS = {"outputs": "all", "offload_activations": "cpu"}
-CASES = [
-    (1, 3, "parameters", {}),
-    (2, 2, "optimizer", {}),
-    (1, 3, "parameters on nvme", {}),
-    (1, 3, "parameters", INPUTS),
-    (2, 2, "optimizer", INPUTS),
-    (2, 3, "parameters", {"outputs": "all"}),
-]
+SOME = [(1, 3, "parameters", {}), (1, 3, "parameters on nvme", {}), (2, 2, "optimizer", INPUTS)]
+MORE = [(2, 2, "optimizer", {}), (1, 3, "parameters", INPUTS), (2, 3, "parameters", {"outputs": "all"})]
 """Pipeline ranks, ZeRO stage, what the host keeps, and further keys of the block, on two ranks."""
 
 
@@ -50,12 +46,12 @@ def train(pipeline_ranks, stage, zero, block):
     return told, state
 
 
-def train_both():
+def train_both(cases):
     """Returns, for each case, whether what it tells and its state are the same with and without offloading."""
     prepare_rank()
     ds_lgamp.install()
     found = []
-    for pipeline_ranks, stage, kept, block in CASES:
+    for pipeline_ranks, stage, kept, block in cases:
         on_device = {key: value for key, value in block.items() if key != "offload_activations"}
         plain, state = train(pipeline_ranks, stage, {}, on_device)
         offloaded, own_state = train(pipeline_ranks, stage, OFFLOADS[kept], block)
@@ -64,5 +60,6 @@ def train_both():
     return found
 
 
-def test_a_model_of_transformers_trains_as_on_the_device():
-    assert run_on_ranks(2, train_both) == [[(True, True)] * len(CASES)] * 2
+@pytest.mark.parametrize("cases", slow_except([SOME], [SOME, MORE]), ids=["some", "more"])
+def test_a_model_of_transformers_trains_as_on_the_device(cases):
+    assert run_on_ranks(2, train_both, cases) == [[(True, True)] * len(cases)] * 2

@@ -17,11 +17,21 @@ def test_a_script_may_reuse_its_containers(block):
         assert found[rank] == {kind: pytest.approx(plain, rel=1e-6) for kind in reusing.CONTAINERS}
 
 
+SOME = ["temperature", "p", "new", "filled", "table", "SETTINGS", "state", "hook", "object"]
+OTHERS = [change for change in reusing.CHANGES if change not in SOME]
+BOTH = [({}, SOME), ({}, OTHERS), ({"outputs": "all"}, [*reusing.CHANGES])]
+
+
 # Both engines ask the same unfinished batch.
-@pytest.mark.parametrize("block", slow_except([{}], [{}, {"outputs": "all"}]), ids=["the loss", "all outputs"])
-def test_settings_may_change_between_batches_but_not_between_calls(block):
+@pytest.mark.parametrize(
+    ("block", "changes"),
+    slow_except(BOTH[:1], BOTH, several=True),
+    ids=["the loss, some", "the loss, others", "all outputs"],
+)
+def test_settings_may_change_between_batches_but_not_between_calls(block, changes):
     [plain] = reusing.alone(1)
-    [found] = run_on_ranks(1, reusing.change_between_calls, block)
+    [found] = run_on_ranks(1, reusing.change_between_calls, block, changes)
+    assert [*found] == changes
     for change, (error, total) in found.items():
         if change == "object":
             assert "micro-batch 0 of 2 was changed after engine(...) got it" in error

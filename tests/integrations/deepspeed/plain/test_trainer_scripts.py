@@ -1,8 +1,6 @@
 """An unedited script of the Trainer under ``ds_lgamp run``: from the launch to a resumed run, and refusals."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from testing import SCRIPTS
-from testing.launching import recorded, torchrun
+from testing.forks import run_module
+from testing.launching import ON_CPU, free_port, recorded, torchrun
 from tests.integrations.deepspeed.plain.accelerated import AUTO, WORDS
 from tests.slow import slow_except
 
@@ -42,11 +41,15 @@ def test_what_a_trainer_computes_of_logits_in_training_is_refused_in_one_sentenc
 
 def test_the_trainers_optimizer_of_8_bits_trains_as_without_deepspeed(tmp_path):
     pytest.importorskip("bitsandbytes")
-    words = "--model gpt2 --optim adamw_8bit --max_steps 4"
-    script = [str(SCRIPTS / "trains_with_trainer.py"), "--output_dir", str(tmp_path / "alone"), *WORDS, *words.split()]
-    subprocess.run([sys.executable, *script], check=True, capture_output=True)
+    words = [*WORDS, *"--model gpt2 --optim adamw_8bit --max_steps 4".split()]
+    ended = run_module(["testing.scripts.trains_with_trainer", "--output_dir", str(tmp_path / "alone"), *words])
+    assert ended.status == 0, ended.complaints
     config = written(tmp_path, {}, without=("optimizer", "scheduler"))
-    run(tmp_path, config, "sharded", words, ranks=1)
+    meeting = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    environment = {**ON_CPU, **meeting, "MASTER_PORT": str(free_port())}
+    ended = run_module(["ds_lgamp", "run", *told(tmp_path, config, "sharded"), *words], environment=environment)
+    assert ended.status == 0, ended.complaints
+    assert recorded(tmp_path / "sharded, recorded")
     alone, sharded = (json.loads((tmp_path / name / "history.json").read_text()) for name in ("alone", "sharded"))
     losses, found = ([entry["loss"] for entry in history if "loss" in entry] for history in (alone, sharded))
     assert len(losses) == 4 and found == pytest.approx(losses, rel=1e-5)
@@ -60,7 +63,12 @@ def written(folder: Path, block: dict[str, Any], without: Sequence[str] = ()) ->
     return path
 
 
-def run(folder: Path, config: Path, name: str, words: str, ranks: int = 2) -> None:
+def told(folder: Path, config: Path, name: str) -> list[str]:
+    """Returns what the command line says of a run by this name, whose third step is recorded."""
     script = [str(SCRIPTS / "trains_with_trainer.py"), "--deepspeed", str(config), "--output_dir", str(folder / name)]
-    traced = ["--trace", str(folder / f"{name}, recorded"), "--trace-steps", "3:4"]
-    torchrun(ranks, ["-m", "ds_lgamp", "run", *traced, *script, *WORDS, *words.format(folder=folder).split()])
+    return ["--trace", str(folder / f"{name}, recorded"), "--trace-steps", "3:4", *script]
+
+
+def run(folder: Path, config: Path, name: str, words: str) -> None:
+    given = [*told(folder, config, name), *WORDS, *words.format(folder=folder).split()]
+    torchrun(2, ["-m", "ds_lgamp", "run", *given])

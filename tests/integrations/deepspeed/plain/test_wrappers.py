@@ -13,7 +13,7 @@ from tests.integrations.deepspeed.plain import wrappers
 from tests.integrations.transformers.models import make
 from tests.slow import slow_except
 
-TOGETHER = 4
+TOGETHER = 2
 """How many seeds the same ranks train."""
 SEEDS = [*range(TOGETHER), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(TOGETHER, 16))]
 LAYOUTS = {(1, 1): 3, (1, 2): 2, (2, 1): 0, (2, 2): 3}

@@ -15,7 +15,7 @@ from testing.ranks import run_on_ranks
 from tests.integrations.deepspeed.models import seed
 from tests.slow import slow_except
 
-PIECE, VOCABULARY, SEQUENCE = 5, 64, 16
+PIECE, VOCABULARY, SEQUENCE, STEPS = 5, 64, 16, 2
 BF16, RECOMPUTED = "bf16, with losses in 32 bits", "a last chunk that is recomputed"
 
 
@@ -73,7 +73,7 @@ def train_on_rank(
             optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
             engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
             losses, norms = [], []
-            for step in range(3):
+            for step in range(STEPS):
                 losses.append(float(engine.train_batch(iter(batches(step)))))
                 norms.append(float(engine.get_global_grad_norm()))
             evaluated, used = engine.eval_batch(iter(batches(9))), ([*pieces], len(maxima))
@@ -170,7 +170,7 @@ def test_ranks_with_slices_of_the_vocabulary_train_in_pieces_as_one_process_does
             own = alone[name]._replace(largest=found[name].largest)
             assert_alike(found[name], own, name == BF16, 1e-5)
             assert not expected[name].pieces
-        losses = 4 * (1 + 3 * (2 if name == RECOMPUTED else 1))
+        losses = 4 * (1 + STEPS * (2 if name == RECOMPUTED else 1))
         for found, expected in zip(in_pieces[-2:], whole[-2:]):
             assert max(found[name].pieces) == PIECE and len(found[name].pieces) == losses * -(-2 * SEQUENCE // PIECE)
             assert found[name].maxima - expected[name].maxima == len(found[name].pieces) - losses
