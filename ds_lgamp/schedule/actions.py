@@ -97,6 +97,9 @@ COLLECTIVES = frozenset({Kind.GATHER, Kind.REDUCE, Kind.REFRESH, Kind.COMBINE})
 WAITS = frozenset(AWAITED)
 OF_INPUTS = frozenset({Kind.STORE_INPUT, Kind.LOAD_INPUT, Kind.WAIT_STORE_INPUT, Kind.WAIT_LOAD_INPUT})
 """What storing the inputs of chunks on the host adds to a program."""
+NEAREST = 3
+"""How many computes a backward must be after its forward for the input to leave: one covers the way to the host,
+another the way back. The script's turn in between is enough."""
 OF_WEIGHTS = frozenset({Kind.STORE_WEIGHTS, Kind.LOAD_WEIGHTS, Kind.WAIT_STORE_WEIGHTS, Kind.WAIT_LOAD_WEIGHTS})
 """What storing gathered weights on the host adds to a program."""
 TRANSFERS = frozenset({Kind.LOAD, Kind.STORE, Kind.STORE_INPUT, Kind.LOAD_INPUT, Kind.STORE_WEIGHTS, Kind.LOAD_WEIGHTS})

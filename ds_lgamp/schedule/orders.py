@@ -15,9 +15,6 @@ Order = Callable[[Placement, int, int, int], Iterator[Action]]
 """Returns the computes of a rank, from placement, pipeline rank, micro-batches and micro-batch group."""
 SINGLE_CHUNK_SCHEDULES = ("1f1b", "gpipe")
 """Schedules that need one chunk per pipeline rank, in rank order."""
-NEAREST = 3
-"""How many computes a backward must be after its forward for the input to leave: one covers the way to the host,
-another the way back. The script's turn in between is enough."""
 
 
 def default_placement(schedule: str) -> str:

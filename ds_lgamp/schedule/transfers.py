@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 from ds_lgamp.schedule.actions import (
     COMPUTE,
+    NEAREST,
     RECEIVES,
     SENDS,
     STARTS,
@@ -38,7 +39,7 @@ from ds_lgamp.schedule.actions import (
     joined,
     receive_of,
 )
-from ds_lgamp.schedule.orders import NEAREST, first_turning_chunk
+from ds_lgamp.schedule.orders import first_turning_chunk
 from ds_lgamp.schedule.simulate import simulate
 from ds_lgamp.schedule.spec import RECEIVES_POSTED, Offload, ProgramSpec, Update
 from ds_lgamp.schedule.split_backward import add_second_parts

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_lgamp.schedule.actions import COMPUTE, OF_INPUTS, Action, Kind
+from ds_lgamp.schedule.actions import COMPUTE, NEAREST, OF_INPUTS, Action, Kind
 from ds_lgamp.schedule.costs import Durations
-from ds_lgamp.schedule.orders import NEAREST
 from ds_lgamp.schedule.program import build_program, build_rank_program, mark_recomputed
 from ds_lgamp.schedule.simulate import simulate
 from ds_lgamp.schedule.spec import ProgramSpec

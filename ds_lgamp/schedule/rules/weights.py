@@ -7,8 +7,7 @@ from heapq import nsmallest
 from itertools import pairwise, takewhile
 from typing import NamedTuple
 
-from ds_lgamp.schedule.actions import OF_INPUTS, OF_WEIGHTS, SENDS, Action, Kind
-from ds_lgamp.schedule.orders import NEAREST
+from ds_lgamp.schedule.actions import NEAREST, OF_INPUTS, OF_WEIGHTS, SENDS, Action, Kind
 from ds_lgamp.schedule.rules.order import Fault, Stop, brought_by, pieces, texts
 from ds_lgamp.schedule.spec import ProgramSpec
 
