@@ -1,5 +1,5 @@
-"""Writes a configuration as files that train with it: ``ds_config.json`` and ``launch.sh``; with islands also
-``step.json``, by which ``ds_lgamp run`` orders the ranks as the plan does.
+"""Writes a configuration: in words, and as files that train with it, which are ``ds_config.json`` and ``launch.sh``;
+with islands also ``step.json``, by which ``ds_lgamp run`` orders the ranks as the plan does.
 
 Without tensor parallelism these start an unedited script that trains a model of transformers. Every rank feeds its own
 micro-batches, and the P ranks of a pipeline compute all of them as one program. So a rank accumulates M / P

@@ -28,7 +28,7 @@ class Wait(NamedTuple):
     action: Action
 
 
-class Pieces:
+class DiskDirection:
     """One direction of a disk. It moves everything in pieces, so that work takes all the time that is free from its
     start on."""
 
@@ -83,7 +83,7 @@ class Card:
         self._ends: dict[Action, float] = {}
         """Of the actions that nothing has awaited."""
         self._disk: Sequence[DiskSeconds] = costs.disk
-        self._reads, self._writes = Pieces(), Pieces()
+        self._reads, self._writes = DiskDirection(), DiskDirection()
         self._buffers = deque([0.0] * UPDATE_BUFFERS)
         """When each buffer of updates is free, the first one first."""
 

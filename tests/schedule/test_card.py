@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_lgamp.schedule.actions import COLLECTIVES, Action, Kind
-from ds_lgamp.schedule.card import Card, Pieces, SharedCard
+from ds_lgamp.schedule.card import Card, DiskDirection, SharedCard
 from ds_lgamp.schedule.costs import DiskSeconds, Durations, uniform_costs
 from ds_lgamp.schedule.program import build_program
 from ds_lgamp.schedule.simulate import simulate
@@ -257,8 +257,8 @@ def test_a_store_takes_what_an_update_leaves_of_what_a_disk_writes():
 )
 def test_a_disk_moves_all_it_is_asked_to_and_rests_only_if_nothing_waits(works):
     """In the order in which it was asked, each work takes every instant that is free from its start on."""
-    pieces, taken = Pieces(), set()
+    disk, taken = DiskDirection(), set()
     for start, seconds in works:
         free = [at for at in range(start, 1000) if at not in taken][:seconds]
-        assert pieces.move(start, seconds) == (free[-1] + 1 if free else start)
+        assert disk.move(start, seconds) == (free[-1] + 1 if free else start)
         taken.update(free)

@@ -23,7 +23,8 @@ from ds_lgamp.runtime.chunk import detached
 from ds_lgamp.runtime.recompute import undisturbed
 
 logger = logging.getLogger(__name__)
-_FEW = 16
+FEW = 16
+"""Elements of the largest tensor of the CPU whose values count. Of others it shows whether an operation changed it."""
 _READY, _THAWED, _ENDED, _FAULTY = range(4)
 
 
@@ -347,7 +348,7 @@ class _Given:
         is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested
         on_host = is_plain and tensor.device.type == "cpu"
         # Few values are compared because a script may also write them through ``data``.
-        is_open = on_host and (tensor.numel() <= _FEW or not tensor.untyped_storage().resizable())
+        is_open = on_host and (tensor.numel() <= FEW or not tensor.untyped_storage().resizable())
         self._version = None if tensor.is_inference() or is_open else tensor._version
         has_values = is_plain and not tensor.is_complex() and (self._version is None or tensor._is_view())
         self._values = _values_of(tensor) if has_values else None

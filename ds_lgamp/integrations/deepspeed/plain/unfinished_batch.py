@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_lgamp.config import BLOCK, ConfigError
-from ds_lgamp.integrations.deepspeed.engine.data import Versions
+from ds_lgamp.integrations.deepspeed.engine.data import FEW, Versions
 from ds_lgamp.integrations.deepspeed.engine.training import Training
 from ds_lgamp.integrations.split.call import Arguments, BatchCalls
 from ds_lgamp.integrations.split.parts import modules_in, own_parameters
@@ -245,8 +245,6 @@ class ModelSettings:
 
 _hooks_in = itemgetter(*HOOKS)
 _KINDS: Any = (list, set, deque)
-_FEW = 16
-"""Elements of the largest tensor of the CPU whose values count. Of others it shows whether an operation changed it."""
 
 
 def _copy_of(container: Any) -> Any:
@@ -260,10 +258,10 @@ def _copy_of(container: Any) -> Any:
 def _mark_of(value: Any) -> Any:
     """Returns what shows that a tensor or an array has changed in itself."""
     if not isinstance(value, Tensor):
-        return repr(value.tolist()) if value.size <= _FEW else value.copy()
+        return repr(value.tolist()) if value.size <= FEW else value.copy()
     if type(value) is not Tensor or value.layout is not torch.strided:
         return version_of(value)
-    few = value.device.type == "cpu" and value.numel() <= _FEW
+    few = value.device.type == "cpu" and value.numel() <= FEW
     return version_of(value), value.data_ptr(), repr(value.tolist()) if few else None
 
 
