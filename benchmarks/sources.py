@@ -10,6 +10,7 @@ from dataclasses import replace
 from benchmarks.record import Record, begin
 from ds_lgamp.planner.cluster import named_cluster
 from ds_lgamp.planner.configuration import Configuration
+from ds_lgamp.planner.hardware import forward_flops
 from ds_lgamp.planner.memory import memory
 from ds_lgamp.planner.models import read_model
 from ds_lgamp.planner.predict import bandwidth_needed, predict
@@ -86,7 +87,7 @@ def achieved(name: str, configuration: Configuration, gpus: int) -> float:
     """Returns the FLOP/s of a GPU, counting recomputation, as arXiv 2104.04473 does."""
     model = read_model(name)
     seconds = predict(model, named_cluster("a100", gpus), configuration).seconds
-    return 4 * model.forward_flops(configuration.sequences * model.sequence_length) / seconds / configuration.gpus
+    return 4 * forward_flops(model, configuration.sequences * model.sequence_length) / seconds / configuration.gpus
 
 
 def megatron() -> Iterator[Line]:

@@ -7,7 +7,7 @@ older one. Therefore each waits for its last state before the sum over all ranks
 """
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -75,13 +75,11 @@ class LiveState(Observer):
         self.folder, self._own = folder, folder / f"{RUN}{header['run']}"
         self._units, self._optimizer, self._device = units, optimizer, device
         self.header, self._share = header, share
-        self._ranges = {unit: list(ranges_to_write(unit)) for unit in units}
+        self._sources = _Sources(optimizer)
         self._slots = [_Contents(LiveSlot(self._own / f"{header['rank']}-{number}")) for number in range(slots)]
         self._thread = HostThread(device, "ds_lgamp live state")
         self._lock = RLock()
         self._changes = dict.fromkeys(units, 0)
-        self._held: dict[Any, list[dict[str, Any]]] = {}
-        """By key of a source. It is the same in every step."""
         self._under_way: dict[Unit, Job] = {}
         self._last: Job | None = None
         self._sealing: Job | None = None
@@ -103,10 +101,9 @@ class LiveState(Observer):
         the last step stays."""
         self.wait()
         with self._lock:
-            gone = {unit.name for unit in set(self._units) - set(units)}
-            self._held = {key: held for key, held in self._held.items() if key[0] not in gone}
+            self._sources.forget(set(self._units) - set(units))
             for unit in set(units) - set(self._units):
-                self._ranges[unit], self._changes[unit] = list(ranges_to_write(unit)), 0
+                self._changes[unit] = 0
                 unit.observers.append(self)
             self._units, self._share = units, share
 
@@ -191,7 +188,7 @@ class LiveState(Observer):
         if contents.changes.get(unit) == self._changes[unit]:
             return
         contents.changes[unit] = self._changes[unit]
-        sources = list(self._sources(unit))
+        sources = list(self._sources.of(unit))
         states = [(segment, self._optimizer.state.get(segment.shard, {})) for segment in unit.master.segments]
         event = event_now(unit.master.values.device)
         self._under_way[unit] = self._start(event, self._write_unit, contents, unit, sources, states)
@@ -213,27 +210,6 @@ class LiveState(Observer):
             event = event_now(self._device)
             self._start(event, self._open, contents, event)
         return contents
-
-    def _sources(self, unit: Unit) -> Iterator[_Source]:
-        """Yields what this rank writes of ``unit``."""
-        ranges = self._ranges[unit]
-        if ranges:
-            yield self._source((unit.name, PARAMETERS), parameter_name, unit.master.values, ranges, 0)
-        for segment in unit.master.segments:
-            own = [r for r in ranges if segment.start <= r.in_shard.start < segment.end]
-            for key, values in spread(self._optimizer, segment).items() if own else ():
-                place = unit.name, segment.start, segment.end, key
-                yield self._source(place, partial(state_name, key), values, own, segment.start)
-
-    def _source(
-        self, key: Any, name_of: Callable[[str], str], values: torch.Tensor, ranges: Sequence[Range], first: int
-    ) -> _Source:
-        """Returns the source of ``ranges`` of ``values``, which hold the shard from element ``first`` on."""
-        if key not in self._held:
-            self._held[key] = _held(name_of, ranges)
-        return _Source(
-            key, values[ranges[0].in_shard.start - first : ranges[-1].in_shard.stop - first], self._held[key]
-        )
 
     def _start(self, event: Any, function: Callable[..., None], *arguments: Any) -> Job:
         """Lets the thread call ``function``, whose reads of the device wait for ``event``; None if everything that it
@@ -299,6 +275,46 @@ class LiveState(Observer):
             }
         )
         self.step = beside.step
+
+
+class _Sources:
+    """Finds the numbers of units that this rank writes."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._ranges: dict[Unit, list[Range]] = {}
+        self._held: dict[Any, list[dict[str, Any]]] = {}
+        """By key of a source. It is the same in every step."""
+
+    def forget(self, units: Collection[Unit]) -> None:
+        """Forgets ``units``, in whose place others of the same names may come."""
+        names = {unit.name for unit in units}
+        self._held = {key: held for key, held in self._held.items() if key[0] not in names}
+        for unit in units:
+            self._ranges.pop(unit, None)
+
+    def of(self, unit: Unit) -> Iterator[_Source]:
+        """Yields what this rank writes of ``unit``."""
+        if unit not in self._ranges:
+            self._ranges[unit] = list(ranges_to_write(unit))
+        ranges = self._ranges[unit]
+        if ranges:
+            yield self._source((unit.name, PARAMETERS), parameter_name, unit.master.values, ranges, 0)
+        for segment in unit.master.segments:
+            own = [r for r in ranges if segment.start <= r.in_shard.start < segment.end]
+            for key, values in spread(self._optimizer, segment).items() if own else ():
+                place = unit.name, segment.start, segment.end, key
+                yield self._source(place, partial(state_name, key), values, own, segment.start)
+
+    def _source(
+        self, key: Any, name_of: Callable[[str], str], values: torch.Tensor, ranges: Sequence[Range], first: int
+    ) -> _Source:
+        """Returns the source of ``ranges`` of ``values``, which hold the shard from element ``first`` on."""
+        if key not in self._held:
+            self._held[key] = _held(name_of, ranges)
+        return _Source(
+            key, values[ranges[0].in_shard.start - first : ranges[-1].in_shard.stop - first], self._held[key]
+        )
 
 
 class _Contents:

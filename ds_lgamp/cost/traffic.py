@@ -9,7 +9,7 @@ from ds_lgamp.cost.activations import ActivationBytes
 from ds_lgamp.cost.units import ElementBytes, Sharding, UnitSize, stays
 from ds_lgamp.schedule.actions import PARTITION, RECEIVES, SENDS, Action, Kind
 from ds_lgamp.schedule.placement import Placement
-from ds_lgamp.schedule.spec import FP8_BLOCK, ActivationType, Offload
+from ds_lgamp.schedule.spec import FP8_BLOCK, LEAST_ROUNDED, ActivationType, Offload
 
 
 @dataclass
@@ -239,6 +239,13 @@ def narrow_bytes(elements: int, activation_dtype: ActivationType) -> int:
     """Returns the bytes that a tensor of so many elements takes in a message, in the type in which hidden states
     travel: 2 each in bf16; in fp8 1 each, and 4 for every block."""
     return 2 * elements if activation_dtype == "bf16" else elements + 4 * -(-elements // FP8_BLOCK)
+
+
+def hidden_bytes(elements: int, activation_dtype: ActivationType | None) -> int | None:
+    """Returns the bytes of hidden states of so many ``elements`` in a message; None if they travel as they are."""
+    if activation_dtype is None or elements < LEAST_ROUNDED:
+        return None
+    return narrow_bytes(elements, activation_dtype)
 
 
 def hop_bytes(rank: int, placement: Placement, micro_batches: int, activations: ActivationBytes) -> int:

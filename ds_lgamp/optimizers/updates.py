@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch.optim import optimizer as of_torch
 
-from ds_lgamp.optimizers.eight_bits import InEightBits
-from ds_lgamp.optimizers.rounding import RoundedSteps
+from ds_lgamp.optimizers.rounding import InEightBits, RoundedSteps
 from ds_lgamp.optimizers.tensors import TensorOptimizer
 from ds_lgamp.partition.host import ShardUpdate, Work, arriving
 from ds_lgamp.partition.policy import UnitParameter

@@ -148,3 +148,31 @@ def followed(function: Callable[[], Any], lane: str) -> Callable[[], Any]:
             flight.end()
 
     return recorded
+
+
+class PeerSlices:
+    """The slices of a kept part, of which ranks of several nodes update one each and then gather the others'.
+
+    Args:
+        shard: this rank's slice of ``kept``.
+        peers: the ranks that have the same kept part; None if the shard is all of it.
+    """
+
+    def __init__(self, kept: torch.Tensor, shard: torch.Tensor, peers: dist.ProcessGroup | None) -> None:
+        self._kept, self._shard, self._peers = kept, shard, peers
+        self.are_old = False
+        """Whether peers have changed their slices since this rank gathered them."""
+        self._gathering: dist.Work | None = None
+
+    def start(self) -> None:
+        """Launches the gather of the slices that peers changed. All data-parallel ranks call it together, after the
+        updates of their shards."""
+        if self.are_old and self._peers is not None:
+            self.are_old = False
+            self._gathering = start_all_gather(self._kept, self._shard, self._peers)
+
+    def finish(self) -> None:
+        """Waits for the gather, if it is in flight."""
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from ds_lgamp.cost.units import offsets, part_size
 from ds_lgamp.partition.bus import Transfer
-from ds_lgamp.partition.collectives import start_all_gather
+from ds_lgamp.partition.collectives import PeerSlices, start_all_gather
 from ds_lgamp.partition.guard import Guards, NotGatheredError
 from ds_lgamp.partition.host import LoadedPart, ShardUpdate, WholeCopy
 from ds_lgamp.partition.memory import in_pool
@@ -16,24 +16,117 @@ from ds_lgamp.partition.policy import UnitParameter, ZeroPolicy
 from ds_lgamp.partition.quantised import RoundedGather
 
 
-class FlatStorage:
-    """Holds the parameters of a unit in W equal parts; ``cost/units.py`` says where in it each parameter lies.
+class FlatMemory:
+    """Lays parameters out in one tensor, ``flat``; ``cost/units.py`` says where in it each of them lies.
+
+    The memory may be freed and refilled in place, so views that autograd saved stay exact. Parameters without memory
+    have no elements.
+
+    Args:
+        parameters: at least one; all of one dtype and on one device. They lie in the memory in this order.
+        ranks: into how many equal parts it can be cut.
+        alignment: each parameter begins at a multiple of so many elements.
+        frees_weights: whether it exists only between gather and release.
+    """
+
+    def __init__(
+        self, parameters: Sequence[UnitParameter], ranks: int, alignment: int, frees_weights: bool = False
+    ) -> None:
+        self.parameters = parameters
+        self.frees_weights = frees_weights
+        first = parameters[0].parameter
+        *self.offsets, self.end = offsets((entry.parameter.numel() for entry in parameters), alignment)
+        make = partial(first.new_zeros, part_size(self.end, ranks, alignment) * ranks, requires_grad=False)
+        # All chunks are laid out at once, and released.
+        self.flat = make() if frees_weights else in_pool(first.device, make)
+        self._bytes = self.flat.untyped_storage().nbytes()
+        self._released = first.new_empty(0, requires_grad=False)
+        self._views = []
+        for entry, offset in zip(parameters, self.offsets):
+            view = self.flat[offset : offset + entry.parameter.numel()].view(entry.parameter.shape)
+            view.copy_(entry.parameter.detach())
+            entry.parameter.data = view
+            self._views.append(view)
+        self._remembered: dict[tuple[int, int], torch.Tensor] = {}
+        """By their bounds, values for which :meth:`remember` was called."""
+
+    @property
+    def resident(self) -> bool:
+        """Whether the full parameters have memory."""
+        return self.flat.untyped_storage().nbytes() > 0
+
+    def contents(self) -> list[tuple[str, list[int], int | None]]:
+        """Name, shape and optimizer group of the parameters, in their order."""
+        return [(entry.name, list(view.shape), entry.group) for entry, view in zip(self.parameters, self._views)]
+
+    def make_resident(self) -> None:
+        """Gives the full parameters memory, with any values, if they have none."""
+        if not self.resident:
+            in_pool(self.flat.device, partial(self.flat.untyped_storage().resize_, self._bytes))
+
+    def show(self) -> None:
+        """Makes the parameters views of the memory again."""
+        for entry, view in zip(self.parameters, self._views):
+            entry.parameter.data = view
+
+    def free(self) -> None:
+        """Frees the memory. The parameters have no elements then."""
+        for entry in self.parameters:
+            entry.parameter.data = self._released
+        self.flat.untyped_storage().resize_(0)
+
+    def remember(self, within: slice) -> None:
+        """Keeps a copy of a slice of the full parameters, until :meth:`forget`."""
+        self._remembered[within.start, within.stop] = self.flat[within].clone()
+
+    def forget(self, within: slice) -> torch.Tensor | None:
+        """Returns the copy of a slice that :meth:`remember` made, or that was adopted since; None without one."""
+        return self._remembered.pop((within.start, within.stop), None)
+
+    def remember_anew(self) -> None:
+        """Brings the copies of slices up to date."""
+        for (start, end), values in self._remembered.items():
+            values.copy_(self.flat[start:end])
+
+    def attach_parameters(self) -> None:
+        """Copies into the memory the values of parameters to which user code gave another tensor (``parameter.data =
+        ...``), which would take no part in training. Raises ValueError for a tensor of another shape."""
+        own = self.flat.untyped_storage().data_ptr()
+        # Guards would gather values that nobody reads.
+        with torch._C.DisableTorchFunctionSubclass():
+            moved = [
+                (entry.shown, entry.parameter, view)
+                for entry, view in zip(self.parameters, self._views)
+                if entry.parameter.untyped_storage().data_ptr() != own
+            ]
+        for name, parameter, view in moved:
+            if parameter.shape != view.shape:
+                raise ValueError(
+                    f"parameter {name} has the shape {[*parameter.shape]}, but had {[*view.shape]} when the engine was "
+                    "built; resize it before that"
+                )
+            # Guards let a gather in flight end first.
+            view.copy_(parameter.detach())
+            parameter.data = view
+
+
+class FlatStorage(FlatMemory):
+    """Holds the parameters of a unit in W equal parts.
 
     At stage 0, or with W = 1, the shard is the whole storage. At stages 1 and 2 it is this rank's part of the storage.
-    At stage 3 it has memory of its own, and the storage is freed between uses: it is resized to nothing and refilled
-    in place, so views that autograd saved stay exact. A released parameter has no elements.
+    At stage 3 it has memory of its own, and the storage is freed between uses.
 
     With hierarchical shards, the ranks of a node keep all parameters together. What this rank keeps of them is its
     **kept part**. The shard, which this rank updates, is a view of it: all of it, or one of as many slices as there are
-    nodes. In the second case the peers gather each other's slices once per step (:meth:`start_refresh`).
+    nodes. In the second case the peers gather each other's slices once per step (:class:`PeerSlices`).
 
     With offloading, the shard lies on the host, whose thread updates it, and the device has a **loaded part** beside
     it. That is the kept part; with one data-parallel rank it is all of the storage, and a gather moves nothing. If the
     host holds the parameters, the device frees the loaded part when the gather of it is over. A whole unit is a loaded
     part on every rank: its gather is the load, which moves nothing between ranks.
 
-    The host may have a copy of the full parameters, from :meth:`start_copy` until the shard changes. While it has, a
-    gather loads that.
+    The host may have a ``copy`` of the full parameters, from :meth:`start_copy` until the shard changes. While it has,
+    a gather loads that.
 
     Weights that travel rounded are rounded for the compute of chunks alone. The shard is exact, and so are the full
     parameters that others gather.
@@ -46,14 +139,13 @@ class FlatStorage:
     """
 
     def __init__(self, parameters: Sequence[UnitParameter], policy: ZeroPolicy) -> None:
-        self.parameters = parameters
+        frees_part = policy.host is not None and policy.host.parameters
+        frees_weights = policy.zero_stage == 3 and (policy.partitioned or frees_part)
+        super().__init__(parameters, policy.data_group.size(), policy.alignment, frees_weights)
         self.partitioned = policy.partitioned
         """Whether this rank updates a part of the storage, not all of it."""
         self.gathers = policy.partitioned or policy.host is not None
         """Whether full parameters follow the shards only when they are gathered."""
-        frees_part = policy.host is not None and policy.host.parameters
-        self.frees_weights = policy.zero_stage == 3 and (policy.partitioned or frees_part)
-        """Whether the full parameters exist only between gather and release."""
         self.stale = False
         """Whether shards have changed since this rank gathered the full parameters that it holds."""
         self.rounded = False
@@ -62,40 +154,17 @@ class FlatStorage:
         """The gather in flight; for a whole unit, or one with a copy on the host, the load of it."""
         self._read_ahead: dist.Work | Transfer | RoundedGather | None = None
         """A gather that a reader has awaited, perhaps on another stream. The program waits for it, too."""
-        self.refreshing: dist.Work | None = None
-        """The gather between peers in flight."""
         self.pending: ShardUpdate | None = None
         """An update of this rank's shard for which nobody has waited."""
         self._whole = policy.whole
-        self._copy: WholeCopy | None = None
+        self.copy = WholeCopy(policy.bus) if policy.bus is not None and self.partitioned else None
         """The copy of the full parameters on the host; None if there never is one."""
-        if policy.bus is not None and self.partitioned:
-            self._copy = WholeCopy(policy.bus)
         self._gather_group, self._bits = policy.gather_group, policy.bits_of_weights
-        self._peers = policy.nodes.peers if policy.nodes is not None and not policy.nodes.replicated else None
-        self._outdated = False
-        """Whether peers have changed their slices of the kept part since this rank gathered them."""
         self._holders: set[Hashable] = set()
-        self._remembered: dict[tuple[int, int], torch.Tensor] = {}
-        """By their bounds in the storage, values for which :meth:`remember` was called."""
-        self._lay_out(policy)
         self._guards = Guards((entry.parameter for entry in parameters), self._settle)
+        self._take_part(policy)
 
-    def _lay_out(self, policy: ZeroPolicy) -> None:
-        first = self.parameters[0].parameter
-        *self.offsets, self.end = offsets((entry.parameter.numel() for entry in self.parameters), policy.alignment)
-        ranks = policy.data_group.size()
-        make = partial(first.new_zeros, part_size(self.end, ranks, policy.alignment) * ranks, requires_grad=False)
-        # All chunks are laid out at once, and released.
-        self.flat = make() if self.frees_weights else in_pool(first.device, make)
-        self._bytes = self.flat.untyped_storage().nbytes()
-        self._released = first.new_empty(0, requires_grad=False)
-        self._views = []
-        for entry, offset in zip(self.parameters, self.offsets):
-            view = self.flat[offset : offset + entry.parameter.numel()].view(entry.parameter.shape)
-            view.copy_(entry.parameter.detach())
-            entry.parameter.data = view
-            self._views.append(view)
+    def _take_part(self, policy: ZeroPolicy) -> None:
         self.shard_start, self.kept, self.shard = 0, self.flat, self.flat
         if self.partitioned:
             kept = self.flat.numel() // self._gather_group.size()
@@ -106,34 +175,22 @@ class FlatStorage:
             size = self.flat.numel() // policy.shard_group.size()
             self.shard_start = policy.shard_index * size
             self.shard = self.kept[self.shard_start - kept_start :][:size]
-        self._loaded: LoadedPart | None = None
+        peers = policy.nodes.peers if policy.nodes is not None and not policy.nodes.replicated else None
+        self.slices = PeerSlices(self.kept, self.shard, peers)
+        self.loaded: LoadedPart | None = None
         """This rank's part on the device, with its home on the host; None if the device holds the shard."""
         if policy.host is not None:
             shares = policy.whole and policy.data_group.size() > 1
-            self._loaded = LoadedPart(policy.host, self.kept, policy.data_group if shares else None)
-            self.shard = self._loaded.home
+            self.loaded = LoadedPart(policy.host, self.kept, policy.data_group if shares else None)
+            self.shard = self.loaded.home
             if self.partitioned:
-                self._loaded.free()
-
-    @property
-    def resident(self) -> bool:
-        """Whether the full parameters have memory."""
-        return self.flat.untyped_storage().nbytes() > 0
-
-    @property
-    def home_shared_by(self) -> int | None:
-        """How many ranks share the home of this rank's part on the host; None without one."""
-        return None if self._loaded is None else self._loaded.shared_by
-
-    def contents(self) -> list[tuple[str, list[int], int | None]]:
-        """Name, shape and optimizer group of the parameters, in the order of the storage."""
-        return [(entry.name, list(view.shape), entry.group) for entry, view in zip(self.parameters, self._views)]
+                self.loaded.free()
 
     def expect(self, update: ShardUpdate) -> None:
         """Leaves an ``update`` of this rank's shard to later. All data-parallel ranks do so together. Code that needs
         values of the parameters calls :meth:`catch_up` first."""
         self.pending = update
-        if self._loaded is not None:
+        if self.loaded is not None:
             self._outdate()
         elif self.resident:
             self._guards.put()
@@ -144,27 +201,27 @@ class FlatStorage:
         update, self.pending = self.pending, None
         if update is not None:
             update.wait()
-            if self._loaded is None and self.resident and not self.stale:
+            if self.loaded is None and self.resident and not self.stale:
                 self._guards.lift()
 
     def start_load(self) -> None:
         """Starts to load this rank's part from the host, once its update is over, if a gather needs it. All
         data-parallel ranks call it together."""
-        if not self._is_copied:
+        if self.copy is None or not self.copy.is_current:
             self._load_part()
 
     def _load_part(self) -> None:
-        if self._loaded is not None and (self.stale or not self.resident):
+        if self.loaded is not None and (self.stale or not self.resident):
             if self.pending is not None:
                 self.pending.start()
             if not self.partitioned:
                 self.stale = True
-            self._loaded.start(None if self.pending is None else self.pending.wait)
+            self.loaded.start(None if self.pending is None else self.pending.wait)
 
     def finish_load(self) -> None:
         """Waits for the load, if one is under way. Raises what the update of the shard raised."""
-        if self._loaded is not None:
-            self._loaded.finish()
+        if self.loaded is not None:
+            self.loaded.finish()
 
     def hold(self, who: Hashable, exact: bool = False) -> None:
         """Keeps the full parameters until ``who`` drops them, and launches their gather if this rank lacks any. An
@@ -177,13 +234,8 @@ class FlatStorage:
     def start_copy(self) -> None:
         """Starts to copy the gathered parameters to the host, unless it has them. Exact ones that somebody else has
         gathered are no such, if others are rounded."""
-        if self._copy is not None and self.rounded == (self._bits is not None):
-            self._copy.store(self.flat, self.rounded)
-
-    def finish_copy(self) -> None:
-        """Waits for that, so that the parameters may be released."""
-        if self._copy is not None:
-            self._copy.finish()
+        if self.copy is not None and self.rounded == (self._bits is not None):
+            self.copy.store(self.flat, self.rounded)
 
     def drop(self, who: Hashable) -> None:
         """Releases the full parameters when nobody else holds them."""
@@ -197,19 +249,6 @@ class FlatStorage:
         if self.stale and self.gathering is None:
             self._start_gather(exact=not self.rounded)
 
-    def start_refresh(self) -> None:
-        """Launches the gather of the slices that peers changed. All data-parallel ranks call it together."""
-        self.catch_up()
-        if self._outdated and self._peers is not None:
-            self._outdated = False
-            self.refreshing = start_all_gather(self.kept, self.shard, self._peers)
-
-    def finish_refresh(self) -> None:
-        """Waits for the gather between peers, if one is in flight."""
-        if self.refreshing is not None:
-            self.refreshing.wait()
-            self.refreshing = None
-
     def finish_gather(self) -> None:
         """Waits until the full parameters are there, if their gather is in flight."""
         self.catch_up()
@@ -221,15 +260,14 @@ class FlatStorage:
         self.gathering.wait()
         self.gathering = None
         self._complete()
-        if self._loaded is not None and self.partitioned:
-            self._loaded.free()
+        if self.loaded is not None and self.partitioned:
+            self.loaded.free()
 
     def _complete(self) -> None:
         self.stale = False
         self._guards.lift()
         if self.frees_weights:
-            for entry, view in zip(self.parameters, self._views):
-                entry.parameter.data = view
+            self.show()
 
     def release(self) -> None:
         """Frees the full parameters, even if they are held, where another gather can bring them back."""
@@ -239,36 +277,26 @@ class FlatStorage:
         self.finish_gather()
         # An update on the host may have made them old before.
         self._guards.lift()
-        for entry in self.parameters:
-            entry.parameter.data = self._released
-        if self._loaded is not None:
-            self._loaded.free()
-        self.flat.untyped_storage().resize_(0)
+        if self.loaded is not None:
+            self.loaded.free()
+        self.free()
         self.stale = self.rounded = False
         self._guards.put()
 
-    def replace_shard(self, values: torch.Tensor) -> None:
-        """Sets this rank's shard. All data-parallel ranks do so together: what this rank holds of the others' parts
-        is old until the next gather. ``values`` may be the shard itself, changed in place."""
-        self.finish_refresh()
+    def replace_shard(self, values: torch.Tensor, within: slice | None = None) -> None:
+        """Sets this rank's shard, or a slice ``within`` it. All data-parallel ranks do so together: what this rank has
+        of the others' parts is old until the next gather. Full parameters that are resident do not follow a slice.
+        ``values`` may be the shard itself, changed in place."""
+        self.slices.finish()
         if values is not self.shard:
-            self.shard.copy_(values)
-        self._outdated = True
-        self._outdate()
+            self.shard[slice(None) if within is None else within] = values
+        self._outdate(full=within is None)
 
     def settle_loads(self) -> None:
         """Blocks the host until no load reads the shard, so that the caller may change it there. Ranks that share it
         wait for each other; none of them may read it otherwise, either."""
-        if self._loaded is not None:
-            self._loaded.settle()
-
-    def replace_slice(self, within: slice, values: torch.Tensor) -> None:
-        """Sets a slice of this rank's shard. All data-parallel ranks call it together. Full parameters that are
-        resident do not follow."""
-        self.finish_refresh()
-        self.shard[within] = values
-        self._outdated = True
-        self._outdate_copies()
+        if self.loaded is not None:
+            self.loaded.settle()
 
     def adopt(self, within: slice = slice(None)) -> None:
         """Takes the shard, or a slice of it, from the full parameters if those are resident. Raises ValueError if they
@@ -283,71 +311,49 @@ class FlatStorage:
             )
         if not self.stale:
             self.attach_parameters()
-        if self.frees_weights or (self._loaded is not None and not self.stale):
-            self.finish_refresh()
+        if self.frees_weights or (self.loaded is not None and not self.stale):
+            self.slices.finish()
             self.settle_loads()
             self.shard[within].copy_(self.flat[self.shard_start : self.shard_start + self.shard.numel()][within])
-            self._outdated = True
-            self._outdate_copies()
-        for (start, end), values in self._remembered.items():
-            values.copy_(self.flat[start:end])
-
-    def remember(self, within: slice) -> None:
-        """Keeps a copy of a slice of the full parameters, until :meth:`forget`, if no gather could bring it back."""
-        if self._whole and not self.frees_weights:
-            self._remembered[within.start, within.stop] = self.flat[within].clone()
-
-    def forget(self, within: slice) -> torch.Tensor | None:
-        """Returns the copy of a slice that :meth:`remember` made, or that was adopted since."""
-        return self._remembered.pop((within.start, within.stop), None)
-
-    @property
-    def _is_copied(self) -> bool:
-        """Whether the host has the full parameters of now. Then all data-parallel ranks have them there."""
-        return self._copy is not None and self._copy.is_current
+            self._outdate(full=False)
+        self.remember_anew()
 
     def _start_gather(self, exact: bool) -> None:
-        copy = self._copy
+        copy = self.copy
         if copy is not None and copy.is_current and not (exact and copy.rounded):
-            self._make_resident()
+            self.make_resident()
             self.gathering, self.rounded = copy.load(self.flat), copy.rounded
             return
         self._load_part()
-        if self._whole and self._loaded is not None and self._loaded.loading is not None:
-            self.gathering = self._loaded.loading
+        if self._whole and self.loaded is not None and self.loaded.loading is not None:
+            self.gathering = self.loaded.loading
             return
         # A program has awaited the load of a part.
         self.finish_load()
         if not self.partitioned:
             self._complete()
             return
-        self._make_resident()
+        self.make_resident()
         # A program has awaited the refresh; a block or a loaded state has not.
-        self.start_refresh()
-        self.finish_refresh()
+        self.slices.start()
+        self.slices.finish()
         self.rounded = self._bits is not None and not exact
         if self._bits is not None and self.rounded:
             self.gathering = RoundedGather(self.flat, self.kept, self._gather_group, self._bits)
         else:
             self.gathering = start_all_gather(self.flat, self.kept, self._gather_group)
 
-    def _make_resident(self) -> None:
-        if not self.resident:
-            in_pool(self.flat.device, partial(self.flat.untyped_storage().resize_, self._bytes))
-
-    def _outdate(self) -> None:
-        """Takes the full parameters for old: shards have changed, or will have when their updates are over."""
-        self._outdate_copies()
-        if self.gathers and self.resident:
+    def _outdate(self, full: bool = True) -> None:
+        """Takes for old what this rank has of the unit beside its shard, which has changed or will have when updates
+        are over; with ``full``, the full parameters too."""
+        self.slices.are_old = True
+        if self.loaded is not None:
+            self.loaded.outdate()
+        if self.copy is not None:
+            self.copy.is_current = False
+        if full and self.gathers and self.resident:
             self.stale = True
             self._guards.put()
-
-    def _outdate_copies(self) -> None:
-        """Takes for old what this rank has of the unit beside its shard and the full parameters."""
-        if self._loaded is not None:
-            self._loaded.outdate()
-        if self._copy is not None:
-            self._copy.is_current = False
 
     def _settle(self, parameter: torch.Tensor | None) -> None:
         """Waits for the gather in flight before somebody reads or writes values of ``parameter``, or of an unknown one
@@ -368,24 +374,3 @@ class FlatStorage:
         gathering = self.gathering
         self.finish_gather()
         self._read_ahead = gathering
-
-    def attach_parameters(self) -> None:
-        """Copies into the storage the values of parameters to which user code gave another tensor (``parameter.data =
-        ...``), which would take no part in training. Raises ValueError for a tensor of another shape."""
-        own = self.flat.untyped_storage().data_ptr()
-        # Guards would gather values that nobody reads.
-        with torch._C.DisableTorchFunctionSubclass():
-            moved = [
-                (entry.shown, entry.parameter, view)
-                for entry, view in zip(self.parameters, self._views)
-                if entry.parameter.untyped_storage().data_ptr() != own
-            ]
-        for name, parameter, view in moved:
-            if parameter.shape != view.shape:
-                raise ValueError(
-                    f"parameter {name} has the shape {[*parameter.shape]}, but had {[*view.shape]} when the engine was "
-                    "built; resize it before that"
-                )
-            # Guards let a gather in flight end first.
-            view.copy_(parameter.detach())
-            parameter.data = view

@@ -109,7 +109,7 @@ class Unit:
         self.before_change()
         self.storage.settle_loads()
         self.master.values[within] = master
-        self.storage.replace_slice(within, self.master.values[within])
+        self.storage.replace_shard(self.master.values[within], within)
 
     @property
     def thawed(self) -> list[UnitParameter]:

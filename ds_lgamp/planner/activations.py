@@ -66,6 +66,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ds_lgamp.cost.activations import ChunkBytes, rows_of_piece
+from ds_lgamp.cost.traffic import hidden_bytes
 from ds_lgamp.cost.units import ElementBytes
 from ds_lgamp.planner.configuration import Configuration
 from ds_lgamp.planner.model import LatentAttention, Model
@@ -392,7 +393,7 @@ def chunk_bytes_of(model: Model, configuration: Configuration, software: Softwar
         for sort, whole in made.items():
             kept = chunk_bytes(of_kinds, ends, *sort[:3], recompute=False) if sort[3] else None
             made[sort] = replace(whole, kept=kept)
-    if configuration.activation_dtype is not None:
-        for sort, whole in made.items():
-            made[sort] = replace(whole, sent=configuration.message_bytes(whole.result // software.element.weights))
+    for sort, whole in made.items():
+        elements = whole.result // software.element.weights
+        made[sort] = replace(whole, sent=hidden_bytes(elements, configuration.activation_dtype))
     return [made[sort] for sort in sorts]

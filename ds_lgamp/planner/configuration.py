@@ -5,13 +5,12 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
-from ds_lgamp.cost.traffic import narrow_bytes
 from ds_lgamp.cost.units import Travel
 from ds_lgamp.fields import count
 from ds_lgamp.planner.model import Model
 from ds_lgamp.schedule.orders import default_placement
 from ds_lgamp.schedule.placement import Placement, place_chunks, split_by_speed, split_evenly
-from ds_lgamp.schedule.spec import LEAST_ROUNDED, ActivationType, Hierarchy, Offload, ProgramSpec
+from ds_lgamp.schedule.spec import ActivationType, Hierarchy, Offload, ProgramSpec
 
 PLANNED = ("layered", "interleaved_1f1b", "1f1b", "gpipe", "zbv")
 """The schedules whose time and memory the planner predicts."""
@@ -259,27 +258,10 @@ class Configuration:
             return self.hierarchy.node_ranks
         return self.data_ranks if self.zero_stage else 1
 
-    @property
-    def expert_shards(self) -> int:
-        """The same of experts that ranks divide."""
-        return self.data_ranks // self.expert_ranks if self.zero_stage else 1
-
     def part(self, parameters: float, experts: float = 0.0) -> float:
         """Returns how many parameters a rank updates of those that it has on one tensor-parallel rank, of which
         ``experts`` are those that ranks divide."""
-        return parameters / self.shards + experts / self.expert_shards
-
-    @property
-    def under_way(self) -> int:
-        """The most micro-batches that a rank has begun and not ended, or a few more."""
-        ranks = self.pipeline_ranks
-        at_once = {"1f1b": ranks, "interleaved_1f1b": 2 * ranks, "layered": self.group * min(2, ranks)}
-        return min(self.micro_batches, at_once.get(self.schedule, self.micro_batches))
-
-    def message_bytes(self, elements: int) -> int | None:
-        """Returns the bytes of hidden states of so many ``elements`` in a message; None if they travel as they are."""
-        narrow = self.activation_dtype
-        return None if narrow is None or elements < LEAST_ROUNDED else narrow_bytes(elements, narrow)
+        return parameters / self.shards + experts / (self.data_ranks // self.expert_ranks if self.zero_stage else 1)
 
     def layers_of_chunks(self, model: Model) -> list[int]:
         """Returns how many layers each chunk has. Raises ValueError if there are fewer layers than chunks."""

@@ -293,3 +293,32 @@ def group_of(cluster: Cluster, gpus: int, size: int, stride: int) -> Group:
     per_node = cluster.gpus_per_node
     inside = size if gpus <= per_node else 1 if per_node % stride else gcd(size, per_node // stride)
     return Group(inside, size // inside)
+
+
+def step_flops(model: Model, tokens: int) -> float:
+    """Returns the floating-point operations of a forward and a backward. The backward of a product makes two gradients,
+    or one if its matrix is frozen."""
+    forward = forward_flops(model, tokens)
+    if not model.adapters:
+        return 3 * forward
+    frozen = model.layers * sum(rows * columns for rows, columns in model.linear_layers)
+    return 3 * forward - 2.0 * tokens * frozen - _head_flops(model, tokens)
+
+
+def forward_flops(model: Model, tokens: int) -> float:
+    """Returns the floating-point operations of a forward for so many ``tokens``. Counts attention over whole sequences,
+    as MFU usually does (arXiv 2104.04473), though a causal kernel skips half, and windows need less."""
+    return sum(count * _layer_flops(kind, tokens) for count, kind in model.kinds) + _head_flops(model, tokens)
+
+
+def _layer_flops(kind: Model, tokens: int) -> float:
+    """Of one layer's forward; of one with experts, if there are layers of two kinds."""
+    visited = kind.experts_per_token * (kind.expert_parameters - sum(kind.expert_extras)) + kind.shared_parameters
+    active = kind.attention_parameters + visited + kind.router_parameters
+    scores = 2.0 * kind.attention_heads * (kind.head_size + kind.value_size) * kind.sequence_length
+    adapters = kind.adapters_of(kind.linear_layers) if kind.adapters else 0
+    return tokens * (2.0 * (active + adapters) + scores)
+
+
+def _head_flops(model: Model, tokens: int) -> float:
+    return 2.0 * tokens * model.hidden_size * model.vocabulary_size

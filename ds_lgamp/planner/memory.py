@@ -379,4 +379,11 @@ def batch_bytes(model: Model, configuration: Configuration, software: Software) 
         return per_token * model.sequence_length * configuration.micro_batches
     per_token += 2 * w * (model.rotary_size or model.head_size)
     masks = w * model.attention_masks * model.sequence_length**2 * configuration.micro_batch
-    return per_token * model.sequence_length * configuration.micro_batches + masks * configuration.under_way
+    return per_token * model.sequence_length * configuration.micro_batches + masks * _under_way(configuration)
+
+
+def _under_way(of: Configuration) -> int:
+    """The most micro-batches that a rank has begun and not ended, or a few more."""
+    ranks = of.pipeline_ranks
+    at_once = {"1f1b": ranks, "interleaved_1f1b": 2 * ranks, "layered": of.group * min(2, ranks)}
+    return min(of.micro_batches, at_once.get(of.schedule, of.micro_batches))

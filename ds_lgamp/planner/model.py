@@ -29,7 +29,7 @@ class LatentAttention(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Model:
+class Sizes:
     """The sizes of a transformer. Raises ValueError if they contradict each other."""
 
     name: str
@@ -133,6 +133,68 @@ class Model:
                 "layers, and a size"
             )
 
+    @property
+    def value_size(self) -> int:
+        """Values of a head."""
+        return self.head_size if self.latent is None else self.latent.value_size
+
+    @property
+    def query_width(self) -> int:
+        """Queries of all heads."""
+        return self.attention_heads * self.head_size
+
+    @property
+    def key_value_width(self) -> int:
+        """Keys and values of all heads that have their own."""
+        return self.key_value_heads * (self.head_size + self.value_size)
+
+    @property
+    def matrices(self) -> int:
+        """Matrices of a feed-forward part."""
+        return 3 if self.gated else 2
+
+    @property
+    def attention_matrices(self) -> list[tuple[int, int]]:
+        """Rows and columns of the matrices of one layer's attention."""
+        output = self.attention_heads * self.value_size, self.hidden_size
+        if self.latent is None:
+            return [(self.hidden_size, self.query_width + self.key_value_width), output]
+        low, hidden = self.latent, self.hidden_size
+        queries = [(hidden, low.query_rank), (low.query_rank, self.query_width)] if low.query_rank else []
+        # The keys' part with positions comes from the hidden state, once for all heads.
+        made = self.key_value_width - self.key_value_heads * low.rotary_size
+        return [
+            *(queries or [(hidden, self.query_width)]),
+            (hidden, low.key_value_rank + low.rotary_size),
+            (low.key_value_rank, made),
+            output,
+        ]
+
+    @property
+    def attention_layers(self) -> list[tuple[int, int]]:
+        """The same as modules have them, which may have queries, keys and values each."""
+        if self.joined_attention or self.latent is not None:
+            return self.attention_matrices
+        hidden, keys = self.hidden_size, self.key_value_width // 2
+        return [(hidden, self.query_width), (hidden, keys), (hidden, keys), self.attention_matrices[1]]
+
+    @property
+    def linear_layers(self) -> list[tuple[int, int]]:
+        """Rows and columns of the matrices of one layer without experts and latent attention, as its modules have
+        them."""
+        hidden, wide = self.hidden_size, self.feed_forward_size
+        return [*self.attention_layers, *[(hidden, wide)] * (self.matrices - 1), (wide, hidden)]
+
+    @property
+    def own_experts(self) -> int:
+        """The experts of a layer that a rank has."""
+        return self.experts // self.expert_ranks
+
+
+@dataclass(frozen=True)
+class Model(Sizes):
+    """A transformer: what follows from its sizes for kinds of layers and their parameters."""
+
     @classmethod
     def gpt(
         cls,
@@ -194,58 +256,6 @@ class Model:
         return dense, end - start - dense
 
     @property
-    def value_size(self) -> int:
-        """Values of a head."""
-        return self.head_size if self.latent is None else self.latent.value_size
-
-    @property
-    def query_width(self) -> int:
-        """Queries of all heads."""
-        return self.attention_heads * self.head_size
-
-    @property
-    def key_value_width(self) -> int:
-        """Keys and values of all heads that have their own."""
-        return self.key_value_heads * (self.head_size + self.value_size)
-
-    @property
-    def matrices(self) -> int:
-        """Matrices of a feed-forward part."""
-        return 3 if self.gated else 2
-
-    @property
-    def attention_matrices(self) -> list[tuple[int, int]]:
-        """Rows and columns of the matrices of one layer's attention."""
-        output = self.attention_heads * self.value_size, self.hidden_size
-        if self.latent is None:
-            return [(self.hidden_size, self.query_width + self.key_value_width), output]
-        low, hidden = self.latent, self.hidden_size
-        queries = [(hidden, low.query_rank), (low.query_rank, self.query_width)] if low.query_rank else []
-        # The keys' part with positions comes from the hidden state, once for all heads.
-        made = self.key_value_width - self.key_value_heads * low.rotary_size
-        return [
-            *(queries or [(hidden, self.query_width)]),
-            (hidden, low.key_value_rank + low.rotary_size),
-            (low.key_value_rank, made),
-            output,
-        ]
-
-    @property
-    def attention_layers(self) -> list[tuple[int, int]]:
-        """The same as modules have them, which may have queries, keys and values each."""
-        if self.joined_attention or self.latent is not None:
-            return self.attention_matrices
-        hidden, keys = self.hidden_size, self.key_value_width // 2
-        return [(hidden, self.query_width), (hidden, keys), (hidden, keys), self.attention_matrices[1]]
-
-    @property
-    def linear_layers(self) -> list[tuple[int, int]]:
-        """Rows and columns of the matrices of one layer without experts and latent attention, as its modules have
-        them."""
-        hidden, wide = self.hidden_size, self.feed_forward_size
-        return [*self.attention_layers, *[(hidden, wide)] * (self.matrices - 1), (wide, hidden)]
-
-    @property
     def tensors_in_layer(self) -> list[int]:
         """Elements of each tensor of one layer that trains, as models of transformers have them."""
         if self.adapters:
@@ -289,11 +299,6 @@ class Model:
         """Weights of one feed-forward part, or of one expert."""
         biases = (self.matrices - 1) * self.feed_forward_size + self.hidden_size if self.biases else 0
         return self.matrices * self.hidden_size * self.feed_forward_size + biases + sum(self.expert_extras)
-
-    @property
-    def own_experts(self) -> int:
-        """The experts of a layer that a rank has."""
-        return self.experts // self.expert_ranks
 
     @property
     def divided_parameters(self) -> int:
@@ -343,33 +348,6 @@ class Model:
             count * (kind.experts - kind.experts_per_token) * kind.expert_parameters for count, kind in self.kinds
         )
         return self.parameters - idle
-
-    def layer_flops(self, tokens: int) -> float:
-        """Returns the floating-point operations of one layer's forward for ``tokens`` tokens in whole sequences; of one
-        with experts, if there are layers of two kinds."""
-        visited = self.experts_per_token * (self.expert_parameters - sum(self.expert_extras)) + self.shared_parameters
-        active = self.attention_parameters + visited + self.router_parameters
-        scores = 2.0 * self.attention_heads * (self.head_size + self.value_size) * self.sequence_length
-        adapters = self.adapters_of(self.linear_layers) if self.adapters else 0
-        return tokens * (2.0 * (active + adapters) + scores)
-
-    def head_flops(self, tokens: int) -> float:
-        """Returns the floating-point operations of the head's forward."""
-        return 2.0 * tokens * self.hidden_size * self.vocabulary_size
-
-    def forward_flops(self, tokens: int) -> float:
-        """Returns the floating-point operations of a forward. Counts attention over whole sequences, as MFU usually
-        does (arXiv 2104.04473), though a causal kernel skips half, and windows need less."""
-        layers = sum(count * kind.layer_flops(tokens) for count, kind in self.kinds)
-        return layers + self.head_flops(tokens)
-
-    def step_flops(self, tokens: int) -> float:
-        """Returns the floating-point operations of a forward and a backward. The backward of a product makes two
-        gradients, or one if its matrix is frozen."""
-        if not self.adapters:
-            return 3 * self.forward_flops(tokens)
-        frozen = self.layers * sum(rows * columns for rows, columns in self.linear_layers)
-        return 3 * self.forward_flops(tokens) - 2.0 * tokens * frozen - self.head_flops(tokens)
 
 
 @lru_cache(maxsize=256)

@@ -8,7 +8,7 @@ from operator import add
 
 from ds_lgamp.planner.cluster import Cluster
 from ds_lgamp.planner.configuration import Configuration
-from ds_lgamp.planner.hardware import Seconds
+from ds_lgamp.planner.hardware import Seconds, step_flops
 from ds_lgamp.planner.model import Model
 from ds_lgamp.planner.work import Work, exact_seconds, is_layered, is_own, total
 from ds_lgamp.schedule.closed_form import Shape, step_time
@@ -151,7 +151,7 @@ def predict(model: Model, cluster: Cluster, configuration: Configuration, on_clo
         parts["bubble"] = 0.0
     if not on_clock:
         parts["data_parallel"] += work.tied_sum
-    useful = model.step_flops(configuration.sequences * model.sequence_length)
+    useful = step_flops(model, configuration.sequences * model.sequence_length)
     return Prediction(**parts, mfu=useful / (sum(parts.values()) * configuration.gpus * cluster.peak))
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from ds_lgamp.cost.traffic import hidden_bytes
 from ds_lgamp.cost.units import ElementBytes, aligned, packed_bytes
 from ds_lgamp.planner.activations import end_bytes, layer_bytes
 from ds_lgamp.planner.cluster import Cluster, Efficiency
@@ -170,7 +171,7 @@ class Work:
             return 0.0, 0.0
         # Under sequence parallelism each tensor rank has and sends a part (arXiv 2205.05198).
         elements = self._tokens * self.model.hidden_size / self.configuration.tensor_ranks
-        rounded = self.configuration.message_bytes(round(elements))
+        rounded = hidden_bytes(round(elements), self.configuration.activation_dtype)
         size = ELEMENT * elements if rounded is None else rounded
         hop = self.network.message(self.messages_cross_nodes, size)
         transfer = hop - self.network.message(self.messages_cross_nodes, 0)

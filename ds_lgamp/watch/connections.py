@@ -2,20 +2,27 @@
 
 import hmac
 import json
+import logging
+import selectors
 import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+logger = logging.getLogger(__name__)
 PATIENCE = 10.0
 """Seconds to wait for a connection, and then for each answer of the rank at its other end."""
 RETRY = 0.1
 """Seconds between two attempts to send the rest of a line."""
-WELCOME = "welcome"
+HERE = "here"
+"""What a rank says once it is admitted."""
+_WELCOME = "welcome"
+_LONGEST_GREETING = 4096
+"""Bytes that a stranger may send without ending a line."""
 _SILENCE, _PROBES_EVERY, _PROBES = 15, 5, 9
 """The system probes a connection after 15 s without traffic, every 5 s. After 9 probes without an answer, after a
 minute in all, the connection ends: a machine that lost its power or its network does not end its connections itself."""
@@ -164,7 +171,7 @@ def join(member: Member, token: str, own: Member) -> Connection:
     peer = socket.create_connection((member.address, member.port), PATIENCE)
     try:
         peer.sendall(f"{token} {json.dumps(own)}\n".encode())
-        expected = WELCOME.encode() + b"\n"
+        expected = _WELCOME.encode() + b"\n"
         answer = b""
         while len(answer) < len(expected):
             # Reads only the answer, because other code reads what follows it.
@@ -180,9 +187,116 @@ def join(member: Member, token: str, own: Member) -> Connection:
     return Connection(peer)
 
 
-def admitted(greeting: str, token: str) -> Member | None:
+def _admitted(greeting: str, token: str) -> Member | None:
     """Returns the rank that a ``greeting`` names; None if it does not present the ``token``."""
     presented, _, member = greeting.partition(" ")
     if not hmac.compare_digest(presented.encode(), token.encode()):
         return None
     return Member(*json.loads(member))
+
+
+class Neighbours:
+    """The ranks to which this one is connected: a hub and all that it admits, or the hub alone.
+
+    One thread uses it, which answers what the selector returns: the ``data`` of a key is what to call with its source.
+
+    Args:
+        listener: takes the connections of other ranks.
+        token: what a rank must present.
+        hear: answers what a neighbour sends.
+    """
+
+    def __init__(self, own: Member, listener: socket.socket, token: str, hear: Callable[[Connection], None]) -> None:
+        self._own, self._listener, self._token, self._hear = own, listener, token, hear
+        self.members: dict[Connection, Member] = {}
+        self.watched: set[Connection] = set()
+        """The neighbours that have not said goodbye."""
+        self.ending: set[Connection] = set()
+        """The neighbours that SIGTERM ends."""
+        self.hub: Connection | None = None
+        """The connection to the hub; None if this rank is the hub."""
+        self.leaving = threading.Event()
+        """Set when this rank begins to leave: it admits no other and joins none."""
+        self._newcomers: dict[Connection, float] = {}
+        """Connections that have not shown the token, and when they began."""
+        self.selector = selectors.DefaultSelector()
+        self.on_input(listener, self._accept)
+
+    def on_input(self, source: Any, answer: Callable[[Any], Any]) -> None:
+        """Has ``answer`` called with ``source`` when something has come there."""
+        self.selector.register(source, selectors.EVENT_READ, answer)
+
+    def join(self, member: Member) -> None:
+        """Becomes a neighbour of ``member``, which is the hub. Raises OSError if that is impossible."""
+        hub = join(member, self._token, self._own)
+        # The other side watches from now on: had this rank lost patience before, it would not have died.
+        hub.send(HERE)
+        self.members[hub] = member
+        self.watched.add(hub)
+        self.hub = hub
+        self.on_input(hub, self._hear)
+
+    def join_first(self, heirs: Iterable[Member]) -> None:
+        """Joins the first of ``heirs`` that has not left. If that is this rank, the other ranks come."""
+        for heir in heirs:
+            if heir == self._own or heir in self.members.values() or self.leaving.is_set():
+                return
+            try:
+                self.join(heir)
+                return
+            except OSError:
+                # It left at the same time. Had it died before, the old hub would have said so.
+                continue
+
+    def drop(self, neighbour: Connection) -> None:
+        """Closes the connection to a neighbour."""
+        self.selector.unregister(neighbour)
+        del self.members[neighbour]
+        self.watched.discard(neighbour)
+        self.ending.discard(neighbour)
+        if neighbour is self.hub:
+            self.hub = None
+        neighbour.close()
+
+    def tell(self, line: str, source: Connection | None = None) -> None:
+        """Sends ``line`` to all that have not said goodbye, except to the ``source`` of it."""
+        for neighbour in list(self.watched):
+            if neighbour is not source:
+                neighbour.send(line)
+
+    def close(self) -> None:
+        """Closes what this process has of the connections."""
+        for connection in (*self.members, *self._newcomers):
+            connection.close()
+        self._listener.close()
+        self.selector.close()
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            newcomer = Connection(listener.accept()[0])
+        except OSError as error:
+            # Such as too many open files. What waits at the listener would wake this thread without end.
+            self.selector.unregister(listener)
+            logger.warning(f"ds_lgamp: {self._own.name} takes no more connections of other ranks: {error}")
+            return
+        now = time.monotonic()
+        for silent in [other for other, since in self._newcomers.items() if now - since > PATIENCE]:
+            self._refuse(silent)
+        self._newcomers[newcomer] = now
+        self.on_input(newcomer, self._admit)
+
+    def _admit(self, newcomer: Connection) -> None:
+        lines, ended = newcomer.receive()
+        member = _admitted(lines[0], self._token) if lines else None
+        if member is not None and not self.leaving.is_set():
+            del self._newcomers[newcomer]
+            self.members[newcomer] = member
+            self.selector.modify(newcomer, selectors.EVENT_READ, self._hear)
+            newcomer.send(_WELCOME)
+        elif lines or ended or newcomer.unfinished > _LONGEST_GREETING:
+            self._refuse(newcomer)
+
+    def _refuse(self, newcomer: Connection) -> None:
+        del self._newcomers[newcomer]
+        self.selector.unregister(newcomer)
+        newcomer.close()

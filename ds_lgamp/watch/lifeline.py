@@ -15,16 +15,15 @@ guard ends the process (:mod:`ds_lgamp.watch.guard`). A rank that gets SIGTERM f
 import json
 import logging
 import math
-import selectors
 import socket
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ds_lgamp.watch.connections import PATIENCE, RETRY, WELCOME, Connection, Member, admitted, complete, flush, join
+from ds_lgamp.watch.connections import HERE, PATIENCE, RETRY, Connection, Member, Neighbours, complete, flush
 from ds_lgamp.watch.last_words import Exit, cause, say
 from ds_lgamp.watch.launcher import NEWS, Launcher, Termination
 from ds_lgamp.watch.stalls import TICK, StallTalk
@@ -43,9 +42,7 @@ _HEIRS = 16
 """How many ranks a hub that leaves names, in case the first ones leave too."""
 _BACKLOG = 0.1
 """Seconds to hear of what happened before SIGTERM came."""
-_LONGEST_GREETING = 4096
-"""Bytes that a stranger may send without ending a line."""
-_HERE, _GOODBYE, _FAILS, _TERMINATED, _VERDICT, _REFUSAL = "here goodbye fails terminated verdict refusal".split()
+_GOODBYE, _FAILS, _TERMINATED, _VERDICT, _REFUSAL = "goodbye fails terminated verdict refusal".split()
 
 
 class Process(NamedTuple):
@@ -65,18 +62,11 @@ class Lifeline:
     """
 
     def __init__(self, own: Member, listener: socket.socket, token: str, world: int, process: Process) -> None:
-        self._own, self._listener, self._token, self._process = own, listener, token, process
+        self._own, self._process = own, process
         self._self = f"this rank, {own.rank} on {own.host}"
-        self._neighbours: dict[Connection, Member] = {}
-        self._watched: set[Connection] = set()
-        """The neighbours that have not said goodbye."""
-        self._ending: set[Connection] = set()
-        """The neighbours that SIGTERM ends."""
-        self._hub: Connection | None = None
-        """The connection to the hub; None if this rank is the hub."""
+        self._neighbours = Neighbours(own, listener, token, self._hear)
+        self._leaving = self._neighbours.leaving
         self.stalls = StallTalk(own, world, process.whereabouts, self._stalled)
-        self._newcomers: dict[Connection, float] = {}
-        """Connections that have not shown the token, and when they began."""
         self._shown: int | None = None
         """The identity of the error that the script handles where it stands still."""
         self.a_rank_fails = False
@@ -84,22 +74,20 @@ class Lifeline:
         self._verdict: str | None = None
         self._announces, self._announced = False, ""
         """Whether a goodbye of this rank takes its failure back; and which other rank fails, "" if none."""
-        self._judged, self._leaving = threading.Event(), threading.Event()
+        self._judged = threading.Event()
         self._blamed, self._waited = threading.Event(), False
         """Whether another rank is known to be the reason if this one fails; whether this one has waited for that."""
         self._said, self._speaking = False, threading.Lock()
         self._termination, self._terminated = Termination(), False
         self._alarm, self._bell = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
-        self._await(listener, self._accept)
-        self._await(self._bell, lambda bell: bell.recv(1))
-        self._await(self._termination, self._terminate)
+        self._neighbours.on_input(self._bell, lambda bell: bell.recv(1))
+        self._neighbours.on_input(self._termination, self._terminate)
         self._thread = threading.Thread(target=self._watch, name="ds_lgamp lifeline", daemon=True)
 
     def start(self, hub: Member | None) -> None:
         """Begins to watch. Raises OSError if the ``hub`` cannot be reached. The hub itself has none."""
         if hub is not None:
-            self._join(hub)
+            self._neighbours.join(hub)
         self.stalls.begin()
         self._thread.start()
         self._termination.catch()
@@ -154,13 +142,10 @@ class Lifeline:
 
     def let_go(self) -> None:
         """Closes what this process has of the connections. A forked process must not keep them open."""
-        for connection in (*self._neighbours, *self._newcomers):
-            connection.close()
-        for left in (self._listener, self._alarm, self._bell):
+        for left in (self._neighbours, self._alarm, self._bell):
             left.close()
         self.stalls.let_go()
         self._termination.close()
-        self._selector.close()
 
     # What the thread does
 
@@ -171,10 +156,10 @@ class Lifeline:
             finally:
                 # The guard would end this process if it heard no more of it.
                 self.stalls.finish()
-            self._serve(lambda: len(self._neighbours) < 2, _STAY)
+            self._serve(lambda: len(self._neighbours.members) < 2, _STAY)
         finally:
             self._say_goodbye()
-            self._serve(lambda: not self._neighbours, _FAREWELL)
+            self._serve(lambda: not self._neighbours.members, _FAREWELL)
             self.let_go()
 
     def _serve(self, over: Callable[[], bool], seconds: float = math.inf, looks: bool = False) -> None:
@@ -188,9 +173,9 @@ class Lifeline:
                 self._look()
                 next_look = now + TICK
             left = min(deadline, next_look if looks else math.inf) - now
-            if flush(self._neighbours):
+            if flush(self._neighbours.members):
                 left = min(left, RETRY)
-            for key, _ in self._selector.select(max(0.0, left)):
+            for key, _ in self._neighbours.selector.select(max(0.0, left)):
                 # An earlier event may have closed the connection of this one.
                 if key.fd == key.fileobj.fileno():  # type: ignore[union-attr]
                     key.data(key.fileobj)
@@ -199,7 +184,7 @@ class Lifeline:
         if self._process.launcher.is_gone():
             self._judge(f"{self._own.name} lost its {self._process.launcher}, which was killed or has ended", None)
         try:
-            self._show(self.stalls.look(self._neighbours, self._hub))
+            self._show(self.stalls.look(self._neighbours.members, self._neighbours.hub))
         except Exception:
             # An error there must not stop the watch for deaths.
             logger.exception(f"ds_lgamp: {self._own.name} cannot tell whether ranks stand still")
@@ -220,105 +205,43 @@ class Lifeline:
         # Of the error itself, this thread would keep all that its calls hold.
         self._shown = identity
 
-    def _await(self, source: Any, answer: Callable[[Any], Any]) -> None:
-        self._selector.register(source, selectors.EVENT_READ, answer)
-
-    def _accept(self, listener: socket.socket) -> None:
-        try:
-            newcomer = Connection(listener.accept()[0])
-        except OSError as error:
-            # Such as too many open files. What waits at the listener would wake this thread without end.
-            self._selector.unregister(listener)
-            logger.warning(f"ds_lgamp: {self._own.name} takes no more connections of other ranks: {error}")
-            return
-        now = time.monotonic()
-        for silent in [other for other, since in self._newcomers.items() if now - since > PATIENCE]:
-            self._refuse(silent)
-        self._newcomers[newcomer] = now
-        self._await(newcomer, self._admit)
-
-    def _admit(self, newcomer: Connection) -> None:
-        lines, ended = newcomer.receive()
-        member = admitted(lines[0], self._token) if lines else None
-        if member is not None and not self._leaving.is_set():
-            del self._newcomers[newcomer]
-            self._neighbours[newcomer] = member
-            self._selector.modify(newcomer, selectors.EVENT_READ, self._hear)
-            newcomer.send(WELCOME)
-        elif lines or ended or newcomer.unfinished > _LONGEST_GREETING:
-            self._refuse(newcomer)
-
-    def _refuse(self, newcomer: Connection) -> None:
-        del self._newcomers[newcomer]
-        self._selector.unregister(newcomer)
-        newcomer.close()
-
     def _hear(self, neighbour: Connection) -> None:
         lines, ended = neighbour.receive()
         for line in lines:
             kind, _, content = line.partition(" ")
-            if kind == _HERE:
-                self._watched.add(neighbour)
+            if kind == HERE:
+                self._neighbours.watched.add(neighbour)
             elif kind in (_VERDICT, _REFUSAL):
                 self._judge(content, neighbour, kind)
             elif kind == _TERMINATED:
-                self._ending.add(neighbour)
+                self._neighbours.ending.add(neighbour)
             elif kind == _FAILS:
                 self._hear_of_failure(content, neighbour)
             elif kind == _GOODBYE:
-                self.stalls.hear_goodbye(self._neighbours[neighbour])
-                self._drop(neighbour)
-                self._follow([Member(*heir) for heir in json.loads(content)])
+                self.stalls.hear_goodbye(self._neighbours.members[neighbour])
+                self._neighbours.drop(neighbour)
+                self._neighbours.join_first(Member(*heir) for heir in json.loads(content))
                 return
             else:
                 self.stalls.hear(kind, content, neighbour)
         if ended:
-            member = self._neighbours[neighbour]
+            member = self._neighbours.members[neighbour]
             # What terminates this rank, too, is to blame rather than a neighbour that it ends first.
-            died = neighbour in self._watched and not (self._terminated and neighbour in self._ending)
-            self._drop(neighbour)
+            ends = self._terminated and neighbour in self._neighbours.ending
+            died = neighbour in self._neighbours.watched and not ends
+            self._neighbours.drop(neighbour)
             if died:
                 self._judge(f"{member.name} died", neighbour)
 
-    def _drop(self, neighbour: Connection) -> None:
-        self._selector.unregister(neighbour)
-        del self._neighbours[neighbour]
-        self._watched.discard(neighbour)
-        self._ending.discard(neighbour)
-        if neighbour is self._hub:
-            self._hub = None
-        neighbour.close()
-
-    def _join(self, member: Member) -> None:
-        """Becomes a neighbour of ``member``. Raises OSError if that is impossible."""
-        neighbour = join(member, self._token, self._own)
-        # The other side watches from now on: had this rank lost patience before, it would not have died.
-        neighbour.send(_HERE)
-        self._neighbours[neighbour] = member
-        self._watched.add(neighbour)
-        self._hub = neighbour
-        self._await(neighbour, self._hear)
-
-    def _follow(self, heirs: list[Member]) -> None:
-        """Joins the first of ``heirs`` that has not left. If that is this rank, the other ranks come."""
-        for heir in heirs:
-            if heir == self._own or heir in self._neighbours.values() or self._leaving.is_set():
-                return
-            try:
-                self._join(heir)
-                return
-            except OSError:
-                # It left at the same time. Had it died before, the old hub would have said so.
-                continue
-
     def _say_goodbye(self) -> None:
-        heirs = sorted(self._neighbours.values())[:_HEIRS]
-        for neighbour in list(self._neighbours):
+        members = self._neighbours.members
+        heirs = sorted(members.values())[:_HEIRS]
+        for neighbour in list(members):
             neighbour.send(f"{_GOODBYE} {json.dumps(heirs)}")
-        complete(self._neighbours, _FAREWELL)
-        for neighbour in self._neighbours:
+        complete(members, _FAREWELL)
+        for neighbour in members:
             neighbour.finish()
-        self._watched.clear()
+        self._neighbours.watched.clear()
 
     # The end
 
@@ -335,7 +258,7 @@ class Lifeline:
             return
         self._verdict = verdict
         if source is not None:
-            self._watched.discard(source)
+            self._neighbours.watched.discard(source)
         self._spread(kind, verdict)
         # A rank that refuses says so itself, unless SIGTERM is about to end it.
         if (kind == _VERDICT or self._terminated) and not self._leaving.is_set():
@@ -359,18 +282,15 @@ class Lifeline:
             else:
                 self._blamed.clear()
                 self._said = False
-        for neighbour in list(self._watched):
-            if neighbour is not source:
-                neighbour.send(f"{_FAILS} {sentence}")
+        self._neighbours.tell(f"{_FAILS} {sentence}", source)
 
     def _terminate(self, termination: Termination) -> None:
         """Ends this rank, because SIGTERM has come. A verdict that comes within a moment says why, and this rank
         passes it on."""
         if not termination.has_come():
             return
-        self._selector.unregister(termination)
-        for neighbour in list(self._watched):
-            neighbour.send(_TERMINATED)
+        self._neighbours.selector.unregister(termination)
+        self._neighbours.tell(_TERMINATED)
         # A neighbour that ended before is to blame, even if SIGTERM has ended it.
         self._serve(lambda: False, _BACKLOG)
         self._terminated = True
@@ -379,11 +299,10 @@ class Lifeline:
         termination.end()
 
     def _spread(self, kind: str, verdict: str) -> None:
-        neighbours = list(self._watched)
-        for neighbour in neighbours:
-            neighbour.send(f"{kind} {verdict}")
+        neighbours = list(self._neighbours.watched)
+        self._neighbours.tell(f"{kind} {verdict}")
         # Neighbours that know the verdict end too, without a goodbye.
-        self._watched.clear()
+        self._neighbours.watched.clear()
         complete(neighbours, _FAREWELL)
 
     def _last_words(self) -> str:

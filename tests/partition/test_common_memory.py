@@ -175,7 +175,7 @@ def read_while_another_writes(slices):
         unit.replace_slice(slice(0, len(new)), new)
     else:
         unit.replace_shard(new)
-    return unit.storage.home_shared_by, reader.found, unit.storage.shard.sum().item() > 0
+    return unit.storage.loaded.shared_by, reader.found, unit.storage.shard.sum().item() > 0
 
 
 @pytest.mark.parametrize("slices", [False, True])

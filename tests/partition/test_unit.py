@@ -119,7 +119,7 @@ def test_a_copy_on_the_host_is_loaded_until_something_writes(data_group, writer)
     with torch.no_grad():
         weight.copy_(torch.arange(ELEMENTS))
     unit.storage.start_copy()
-    unit.storage.finish_copy()
+    unit.storage.copy.finish()
     if writer == "a block that modifies":
         unit.adopt()
     unit.storage.release()
@@ -264,7 +264,7 @@ def test_what_somebody_else_gathered_exactly_is_not_kept_among_rounded_weights(d
     unit.storage.finish_gather()
     unit.storage.hold(0)
     unit.storage.start_copy()
-    unit.storage.finish_copy()
+    unit.storage.copy.finish()
     unit.storage.release()
     unit.storage.hold(0)
     assert unit.storage.rounded and not isinstance(unit.storage.gathering, Transfer)

@@ -39,7 +39,7 @@ def reach(clock, phase):
 
 def know(ranks):
     """Waits until this rank holds connections to ``ranks`` and no others."""
-    while {member.rank for member in list(this_rank.lifeline._neighbours.values())} != ranks:
+    while {member.rank for member in list(this_rank.lifeline._neighbours.members.values())} != ranks:
         time.sleep(0.02)
 
 
@@ -333,7 +333,7 @@ def a_verdict_finds_a_full_connection(folder, clock):
     """Rank 0 has so much to say to rank 1, which is stopped, that the system takes a part of it only."""
     if begin(folder) == 0:
         reach(clock, 1)
-        (neighbour,) = this_rank.lifeline._neighbours
+        (neighbour,) = this_rank.lifeline._neighbours.members
         while not neighbour.has_unsent:
             neighbour.send("padding " + "x" * 10_000)
         lifeline._FAREWELL = SECONDS

@@ -113,7 +113,8 @@ def load_checkpoint(
         progress=not load_module_only,
     )
     folder, client_state = load_first_whole(engine, Path(load_dir), candidates, parts)
-    engine.lgamp.forget_nonfinite()
+    if engine.lgamp.check is not None:
+        engine.lgamp.check.forget()
     if engine.lgamp.live is not None:
         engine.lgamp.live.forget()
     return str(folder), client_state

@@ -15,8 +15,8 @@ from ds_lgamp.integrations.deepspeed.config.optimizer_choice import comes_from, 
 from ds_lgamp.integrations.deepspeed.model.layer_moves import place_layers
 from ds_lgamp.integrations.deepspeed.model.module import Layout, global_names, over_data, over_pipeline, shown_name
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import sharing_of
-from ds_lgamp.optimizers.eight_bits import InEightBits, class_in_8_bits
 from ds_lgamp.optimizers.muon import MATRIX_OPTIONS, OTHER_OPTIONS
+from ds_lgamp.optimizers.rounding import InEightBits, class_in_8_bits
 from ds_lgamp.partition.agreement import everyone, raise_everywhere
 
 _OF_PARAMETERS = ("params", "param_names")

@@ -12,9 +12,9 @@ from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from torch import nn
 
 from ds_lgamp.config import BLOCK, ConfigError
-from ds_lgamp.optimizers.eight_bits import InEightBits
 from ds_lgamp.optimizers.lamb import Lamb
 from ds_lgamp.optimizers.muon import MATRIX_OPTIONS, OTHER_OPTIONS, Muon
+from ds_lgamp.optimizers.rounding import InEightBits
 from ds_lgamp.optimizers.tensors import TensorOptimizer
 
 

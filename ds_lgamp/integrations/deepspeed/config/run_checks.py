@@ -45,7 +45,7 @@ from ds_lgamp.integrations.deepspeed.model.module import (
     tied_users,
 )
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import complaint_about_memory, complaint_about_tensor_ranks
-from ds_lgamp.optimizers.eight_bits import InEightBits
+from ds_lgamp.optimizers.rounding import InEightBits
 from ds_lgamp.partition.agreement import (
     Term,
     code_of,

@@ -22,7 +22,7 @@ from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
 from ds_lgamp.integrations.deepspeed.config.precision import parameter_dtype
 from ds_lgamp.integrations.deepspeed.model.module import Layout, announced_tensors, layer_prefix, over_data, prefix_of
 from ds_lgamp.integrations.program_spec import HPZ, MICS, shard_groups
-from ds_lgamp.optimizers.eight_bits import InEightBits
+from ds_lgamp.optimizers.rounding import InEightBits
 from ds_lgamp.partition.agreement import everyone, raise_everywhere
 from ds_lgamp.partition.memory import common_copy
 from ds_lgamp.runtime.node import memory_of, node_name

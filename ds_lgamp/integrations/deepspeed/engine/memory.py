@@ -15,9 +15,9 @@ from ds_lgamp.cost.muon import Iteration, Matrix, exchange_bytes, step_memory
 from ds_lgamp.cost.units import ElementBytes, Sharding, Travel
 from ds_lgamp.integrations.deepspeed.config.optimizer_choice import ELEMENTWISE, choice_of, counterpart
 from ds_lgamp.integrations.deepspeed.config.precision import accumulation_dtype, has_master_copies, parameter_dtype
-from ds_lgamp.optimizers.eight_bits import InEightBits
 from ds_lgamp.optimizers.lamb import Lamb
 from ds_lgamp.optimizers.muon import DEFAULTS, Muon, NewtonSchulz
+from ds_lgamp.optimizers.rounding import InEightBits
 from ds_lgamp.partition.unit import parts_of
 from ds_lgamp.partition.zero_partition import ZeroPartition
 from ds_lgamp.schedule.spec import ProgramSpec

@@ -18,7 +18,7 @@ from ds_lgamp.integrations.deepspeed.model.layer_moves import DeferredLayers
 from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, global_names, shown_name
 from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import Sharing, sharing_of, tensor_group
-from ds_lgamp.optimizers.eight_bits import InEightBits
+from ds_lgamp.optimizers.rounding import InEightBits
 from ds_lgamp.partition.agreement import everyone, raise_everywhere
 from ds_lgamp.partition.bus import Bus
 from ds_lgamp.partition.disk import Disk

@@ -162,9 +162,12 @@ class TensorAccess:
         complete until :meth:`release`."""
         part = self._parts[parameter]
         self._in_blocks.add(part.name)
-        part.unit.storage.hold(part.name, exact=True)
-        part.unit.storage.remember(part.in_flat)
-        return part.unit.storage
+        storage = part.unit.storage
+        storage.hold(part.name, exact=True)
+        if part.unit.policy.whole and not storage.frees_weights:
+            # No gather could bring back what the block changes.
+            storage.remember(part.in_flat)
+        return storage
 
     def release(self, parameter: torch.nn.Parameter, changed: bool) -> None:
         """Lets the storage release its parameters again. If the parameter ``changed``, in the same way on all

@@ -46,8 +46,8 @@ from ds_lgamp.integrations.deepspeed.model.recomputation import (
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import SharedBuffers
 from ds_lgamp.integrations.program_spec import budget_of, program_of
 from ds_lgamp.integrations.split.state import leave_out_hosts
-from ds_lgamp.optimizers.eight_bits import InEightBits
 from ds_lgamp.optimizers.host_updates import HostUpdateError
+from ds_lgamp.optimizers.rounding import InEightBits
 from ds_lgamp.optimizers.tensors import TensorOptimizer
 from ds_lgamp.partition.agreement import everyone, host_group, raise_everywhere
 from ds_lgamp.partition.bus import Bus
@@ -358,11 +358,6 @@ class Training:
         """Acts on the last batch too, if it is not finite. Collective; may raise NonfiniteError on every rank."""
         if self.check is not None:
             self.check.settle()
-
-    def forget_nonfinite(self) -> None:
-        """Forgets the last batch, after other weights were loaded."""
-        if self.check is not None:
-            self.check.forget()
 
     # The end
 

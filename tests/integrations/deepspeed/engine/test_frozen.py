@@ -127,7 +127,7 @@ def check_memory(case, engine):
     storages = {each.untyped_storage()._cdata: each.untyped_storage() for each in stored}
     assert told.weights == sum(storage.nbytes() for storage in storages.values()), case
     assert (told.host.weights if told.host else 0) == sum(
-        unit.storage.shard.nbytes // unit.storage.home_shared_by for unit in on_host
+        unit.storage.shard.nbytes // unit.storage.loaded.shared_by for unit in on_host
     ), case
     if engine.grid.data_parallel_id == 0:
         state = engine.optimizer.state.values()

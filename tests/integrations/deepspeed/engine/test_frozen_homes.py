@@ -47,7 +47,9 @@ def check_kept(case):
     assert loaded == (0 if bus is None else bus.bytes_loaded - before), case
     assert max(resident, default=0) == rank_memory(actions, sizes, sharding, ElementBytes()).resident_weights, case
     assert {size.whole_on for size in sizes if size.frozen} <= {case.block["keep_frozen"]}, case
-    assert [size.home_shared_by for size in sizes] == [unit.storage.home_shared_by or 1 for unit in partition.units]
+    assert [size.home_shared_by for size in sizes] == [
+        unit.storage.loaded.shared_by if unit.storage.loaded else 1 for unit in partition.units
+    ]
     train_and_compare(case)
 
 

@@ -165,7 +165,7 @@ def explained(keep_frozen, block):
     }
     assert facts.collective_bytes_sent == sum(sent for _, sent in calls)
     assert [facts.bus_bytes_loaded, facts.bus_bytes_stored] == over_the_bus
-    copies = [unit.storage._copy for unit in engine.optimizer.partition.units if unit.storage._copy is not None]
+    copies = [unit.storage.copy for unit in engine.optimizer.partition.units if unit.storage.copy is not None]
     held = sum(copy._home.nbytes for copy in copies if copy._home is not None)
     on_host = [unit for unit in engine.optimizer.partition.units if unit.policy.host is not None]
     assert facts.memory.host.gathered == held
