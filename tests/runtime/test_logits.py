@@ -361,7 +361,9 @@ def test_without_gradients_losses_are_computed_in_pieces_too(dtype):
         weights = torch.arange(20.0)
         with PeakMemory([hidden, labels, of_rows, weights, *head.parameters()]) as memory:
             before, logits = memory.live(), logits_of(head, hidden, 3)
-            assert isinstance(logits, Logits) and torch.equal(logits.loss_by_row(labels, criterion), of_rows)
+            assert isinstance(logits, Logits)
+            # Kernels may add up products of few rows in another order.
+            torch.testing.assert_close(logits.loss_by_row(labels, criterion), of_rows)
             total = logits.loss_in_all(labels, criterion, torch.float32, torch.tensor(7.0), weights)
         torch.testing.assert_close(total, (of_rows.float() * weights).sum() / 7)
         # Twice the logits of a piece, and no gradient of the weight.

@@ -45,7 +45,7 @@ from ds_lgamp.integrations.deepspeed.checkpoint.stock_files import has_layer_fil
 from ds_lgamp.integrations.deepspeed.config.precision import load_scaler_state
 from ds_lgamp.integrations.deepspeed.model.experts import divided
 from ds_lgamp.integrations.deepspeed.model.module import over_data, over_pipeline, persistent_buffers
-from ds_lgamp.partition.agreement import Term, everyone, refuse_differing_terms
+from ds_lgamp.partition.agreement import Term, anyone, everyone, refuse_differing_terms
 
 
 def save_checkpoint(
@@ -96,7 +96,7 @@ def load_checkpoint(
     engine.lgamp.tensor_access.refuse_inside_block("load_checkpoint")
     wait_for_all()
     # A checkpoint has optimizer state of what the script unfreezes before its next batch.
-    if any(everyone(bool(engine.lgamp.partition.thawed()))):
+    if anyone(bool(engine.lgamp.partition.thawed())):
         engine.lgamp.thaw()
     live = None if load_module_only else engine.lgamp.live
     if live is not None:

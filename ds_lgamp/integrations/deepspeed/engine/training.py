@@ -49,7 +49,7 @@ from ds_lgamp.integrations.split.state import leave_out_hosts
 from ds_lgamp.optimizers.host_updates import HostUpdateError
 from ds_lgamp.optimizers.rounding import InEightBits
 from ds_lgamp.optimizers.tensors import TensorOptimizer
-from ds_lgamp.partition.agreement import everyone, host_group, raise_everywhere
+from ds_lgamp.partition.agreement import anyone, everyone, host_group, raise_everywhere
 from ds_lgamp.partition.bus import Bus
 from ds_lgamp.partition.quantised import PackedPlaces
 from ds_lgamp.partition.zero_partition import ZeroPartition
@@ -172,7 +172,7 @@ class Training:
         self.check = self.door.optimizer.check = None if settings.nonfinite is None else NonfiniteCheck(self)
         self.executor = self._build_executor()
         # Chunks without recomputation repeat no exchange, and need no agreement in every batch.
-        self._recomputes_alike = settings.recompute == "full" and any(everyone(shared_by_ranks(module, module)))
+        self._recomputes_alike = settings.recompute == "full" and anyone(bool(shared_by_ranks(module, module)))
         """Whether ranks exchange data inside layers, also when they recompute."""
         if settings.recompute == "auto":
             raise_everywhere(why_not_alone(module, module), ConfigError)

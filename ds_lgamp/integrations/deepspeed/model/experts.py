@@ -24,7 +24,7 @@ from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.cost.traffic import ExpertLayer
 from ds_lgamp.cost.units import Travel
 from ds_lgamp.integrations.deepspeed.model.module import built_layers, global_names, parts_in, tensors_of
-from ds_lgamp.partition.agreement import everyone, raise_everywhere
+from ds_lgamp.partition.agreement import anyone, everyone, raise_everywhere
 from ds_lgamp.schedule.spec import ProgramSpec
 
 
@@ -107,6 +107,8 @@ def make_groups(own: set[int], data_ranks: Sequence[int], experts_last: bool) ->
 
     Raises ConfigError on all ranks if they cannot divide the experts.
     """
+    if not anyone(bool(own)):
+        return
     sizes, ranks = sorted(set().union(*everyone(own))), len(data_ranks)
     for size in sizes:
         if ranks % size:
