@@ -101,12 +101,15 @@ def everyone(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 def anyone(own: bool) -> bool:
     """Whether ``own`` holds on any rank. Collective over all ranks."""
-    return bool(_largest(own)[0])
+    return bool(largest(own)[0])
 
 
-def _largest(*own: int) -> list[int]:
-    """Returns the largest of each number over all ranks. Collective over their hosts, and much faster than objects of
-    all ranks: an engine asks tens of such questions before it trains."""
+def largest(*own: int) -> list[int]:
+    """Returns the largest of each number over all ranks. Collective over their hosts, because the host waits for the
+    answer, and much faster than objects of all ranks: an engine asks tens of such questions before it trains, and one
+    in every batch."""
+    if dist.get_world_size() == 1:
+        return list(own)
     numbers = torch.tensor(own, dtype=torch.int64, device="cpu")
     dist.all_reduce(numbers, dist.ReduceOp.MAX, host_group())
     return numbers.tolist()
@@ -142,7 +145,7 @@ def complaint_about_terms(own: Terms, group: dist.ProcessGroup | None = None) ->
     number each."""
     number = digest(own)
     if group is None:
-        lowest, highest = _largest(-number, number)
+        lowest, highest = largest(-number, number)
         differ = -lowest != highest
     else:
         differ = len(set(everyone(number, group))) > 1

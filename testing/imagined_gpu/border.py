@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from ds_lgamp.integrations.hosts import replace_attribute
-from ds_lgamp.partition import agreement
 from testing.imagined_gpu.device import DEVICE, NAME
 
 
@@ -105,7 +104,6 @@ def imagine() -> Iterator[Border]:
         for name in ("all_gather_object", "broadcast_object_list"):
             for module in (dist, dist.distributed_c10d):
                 replace_attribute(module, name, _between_hosts(getattr(module, name)), stack)
-        replace_attribute(agreement, "_largest", _between_hosts(agreement._largest), stack)
         replace_attribute(nn.Module, "_apply", _converted, stack)
         # Fake storages have no address, but an identity.
         replace_attribute(torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata, stack)

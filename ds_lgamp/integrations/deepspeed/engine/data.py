@@ -17,7 +17,16 @@ from torch.utils.data import DataLoader
 
 from ds_lgamp.checkpoint.files import Hasher
 from ds_lgamp.config import ConfigError
-from ds_lgamp.partition.agreement import Term, Terms, difference, digest, everyone, host_group, raise_everywhere
+from ds_lgamp.partition.agreement import (
+    Term,
+    Terms,
+    difference,
+    digest,
+    everyone,
+    host_group,
+    largest,
+    raise_everywhere,
+)
 from ds_lgamp.partition.memory import without_repetition
 from ds_lgamp.runtime.chunk import detached
 from ds_lgamp.runtime.recompute import undisturbed
@@ -48,8 +57,6 @@ class BatchLoader:
     ) -> None:
         self._needs_inputs, self._needs_labels, self._device = needs_inputs, needs_labels, device
         self._inputs_dtype = inputs_dtype
-        # The host waits for the answer, so the answer travels between hosts, not between devices.
-        self._agreement = host_group()
         self._micro_batches: dict[int, Any] = {}
         self.tokens = 0
         """How many elements the integer inputs had that :meth:`take` returned since the counter was last set to 0."""
@@ -100,22 +107,14 @@ class BatchLoader:
             raise StopIteration
         return status == _THAWED
 
-    def largest(self, *values: int) -> list[int]:
-        """Returns the largest of each of the ``values`` of all ranks. Collective."""
-        if dist.get_world_size() == 1:
-            return list(values)
-        largest = torch.tensor(values, device="cpu")
-        dist.all_reduce(largest, dist.ReduceOp.MAX, self._agreement)
-        return largest.tolist()
-
     def agree(self, terms: Terms, status: int = _READY) -> int:
         """Returns the largest ``status`` of all ranks. Collective; raises ConfigError on all ranks if they do not agree
         on the ``terms``."""
         own = digest(terms)
-        status, greatest, least = self.largest(status, own, -own)
+        status, greatest, least = largest(status, own, -own)
         if greatest != -least:
             self._micro_batches.clear()
-            raise ConfigError(difference(everyone(terms, self._agreement)))
+            raise ConfigError(difference(everyone(terms, host_group())))
         return status
 
     def sizes(self) -> tuple[int, int]:

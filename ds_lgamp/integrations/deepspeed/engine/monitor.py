@@ -17,7 +17,7 @@ from deepspeed.utils.logging import log_dist
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.engine.data import BatchLoader
-from ds_lgamp.partition.agreement import everyone
+from ds_lgamp.partition.agreement import anyone, everyone
 from ds_lgamp.runtime.clocks import EXPOSED_WAITS, Stopwatch
 from ds_lgamp.runtime.measure import CollectiveCounter, PeakMemory, live_tensors
 from ds_lgamp.schedule.program import build_program
@@ -103,10 +103,10 @@ class StepMonitor:
         return StepReport(slowest, float(table[:, 1].sum()) / slowest, means, bubble, float(table[:, 2].max()))
 
 
-def monitor_if_asked(engine: Any, loader: BatchLoader, stopwatch: Stopwatch) -> StepMonitor | None:
+def monitor_if_asked(engine: Any, stopwatch: Stopwatch) -> StepMonitor | None:
     """Returns a monitor on all ranks if any rank reports steps; otherwise None. Often only rank 0 reports, but all
     ranks measure. Collective over all ranks."""
-    (asked,) = loader.largest(int(engine.monitor.enabled or engine.wall_clock_breakdown()))
+    asked = anyone(engine.monitor.enabled or engine.wall_clock_breakdown())
     return StepMonitor(stopwatch) if asked else None
 
 

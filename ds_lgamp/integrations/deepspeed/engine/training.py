@@ -182,7 +182,7 @@ class Training:
         self.executor.trace = trace_if_asked(settings, module.stage_id, self.data_rank, device, ConfigError)
         self.partition.release_all()
         self.loader = BatchLoader(module.stage_id == 0, self.computes_loss, device, input_dtype(self.config))
-        self._monitor = monitor_if_asked(self.door, self.loader, self._stopwatch)
+        self._monitor = monitor_if_asked(self.door, self._stopwatch)
         if self._live_folder is not None:
             self.live = LiveCheckpoint(self.door, self._live_folder)
 
