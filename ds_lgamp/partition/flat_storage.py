@@ -29,9 +29,7 @@ class FlatMemory:
         frees_weights: whether it exists only between gather and release.
     """
 
-    def __init__(
-        self, parameters: Sequence[UnitParameter], ranks: int, alignment: int, frees_weights: bool = False
-    ) -> None:
+    def __init__(self, parameters: Sequence[UnitParameter], ranks: int, alignment: int, frees_weights: bool) -> None:
         self.parameters = parameters
         self.frees_weights = frees_weights
         first = parameters[0].parameter
