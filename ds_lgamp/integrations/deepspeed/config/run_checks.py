@@ -34,7 +34,7 @@ from ds_lgamp.integrations.deepspeed.model.layer_moves import changed_layer
 from ds_lgamp.integrations.deepspeed.model.module import (
     TIED_MODULES,
     PlacedModule,
-    announced_tensors,
+    Tensors,
     built_layers,
     global_names,
     layer_types,
@@ -158,7 +158,12 @@ def refuse_unsupported(config: Any, module: PipelineModule, optimizer: Any) -> N
     refuse_differing_freezing(module)
     raise_everywhere(_complaint_about_ties(module), ConfigError)
     raise_everywhere(complaint_about_tensor_ranks(module), ConfigError)
-    for name, info in announced_tensors(module).items():
+
+
+def refuse_cast_parameters(config: Any, module: PipelineModule, tensors: Tensors) -> None:
+    """Raises ConfigError if a parameter among the ``tensors`` of all pipeline ranks has another type than DeepSpeed
+    would give it."""
+    for name, info in tensors.items():
         if info.is_parameter and not info.packed:
             refuse_cast_parameter(config, shown_name(module, name), info.dtype)
 
@@ -200,12 +205,15 @@ def refuse_needless_rounding(settings: LgampConfig, config: Any, pipeline_ranks:
         raise ConfigError(f"{given}, but under {half} hidden states have 16 bits already; use 'fp8', or remove it")
 
 
-def refuse_irreproducible(settings: LgampConfig, config: Any, module: PipelineModule) -> None:
-    """Raises ConfigError if ``reproducible`` is set and the run would depend on the layout. Collective over all
-    ranks."""
+def refuse_irreproducible(settings: LgampConfig, config: Any, module: PipelineModule, tensors: Tensors) -> None:
+    """Raises ConfigError if ``reproducible`` is set and the run would depend on the layout.
+
+    Args:
+        tensors: those of all pipeline ranks.
+    """
     if not settings.reproducible:
         return
-    trains = {name for name, info in announced_tensors(module).items() if info.is_parameter and info.requires_grad}
+    trains = {name for name, info in tensors.items() if info.is_parameter and info.requires_grad}
     for key, layers in tied_users(module).items():
         if len(layers) > 1 and any(name.startswith(f"{TIED_MODULES}{key}.") for name in trains):
             raise ConfigError(

@@ -20,7 +20,7 @@ from ds_lgamp.integrations.deepspeed.config.optimizer_choice import (
     known_kind,
 )
 from ds_lgamp.integrations.deepspeed.config.precision import parameter_dtype
-from ds_lgamp.integrations.deepspeed.model.module import Layout, announced_tensors, layer_prefix, over_data, prefix_of
+from ds_lgamp.integrations.deepspeed.model.module import Layout, Tensors, layer_prefix, over_data, prefix_of
 from ds_lgamp.integrations.program_spec import HPZ, MICS, shard_groups
 from ds_lgamp.optimizers.rounding import InEightBits
 from ds_lgamp.partition.agreement import everyone, raise_everywhere
@@ -127,9 +127,12 @@ def offload_of(given: Mapping[str, Any], config: Any) -> Offload | None:
     return Offload(parameters)
 
 
-def home_of_frozen(settings: LgampConfig, config: Any, layout: Layout, module: PipelineModule) -> Home:
-    """Returns where frozen weights lie between uses. Collective over all ranks; raises ConfigError on all of them if
-    ``keep_frozen`` means nothing beside a DeepSpeedConfig, contradicts it, or asks for more memory than there is."""
+def home_of_frozen(
+    settings: LgampConfig, config: Any, layout: Layout, module: PipelineModule, tensors: Tensors
+) -> Home:
+    """Returns where frozen weights, among the ``tensors`` of all pipeline ranks, lie between uses. Collective over
+    all ranks; raises ConfigError on all of them if ``keep_frozen`` means nothing beside a DeepSpeedConfig, contradicts
+    it, or asks for more memory than there is."""
     asked, stage, data_ranks = settings.keep_frozen, int(config.zero_config.stage), module.topology().get_dim("data")
     given, offloads = f"{BLOCK}.keep_frozen is '{asked}'", _device(config, _PARAMETERS) != "none"
     if asked == "none":
@@ -148,7 +151,7 @@ def home_of_frozen(settings: LgampConfig, config: Any, layout: Layout, module: P
             "remove one of them"
         )
     chunks = range(len(layout.placement))
-    weights = _most_bytes(layout, module, chunks, True, parameter_dtype(config))
+    weights = _most_bytes(layout, module, tensors, chunks, True, parameter_dtype(config))
     if not weights:
         return "none"
     memory = _memory_of_a_rank()
@@ -184,16 +187,19 @@ def regathers_from_host(settings: LgampConfig, zero_stage: int, hierarchy: Hiera
     return data_ranks > 1
 
 
-def refuse_large_copies(config: Any, layout: Layout, module: PipelineModule, spec: ProgramSpec, frozen: Home) -> None:
+def refuse_large_copies(
+    config: Any, layout: Layout, module: PipelineModule, tensors: Tensors, spec: ProgramSpec, frozen: Home
+) -> None:
     """Raises ConfigError on all ranks if the host has no memory for the weights that ``regather`` keeps there.
     Collective over all ranks.
 
     Args:
+        tensors: those of all pipeline ranks.
         frozen: where frozen weights lie.
     """
     again = {action.chunk for actions in build_program(spec) for action in actions if action.kind is Kind.STORE_WEIGHTS}
     kinds = (False,) if frozen != "none" else (False, True)
-    weights = sum(_most_bytes(layout, module, again, kind, parameter_dtype(config)) for kind in kinds)
+    weights = sum(_most_bytes(layout, module, tensors, again, kind, parameter_dtype(config)) for kind in kinds)
     memory = _memory_of_a_rank()["host"]
     if weights > memory:
         raise ConfigError(
@@ -203,16 +209,21 @@ def refuse_large_copies(config: Any, layout: Layout, module: PipelineModule, spe
 
 
 def _most_bytes(
-    layout: Layout, module: PipelineModule, chunks: Container[int], frozen: bool, data_type: torch.dtype
+    layout: Layout,
+    module: PipelineModule,
+    tensors: Tensors,
+    chunks: Container[int],
+    frozen: bool,
+    data_type: torch.dtype,
 ) -> int:
     """Returns the bytes of the weights, frozen ones or those that train, that ``chunks`` have of the pipeline rank with
-    most of them, those that are not packed in ``data_type``. Collective over the pipeline ranks."""
+    most of them, those that are not packed in ``data_type``."""
     owners: dict[str, set[int]] = {}
     for layer, spec in enumerate(module._layer_specs):
         if layout.chunk_of(layer) in chunks:
             owners.setdefault(prefix_of(layer, spec), set()).add(layout.owner(layer))
     held = Counter[int]()
-    for name, info in announced_tensors(module).items():
+    for name, info in tensors.items():
         if info.is_parameter and info.requires_grad != frozen:
             each = info.dtype.itemsize if info.packed else data_type.itemsize
             held.update(dict.fromkeys(owners.get(layer_prefix(name), ()), info.shape.numel() * each))

@@ -15,7 +15,7 @@ from ds_lgamp.integrations.deepspeed.config.zero import Home, disk_path, on_disk
 from ds_lgamp.integrations.deepspeed.engine.optimizer import PartitionedOptimizer
 from ds_lgamp.integrations.deepspeed.model.experts import expert_group, place_among_experts, whole_names
 from ds_lgamp.integrations.deepspeed.model.layer_moves import DeferredLayers
-from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, global_names, shown_name
+from ds_lgamp.integrations.deepspeed.model.module import PlacedModule, announced_tensors, global_names, shown_name
 from ds_lgamp.integrations.deepspeed.model.recomputation import layer_sources
 from ds_lgamp.integrations.deepspeed.model.shared_tensors import Sharing, sharing_of, tensor_group
 from ds_lgamp.optimizers.rounding import InEightBits
@@ -134,7 +134,7 @@ def thaw(
     """
     refuse_differing_freezing(module)
     raise_everywhere(optimizer.complaint_about_thawed(), ConfigError)
-    refuse_irreproducible(settings, config, module)
+    refuse_irreproducible(settings, config, module, announced_tensors(module))
     for entry in partition.thawed():
         if entry.group_of_script is None:
             logger.warning(

@@ -12,6 +12,7 @@ from ds_lgamp.cost.units import Travel
 from ds_lgamp.integrations.deepspeed.config.optimizer_choice import known_kind
 from ds_lgamp.integrations.deepspeed.config.precision import checks_overflow, travel_of
 from ds_lgamp.integrations.deepspeed.config.run_checks import (
+    refuse_cast_parameters,
     refuse_irreproducible,
     refuse_needless_rounding,
     refuse_optimizer,
@@ -30,7 +31,14 @@ from ds_lgamp.integrations.deepspeed.config.zero import (
     regathers_from_host,
     share_of_host,
 )
-from ds_lgamp.integrations.deepspeed.model.module import Layout, announced_tensors, layer_prefix, layout_of, prefix_of
+from ds_lgamp.integrations.deepspeed.model.module import (
+    Layout,
+    Tensors,
+    announced_tensors,
+    layer_prefix,
+    layout_of,
+    prefix_of,
+)
 from ds_lgamp.integrations.program_spec import micro_batch_shares, program_spec
 from ds_lgamp.runtime.edges import posts_on_arrival
 from ds_lgamp.schedule.placement import Placement
@@ -77,10 +85,12 @@ def plan_training(
     disk_path(config, settings)
     live_folder(config, settings)
     refuse_unsupported(config, module, optimizer)
+    tensors = announced_tensors(module)
+    refuse_cast_parameters(config, module, tensors)
     if offload is not None:
         refuse_offloaded_optimizer(config, optimizer)
     refuse_needless_rounding(settings, config, module.num_stages)
-    refuse_irreproducible(settings, config, module)
+    refuse_irreproducible(settings, config, module, tensors)
     refuse_optimizer(settings, config, known_kind(config, optimizer, device_of_updates(config)))
     layout = layout_of(settings, module, partition_method)
     data_ranks = module.topology().get_dim("data")
@@ -89,16 +99,16 @@ def plan_training(
     zero_stage = int(config.zero_optimization_stage)
     updates = _updates(settings, config, scales_in_step, offload)
     hierarchy = hierarchy_of(given, zero_stage, module)
-    trained = first_trained(layout, module)
+    trained = first_trained(layout, module, tensors)
     others: dict[str, Any] = {"updates": updates, "hierarchy": hierarchy, "offload": offload, "first_trained": trained}
     others["whole_chunks"] = _sharing_chunks(layout, module)
     others["stores_weights"] = regathers_from_host(settings, zero_stage, hierarchy, data_ranks)
     replicas = lru_cache(maxsize=8)(
         partial(replica_specs, settings, layout.placement, data_ranks, zero_stage, **others)
     )
-    specs, home = replicas(micro_batches), home_of_frozen(settings, config, layout, module)
+    specs, home = replicas(micro_batches), home_of_frozen(settings, config, layout, module, tensors)
     if others["stores_weights"]:
-        refuse_large_copies(config, layout, module, specs[0], home)
+        refuse_large_copies(config, layout, module, tensors, specs[0], home)
     return Plan(layout, replicas, specs, home, travel)
 
 
@@ -112,11 +122,10 @@ def _updates(settings: LgampConfig, config: Any, scales_in_step: bool, offload: 
     return "next_step" if needs_all_gradients or scales_in_step else "reduction"
 
 
-def first_trained(layout: Layout, module: PipelineModule) -> int:
-    """Returns the first chunk with a parameter that trains; the last chunk if none has one. Collective over the
-    pipeline ranks."""
-    tensors = announced_tensors(module).items()
-    trains = {layer_prefix(name) for name, info in tensors if info.is_parameter and info.requires_grad}
+def first_trained(layout: Layout, module: PipelineModule, tensors: Tensors) -> int:
+    """Returns the first chunk with a parameter that trains, among the ``tensors`` of all pipeline ranks; the last chunk
+    if none has one."""
+    trains = {layer_prefix(name) for name, info in tensors.items() if info.is_parameter and info.requires_grad}
     layers = (layer for layer, spec in enumerate(module._layer_specs) if prefix_of(layer, spec) in trains)
     return layout.chunk_of(next(layers, module._num_layers - 1))
 

@@ -195,6 +195,10 @@ def function_of(spec: Any, layer: nn.Module) -> Callable:
     return partial(spec.forward_fn, layer) if applies else layer
 
 
+Tensors = Mapping[str, TensorInfo]
+"""Parameters and buffers by their global names."""
+
+
 def announced_tensors(module: PipelineModule) -> dict[str, TensorInfo]:
     """Returns the parameters and buffers that all pipeline ranks have built, by global name. Collective."""
     own = {
