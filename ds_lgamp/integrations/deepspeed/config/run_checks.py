@@ -292,9 +292,8 @@ def _refuse_module(module: PipelineModule) -> None:
 def refuse_differing_freezing(module: PipelineModule) -> None:
     """Raises ConfigError on all ranks if a parameter is frozen on one rank only, or if one of packed bytes requires a
     gradient. Collective over all ranks."""
-    # Every rank takes part in the second, whatever it finds first.
-    complaints = [_complaint_about_packed(module), _complaint_about_freezing(module)]
-    raise_everywhere(next(filter(None, complaints), None), ConfigError)
+    raise_everywhere(_complaint_about_packed(module), ConfigError)
+    raise_everywhere(_complaint_about_freezing(module), ConfigError)
 
 
 def _complaint_about_packed(module: PipelineModule) -> str | None:
