@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from operator import attrgetter
+from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import torch
 from torch.nn import Module
@@ -20,6 +21,7 @@ from ds_lgamp.runtime.references import Held, Place, References, counts_of, hold
 
 Tensors = torch.Tensor | tuple[torch.Tensor, ...]
 """The value that a layer passes to the next one: a tensor or a tuple of tensors."""
+_VERSION = attrgetter("_version")
 
 
 class Chunk:
@@ -52,6 +54,8 @@ class Chunk:
         """Modules with the attributes that make them recompute a part of themselves."""
 
     def __call__(self, inputs: Any, micro_batch: int) -> Any:
+        """Raises RuntimeError if a layer changes a parameter in place."""
+        versions = list(map(_VERSION, self.state.parameters))
         for index, layer in enumerate(self.layers, self.first_layer):
             if self.before_layer is not None:
                 self.before_layer(index, micro_batch)
@@ -60,6 +64,8 @@ class Chunk:
             inputs = layer(inputs)
             if self.after_layer is not None:
                 self.after_layer(index, micro_batch, inputs)
+        if versions != list(map(_VERSION, self.state.parameters)):
+            self.state.refuse_written(versions)
         return inputs if self.between_layers is None else self.between_layers(inputs)
 
     @contextmanager
@@ -220,7 +226,9 @@ class LayerState:
     def __init__(self, modules: Iterable[tuple[str, Module]]) -> None:
         modules = list({id(module): (name, module) for name, module in modules}.values())
         self._roots = [holder for name, module in modules for holder in holders(name, module)]
-        self.modules = [module for _, module in modules]
+        self._named, self.modules = modules, [module for _, module in modules]
+        found = (each for module in self.modules for each in module._parameters.values() if each is not None)
+        self.parameters = [each for each in found if not each.is_inference()]
         self._with_buffers = [module for module in self.modules if len(module._buffers)]
         self._modes: list[bool] = []
         """Which modules with buffers were in training mode when the state was last read. A batch norm changes its
@@ -256,6 +264,16 @@ class LayerState:
             copied = copied + [place for place in self._copies_of(references) if place not in copied]
         copies = _copies((place, references.tensors[place].tensor) for place in copied) if copied else {}
         return Moment(references, copies, references.states() if references.generators else ())
+
+    def refuse_written(self, versions: Sequence[int]) -> NoReturn:
+        """Raises RuntimeError, because a parameter has been changed in place since it had one of these ``versions``."""
+        written = {each for each, version in zip(self.parameters, versions) if each._version != version}
+        places = ((f"{name}.{key}", each) for name, part in self._named for key, each in part._parameters.items())
+        name = next((name for name, each in places if each in written), "a layer's weight")
+        raise RuntimeError(
+            f"{name} is a parameter that a forward changes in place, as nn.Embedding's max_norm does, but recomputing "
+            "repeats it, and shards and other ranks miss it; make it a buffer, or change it between batches"
+        )
 
     def moved(self, before: Moment) -> None:
         """Leaves in ``before`` only copies of what forwards change. The caller has just run a forward.

@@ -322,6 +322,27 @@ def test_only_modules_that_change_a_buffer_have_theirs_copied():
     assert copied == {"layer 2.running_mean", "layer 2.running_var", "layer 2.num_batches_tracked"}
 
 
+class Decaying(nn.Linear):
+    """Changes its weight in every forward."""
+
+    def forward(self, inputs):
+        with torch.no_grad():
+            self.weight.mul_(0.9)
+        return super().forward(inputs)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("kind", [Decaying, partial(nn.Embedding, max_norm=0.1)])
+def test_a_parameter_that_a_forward_changes_is_refused(kind, frozen, recompute):
+    layer = kind(3, 3)
+    layer.weight.requires_grad_(not frozen)
+    token = torch.tensor([1]) if isinstance(layer, nn.Embedding) else torch.ones(3)
+    executor = one_rank([[layer, nn.Linear(3, 3)]])
+    with pytest.raises(RuntimeError, match=r"layer 0\.weight is a parameter that a forward changes in place"):
+        run(executor, [token], "F0.0 B0.0", recompute)
+
+
 def test_values_are_compared_again_when_training_mode_begins():
     norm = nn.BatchNorm1d(3).eval()
     chunk = Chunk([norm])
