@@ -11,6 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ds_lgamp.integrations.deepspeed.engine import data as loading
 from ds_lgamp.integrations.deepspeed.engine.data import to_device
 from testing.deepspeed_rank import prepare_rank
 from testing.imagined_gpu import accelerator as imagined_gpu
@@ -79,7 +80,10 @@ CASES = {
 
 def calls_in_cases():
     prepare_rank()
-    return {name: calls_in_a_batch(*case) for name, case in CASES.items()}
+    # Removes the agreement that every rank has data. It runs between hosts, before the batch.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "largest", lambda *numbers: list(numbers))
+        return {name: calls_in_a_batch(*case) for name, case in CASES.items()}
 
 
 def calls_in_a_batch(stage, settings, optimizer=torch.optim.AdamW):
@@ -87,8 +91,6 @@ def calls_in_a_batch(stage, settings, optimizer=torch.optim.AdamW):
     module = build(linears(4))
     engine = engine_of(module, {}, stage, optimizer(module.parameters(), lr=0.1, fused=True), **settings)
     dtype = torch.bfloat16 if "bf16" in settings else torch.float32
-    # Removes the agreement that every rank has data. It runs between hosts, before the batch.
-    engine.lgamp.loader.largest = lambda *values: list(values)
     calls = Counter()
     for step in range(3):
         data = iter([(inputs.to(dtype), labels) for inputs, labels in batches(2, start=step)])
