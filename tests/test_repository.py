@@ -141,3 +141,23 @@ def test_no_file_mentions_a_path_of_the_machine_it_was_written_on():
 
 def test_no_file_is_unfinished():
     assert not places(UNFINISHED)
+
+
+HOSTS_ASK = {"LgampDoor", "LgampEngine", "ModelEngine", "PartitionedOptimizer"}
+"""Classes that take the place of DeepSpeed's engines and optimizers, with all of their methods."""
+
+
+def test_the_package_its_files_functions_and_classes_stay_small():
+    files = sorted((ROOT / "ds_lgamp").rglob("*.py"))
+    assert len(files) <= 240
+    long = []
+    for path in files:
+        text, where = path.read_text(), path.relative_to(ROOT)
+        long += [f"{where}: {text.count(chr(10))} lines"] if text.count("\n") > 400 else []
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= 60:
+                long.append(f"{where}: {node.name} is longer than 60 lines")
+            elif isinstance(node, ast.ClassDef) and node.name not in HOSTS_ASK:
+                methods = sum(isinstance(member, ast.FunctionDef) for member in node.body)
+                long += [f"{where}: {node.name} has {methods} methods"] if methods > 20 else []
+    assert long == []
