@@ -21,9 +21,9 @@ NAME = "communication"
 SIZE = ModelSize()
 MICRO_BATCHES = (1, 4, 8, 32)
 REDUCTIONS = {"all_to_all", "reduce_scatter", "all_reduce", "reduce"}
-SMALL_BYTES = 100
-"""Collectives of up to this many bytes do not count. They carry the norm, the loss or, in ds_lgamp, whether all ranks
-have data, and no parameters or gradients."""
+SMALL_BYTES = 128
+"""Collectives of up to this many bytes do not count. They carry the norm, the loss or, in ds_lgamp, ten numbers that
+say whether all ranks have data and do the same, and no parameters or gradients."""
 
 
 class Moved(NamedTuple):

@@ -104,13 +104,13 @@ def anyone(own: bool) -> bool:
     return bool(largest(own)[0])
 
 
-def largest(*own: int) -> list[int]:
-    """Returns the largest of each number over all ranks. Collective over their hosts, because the host waits for the
-    answer, and much faster than objects of all ranks: an engine asks tens of such questions before it trains, and one
-    in every batch."""
+def largest(*own: float) -> list[float]:
+    """Returns the largest of each number over all ranks, in fp64. Collective over their hosts, because the host waits
+    for the answer, and much faster than objects of all ranks: an engine asks tens of such questions before it trains,
+    and one or two in every batch."""
     if dist.get_world_size() == 1:
         return list(own)
-    numbers = torch.tensor(own, dtype=torch.int64, device="cpu")
+    numbers = torch.tensor(own, dtype=torch.float64, device="cpu")
     dist.all_reduce(numbers, dist.ReduceOp.MAX, host_group())
     return numbers.tolist()
 

@@ -111,11 +111,11 @@ class BatchLoader:
         """Returns the largest ``status`` of all ranks. Collective; raises ConfigError on all ranks if they do not agree
         on the ``terms``."""
         own = digest(terms)
-        status, greatest, least = largest(status, own, -own)
+        most, greatest, least = largest(status, own, -own)
         if greatest != -least:
             self._micro_batches.clear()
             raise ConfigError(difference(everyone(terms, host_group())))
-        return status
+        return int(most)
 
     def sizes(self) -> tuple[int, int]:
         """Returns the bytes of the inputs and of the labels of the largest micro-batch that was pulled."""

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map_only
 
 from ds_lgamp.config import ConfigError
 from ds_lgamp.integrations.deepspeed.engine.data import to_device
-from ds_lgamp.partition.agreement import Terms, difference, digest, everyone, host_group
+from ds_lgamp.partition.agreement import Terms, difference, digest, everyone, host_group, largest
 from ds_lgamp.partition.guard import absent
 from ds_lgamp.watch.launcher import attempt
 from ds_lgamp.watch.this_rank import this_rank
@@ -71,15 +71,14 @@ def agree(
     if dist.get_world_size() == 1:
         return flags
     # Equally many for every Next, because ranks may disagree.
-    padded = [digest(terms), own, *numbers, 0.0, 0.0][:4]
-    extremes = torch.tensor([*padded, *(-each for each in padded), *flags], dtype=torch.float64, device="cpu")
-    dist.all_reduce(extremes, dist.ReduceOp.MAX, host_group())
-    largest, least = extremes[:4], -extremes[4:8]
-    if not torch.equal(largest[1:], least[1:]):
+    agreed = [own, *numbers, 0.0, 0.0][:3]
+    number = digest(terms)
+    first, second, greatest, least, *extremes = largest(*flags, number, -number, *agreed, *(-each for each in agreed))
+    if extremes[:3] != [-each for each in extremes[3:]]:
         raise ConfigError(_difference(everyone((own, numbers), host_group())))
-    if largest[0] != least[0]:
+    if greatest != -least:
         raise ConfigError(difference(everyone(terms, host_group())))
-    return bool(extremes[8]), bool(extremes[9])
+    return bool(first), bool(second)
 
 
 def agree_at_the_end() -> None:
