@@ -1,6 +1,7 @@
 """Small models for a training loop of one's own, and micro-batches for them."""
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 from torch.nn import functional
 from transformers import (
@@ -15,8 +16,11 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-VOCABULARY, MICRO_BATCHES, SAMPLES, LENGTH = 1024, 4, 2, 128
-TEXT = {"vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
+VOCABULARY, MICRO_BATCHES, SAMPLES = 1024, 4, 2
+# A dry run is also for a CPU that computes slowly in bf16.
+WIDTH, LENGTH = (64, 32) if get_accelerator().device_name() == "cpu" else (256, 128)
+INNER, HEADS = 2 * WIDTH, 4
+TEXT = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": 4}
 IMAGE, PATCHES = 3, 16
 """The token that stands for a patch of an image, and patches of an image."""
 
@@ -55,7 +59,7 @@ def with_grids(ranks: int) -> Arguments:
 
 
 def llama() -> nn.Module:
-    return LlamaForCausalLM(LlamaConfig(**TEXT, num_attention_heads=4))
+    return LlamaForCausalLM(LlamaConfig(**TEXT, num_attention_heads=HEADS))
 
 
 def frozen_below() -> nn.Module:
@@ -66,9 +70,9 @@ def frozen_below() -> nn.Module:
 
 
 def llava() -> nn.Module:
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {"hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": 2, "num_attention_heads": HEADS}
     vision = CLIPVisionConfig(**sizes, image_size=32, patch_size=8)
-    text = LlamaConfig(**TEXT, num_attention_heads=4)
+    text = LlamaConfig(**TEXT, num_attention_heads=HEADS)
     return LlavaForConditionalGeneration(
         LlavaConfig(text_config=text, vision_config=vision, image_token_index=IMAGE, vision_feature_layer=-1)
     )
@@ -76,10 +80,11 @@ def llava() -> nn.Module:
 
 def qwen3_vl() -> nn.Module:
     """Features of images are added to hidden states behind a block, too."""
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_heads": 4, "depth": 2, "patch_size": 4}
-    vision = {**sizes, "out_hidden_size": 256, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
-    rotary = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 12, 12]}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}
+    sizes = {"hidden_size": WIDTH, "intermediate_size": INNER, "num_heads": HEADS, "depth": 2, "patch_size": 4}
+    vision = {**sizes, "out_hidden_size": WIDTH, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+    unit = WIDTH // HEADS // 8
+    rotary = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [unit, unit * 3 // 2, unit * 3 // 2]}
+    heads = {"num_attention_heads": HEADS, "num_key_value_heads": HEADS, "head_dim": WIDTH // HEADS}
     return Qwen3VLForConditionalGeneration(
         Qwen3VLConfig(
             text_config={**TEXT, **heads, "rope_parameters": rotary}, vision_config=vision, image_token_id=IMAGE
@@ -89,16 +94,17 @@ def qwen3_vl() -> nn.Module:
 
 def t5() -> nn.Module:
     """What its encoder returns goes to every block of its decoder."""
-    sizes = {"d_model": 256, "d_kv": 64, "d_ff": 512, "num_layers": 2, "num_decoder_layers": 4, "num_heads": 4}
+    sizes = {"d_model": WIDTH, "d_kv": WIDTH // HEADS, "d_ff": INNER, "num_heads": HEADS}
+    layers = {"num_layers": 2, "num_decoder_layers": 4}
     return T5ForConditionalGeneration(
-        T5Config(**sizes, vocab_size=VOCABULARY, dropout_rate=0.0, decoder_start_token_id=0)
+        T5Config(**sizes, **layers, vocab_size=VOCABULARY, dropout_rate=0.0, decoder_start_token_id=0)
     )
 
 
 class _Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.attention = nn.LayerNorm(256), nn.MultiheadAttention(256, 4, batch_first=True)
+        self.norm, self.attention = nn.LayerNorm(WIDTH), nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         normed = self.norm(hidden)
@@ -110,9 +116,9 @@ class OwnModel(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 256)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(_Residual() for _ in range(4))
-        self.head = nn.Linear(256, VOCABULARY)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         hidden = self.embedding(input_ids)
