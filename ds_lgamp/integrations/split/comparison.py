@@ -109,7 +109,7 @@ class Comparison:
     def _on_others(self, arguments: Arguments, rounds: Sequence[int]) -> list[Both]:
         """Returns what is computed with these arguments and others of each kind, in so many rounds."""
         found = []
-        for number, ways in zip(rounds, others(arguments, self._largest_token())):
+        for number, ways in zip(rounds, others(arguments, largest_token(self._model))):
             for other in ways:
                 # Neither the model nor its layers need take what nobody has given.
                 with suppress(Exception):
@@ -130,14 +130,6 @@ class Comparison:
         """Returns what is computed in all rounds. The model is the same afterwards."""
         with self._original.undisturbed(), self._before.given_back(), torch.enable_grad():
             return [each for number in range(rounds) for each in compute(number > 0)]
-
-    def _largest_token(self) -> int:
-        """Returns a small number that may be a token."""
-        if all(parameter.device.type == "cpu" for parameter in self._model.parameters()):
-            return 7
-        # One beyond a table would stop a GPU for good.
-        tables = [module.num_embeddings for module in self._model.modules() if isinstance(module, nn.Embedding)]
-        return min([2, *tables]) - 1
 
     def _whole(self, arguments: Arguments, is_whole: bool) -> Computed:
         hidden: list[Tensor] = []
@@ -275,6 +267,15 @@ _AGAIN = (
     "computes something else when it is computed once more for the backward pass, as with a counter in a global, a "
     f"closure, or an attribute of another object; set {BLOCK}.recompute to 'none'"
 )
+
+
+def largest_token(model: nn.Module) -> int:
+    """Returns a small number that may be a token."""
+    if all(parameter.device.type == "cpu" for parameter in model.parameters()):
+        return 7
+    # One beyond a table would stop a GPU for good.
+    tables = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+    return min([2, *tables]) - 1
 
 
 def _is_whole(model: nn.Module) -> bool:

@@ -21,7 +21,7 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
-from ds_lgamp.integrations.split.call import Autocast
+from ds_lgamp.integrations.split.call import Arguments, Autocast
 from ds_lgamp.integrations.split.parts import full_shape
 from ds_lgamp.integrations.split.state import untouched
 
@@ -229,3 +229,11 @@ def _has_values(leaf: Any) -> bool:
 def is_imagined(value: Any) -> bool:
     """Whether a tensor in ``value`` is imagined, and has no numbers."""
     return any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(value))
+
+
+def in_words(arguments: Arguments) -> str:
+    """Returns arguments in words, without the values of tensors."""
+    positional, named = arguments
+    values = {**{str(place): value for place, value in enumerate(positional)}, **named}
+    shapes = tree_map_only(Tensor, lambda tensor: list(tensor.shape), values)
+    return ", ".join(f"{name} {value!r}" for name, value in shapes.items())

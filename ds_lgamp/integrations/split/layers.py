@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ds_lgamp.config import BLOCK, ConfigError, LgampConfig
 from ds_lgamp.integrations.split.call import Arguments, BatchCalls, Call, Survey
-from ds_lgamp.integrations.split.comparison import Comparison
+from ds_lgamp.integrations.split.comparison import Comparison, largest_token
 from ds_lgamp.integrations.split.forward import SplitForward
 from ds_lgamp.integrations.split.outputs import NotReturned
 from ds_lgamp.integrations.split.parts import (
@@ -190,7 +190,7 @@ class SplitLayers(Layers):
         end = End(sides.of_last_layer, split, self.calls)
         self.modules = [end if sides.are_shared else Beginning(sides.before, split), *own_blocks, end]
         with original.evaluating(training):
-            check_parts(split, shown)
+            check_parts(split, shown, largest_token(original.model))
         try:
             with original.evaluating():
                 check_foreign(split, shown)

@@ -13,13 +13,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
 from ds_lgamp.integrations.split.call import Arguments, BlockArguments, SetAttributes, Survey, Use, run_uncompiled
-from ds_lgamp.integrations.split.imagined import shapes_in
+from ds_lgamp.integrations.split.imagined import in_words, shapes_in
 from ds_lgamp.integrations.split.outputs import NotReturned, register_dataclasses
 from ds_lgamp.integrations.split.parts import Original, Result, kind_of, parameters_of, parts_of
 from ds_lgamp.integrations.split.stand_ins import Placeholder, PlaceholderUsed, replacing, stand_ins_of, watch_calls
 from ds_lgamp.integrations.split.state import Buffers
 from ds_lgamp.integrations.split.travelling import Uses, numbers_like, reached
-from ds_lgamp.integrations.split.trials import BlockTrials, in_words
+from ds_lgamp.integrations.split.trials import BlockTrials
 
 
 def survey(original: Original, dummy: Arguments) -> Survey:

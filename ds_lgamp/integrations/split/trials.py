@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_lgamp.config import BLOCK, ConfigError
-from ds_lgamp.integrations.split.call import Arguments, BlockArguments, Call, Returned, Survey
+from ds_lgamp.integrations.split.call import Arguments, BlockArguments, Call, DryRun, Returned, Survey
 from ds_lgamp.integrations.split.forward import SplitForward
 from ds_lgamp.integrations.split.imagined import Imagined, UnknownShape, is_imagined
 from ds_lgamp.integrations.split.parts import Attribute, ByproductRecorder, Result, kind_of, model_of, restored_modes
-from ds_lgamp.integrations.split.stand_ins import Placeholder, PlaceholderUsed
+from ds_lgamp.integrations.split.stand_ins import Placeholder, PlaceholderUsed, Results
 from ds_lgamp.integrations.split.state import Buffers, Snapshot
 from ds_lgamp.integrations.split.travelling import (
     Uses,
@@ -159,14 +159,6 @@ def _other(tensor: Tensor, largest: int) -> Tensor:
     return rolled if not torch.equal(rolled, tensor) else tensor.flip(-1)
 
 
-def in_words(arguments: Arguments) -> str:
-    """Returns arguments in words, without the values of tensors."""
-    positional, named = arguments
-    values = {**{str(place): value for place, value in enumerate(positional)}, **named}
-    shapes = tree_map_only(Tensor, lambda tensor: list(tensor.shape), values)
-    return ", ".join(f"{name} {value!r}" for name, value in shapes.items())
-
-
 class BlockTrials:
     """Runs the first block of every kind as the forward calls it, and tells what it shows."""
 
@@ -276,15 +268,42 @@ def check_travels(split: SplitForward, shown: Survey) -> None:
 
 
 @torch.no_grad()
-def check_parts(split: SplitForward, shown: Survey) -> None:
+def check_parts(split: SplitForward, shown: Survey, largest: int) -> None:
     """Runs the parts of the forward again without the modules before the blocks, and with other random numbers there.
-    Raises ConfigError if that makes a difference besides the hidden states that enter the first block."""
-    call, original = Call(*shown.arguments, shown.shapes_before, is_whole=True), split.original
+    Raises ConfigError if that makes a difference besides the hidden states that enter the first block: with the
+    arguments of the small forward, or with others up to ``largest``, because zeros stay zeros whatever drops them."""
+    with split.original.undisturbed():
+        _run_again(split, *_run_once(split, shown, shown.arguments))
+        *_, ways = others(shown.arguments, largest)
+        for arguments in ways:
+            try:
+                once = _run_once(split, shown, arguments)
+            except Exception:
+                # The model need not take what nobody has given.
+                continue
+            return _run_again(split, *once)
 
-    def returned() -> Tensor:
-        # After the blocks, numbers are drawn once.
-        original.seed(0)
-        return run.hidden.clone()
+
+def _run_once(split: SplitForward, shown: Survey, arguments: Arguments) -> tuple[Call, DryRun, Results, Any]:
+    """Returns the call with these arguments, what its dry run shows, the results that travel, and the output."""
+    call = Call(*arguments, shown.shapes_before, is_whole=True)
+    split.original.seed(1)
+    run, results = split.dry_run(call)
+    given = {result: results.take(result) for result in split.needs_of(call).travels}
+    return call, run, given, split.output(call, partial(_hidden_after, split, run))
+
+
+def _hidden_after(split: SplitForward, run: DryRun) -> Tensor:
+    # After the blocks, numbers are drawn once.
+    split.original.seed(0)
+    return run.hidden.clone()
+
+
+def _run_again(split: SplitForward, call: Call, run: DryRun, given: Results, output: Any) -> None:
+    """Raises ConfigError if another run has another output, or other arguments of blocks."""
+    original, needs = split.original, split.needs_of(call)
+    if is_imagined(output):
+        return
 
     def entering(number: int) -> list[Any]:
         """Returns what blocks get before which their layers compute. Only what is drawn before the first block depends
@@ -298,29 +317,21 @@ def check_parts(split: SplitForward, shown: Survey) -> None:
         run, _ = split.dry_run_without_parts(call, given, fill)
         return [(run.entries.get(index), run.blocks[index]) for index in sorted(needs.between)]
 
-    with original.undisturbed():
-        original.seed(1)
-        run, results = split.dry_run(call)
-        needs = split.needs_of(call)
-        given = {result: results.take(result) for result in needs.travels}
-        output = split.output(call, returned)
-        if is_imagined(output):
-            return
-        # A loss is one number, which may be almost the same by chance.
-        for number in (2, 3):
-            original.seed(number)
-            # Otherwise no rank without these modules computes what blocks get.
-            if original.on_several_ranks or given:
-                again, _ = split.dry_run_without_parts(call, given)
-                for index, pair in enumerate(zip(run.blocks, again.blocks, strict=True)):
-                    if index not in needs.between and not is_alike(*pair):
-                        raise ConfigError(f"what blocks get besides hidden states {_DEPENDS}")
-            if needs.between and not is_alike(entering(1), entering(number)):
-                raise ConfigError(f"what blocks get {_DEPENDS}")
-            original.seed(number)
-            with split.parts_before.absent(call.shapes, given):
-                if not is_alike(output, split.output(call, returned)):
-                    raise ConfigError(f"what the model returns {_DEPENDS}")
+    # A loss is one number, which may be almost the same by chance.
+    for number in (2, 3):
+        original.seed(number)
+        # Otherwise no rank without these modules computes what blocks get.
+        if original.on_several_ranks or given:
+            again, _ = split.dry_run_without_parts(call, given)
+            for index, pair in enumerate(zip(run.blocks, again.blocks, strict=True)):
+                if index not in needs.between and not is_alike(*pair):
+                    raise ConfigError(f"what blocks get besides hidden states {_DEPENDS}")
+        if needs.between and not is_alike(entering(1), entering(number)):
+            raise ConfigError(f"what blocks get {_DEPENDS}")
+        original.seed(number)
+        with split.parts_before.absent(call.shapes, given):
+            if not is_alike(output, split.output(call, partial(_hidden_after, split, run))):
+                raise ConfigError(f"what the model returns {_DEPENDS}")
 
 
 def check_foreign(split: SplitForward, shown: Survey) -> None:

@@ -275,6 +275,40 @@ def test_an_output_that_depends_on_random_numbers_or_values_from_before_the_bloc
         layers_of(make())
 
 
+class DropsArguments(nn.Module):
+    """Compares, after its blocks, with what it has dropped at random of its arguments before them."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop, self.head = nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Attention(causal=True) for _ in range(2))
+
+    def forward(self, images):
+        hidden = kept = self.drop(images)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return (self.head(hidden) - kept).square().mean()
+
+
+class DropsPadding(DropsArguments):
+    """Embeds the token of its dummy inputs as zeros."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.cat([torch.zeros(1, WIDTH), torch.rand(VOCABULARY - 1, WIDTH)]))
+
+    def forward(self, tokens):
+        return super().forward(self.table[tokens])
+
+
+@pytest.mark.parametrize(
+    ("make", "dummy_inputs"), [(DropsArguments, {"images": {"shape": [2, 3, WIDTH]}}), (DropsPadding, None)]
+)
+def test_random_numbers_that_dummy_inputs_of_zeros_hide_are_refused(make, dummy_inputs):
+    with pytest.raises(ConfigError, match="what the model returns depends on random numbers"):
+        layers_of(make(), dummy_inputs=dummy_inputs)
+
+
 def test_blocks_that_get_random_numbers_from_before_them_need_one_pipeline_rank():
     torch.manual_seed(0)
     model, batch = Dropping(), micro_batch("a GPT with rotations", 0)
