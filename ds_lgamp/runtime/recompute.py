@@ -293,9 +293,11 @@ class SavedTensors:
                     raise _Stop
                 slot.tensor, slot.version = tensor.detach() if tensor.requires_grad else tensor, tensor._version
             filled += 1
+            if completely:
+                return
             if not tensor.requires_grad and not _is_parameter(tensor):
                 unsafe = started_operations()
-            if filled == len(slots) and not completely and unsafe != started_operations():
+            if filled == len(slots) and unsafe != started_operations():
                 stopped = True
                 raise _Stop
 

@@ -82,7 +82,7 @@ class Comparison:
     def _check_in_training(self, arguments: Arguments) -> None:
         """As :meth:`check`, with modules in training, which may keep state only then, as for noise or a warm-up. Passes
         over models that cannot train with such arguments, as a BatchNorm cannot with one row."""
-        with restored_modes(self._model), untouched(self._model):
+        with restored_modes(self._model), self._before.given_back():
             self._model.train()
             try:
                 draws = self._draws(arguments)
@@ -108,22 +108,23 @@ class Comparison:
 
     def _on_others(self, arguments: Arguments, rounds: Sequence[int]) -> list[Both]:
         """Returns what is computed with these arguments and others of each kind, in so many rounds."""
-        found = []
+        found: list[Both] = []
         for number, ways in zip(rounds, others(arguments, largest_token(self._model))):
             for other in ways:
                 # Neither the model nor its layers need take what nobody has given.
                 with suppress(Exception):
-                    found.append(self._both([arguments, other], number))
+                    found.append(self._both([arguments, other], number, between=1 if found else 3))
                     break
         return found
 
-    def _both(self, micro_batches: Sequence[Arguments], rounds: int) -> Both:
-        """Returns what the model computes in all rounds, and what its layers do."""
+    def _both(self, micro_batches: Sequence[Arguments], rounds: int, between: int = 0) -> Both:
+        """Returns what the model computes in all rounds, and what its layers do. If there is one round, the model runs
+        ``between`` times more before its layers."""
         whole = self._rounds(rounds, lambda is_whole: [self._whole(each, is_whole) for each in micro_batches])
         if rounds == 1:
-            # What cannot be taken back, such as an iterator that repeats itself, then begins five forwards later, and
+            # What cannot be taken back, such as an iterator that repeats itself, then begins three forwards later, and
             # after two rounds four: with any period it is elsewhere in one of them.
-            self._rounds(3, lambda is_whole: [self._whole(micro_batches[0], is_whole)])
+            self._rounds(between, lambda is_whole: [self._whole(micro_batches[0], is_whole)])
         return whole, self._rounds(rounds, lambda is_whole: self._in_layers(micro_batches, is_whole))
 
     def _rounds(self, rounds: int, compute: Callable[[bool], list[Computed]]) -> list[Computed]:
@@ -172,7 +173,8 @@ class Comparison:
         for number, chunk in enumerate(self._chunks):
             rank, is_block = number % ranks, 0 < number < len(self._chunks) - 1
             self._calls.all = calls[rank]
-            states[rank].restore()
+            if ranks > 1:
+                states[rank].restore()
             inputs, values, moments = values, [], []
             saved = [SavedTensors() if is_block and recomputes else None for _ in inputs]
             for micro_batch, value in enumerate(inputs):
@@ -188,7 +190,8 @@ class Comparison:
                     again[micro_batch].append(self._recomputed(tensors, chunk, value, micro_batch))
                     if current is not None:
                         current.write()
-            states[rank] = Snapshot(self._own_modules)
+            if ranks > 1:
+                states[rank] = Snapshot(self._own_modules)
         return [self._computed(is_whole, *each) for each in zip(hidden, values, again)]
 
     def _recomputed(self, saved: SavedTensors, chunk: Chunk, value: Any, micro_batch: int) -> Tensor:
@@ -244,7 +247,7 @@ class Comparison:
         total = sum(filter(isfinite, norms))
         for parameter, own, other in zip(self._trained, whole.gradients, split.gradients):
             # Dummy inputs may make it NaN.
-            if own.isfinite().all() and not _are_equal(own, other, total):
+            if not _are_equal(own, other, total) and own.isfinite().all():
                 name = next(name for name, each in self._model.named_parameters() if each is parameter)
                 raise self._refusal(f"the gradient of '{name}' {_OTHERWISE}")
 
@@ -296,8 +299,11 @@ def _are_equal(one: Tensor, other: Tensor, scale: float = 0.0) -> bool:
     """Whether tensors are equal, but for rounding. Numbers that are much smaller than ``scale`` do not count."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
+    # The usual case, faster.
+    if torch.equal(one, other):
+        return True
     if not one.is_floating_point():
-        return torch.equal(one, other)
+        return False
     first, second = one.double(), other.double()
     finite = first.isfinite()
     if not torch.equal(finite, second.isfinite()):

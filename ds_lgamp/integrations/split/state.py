@@ -38,6 +38,8 @@ _LARGE = 1000
 """Containers with more elements are remembered, but not searched for others."""
 _DEPTH = 3
 """How far a trial's snapshot searches attributes and elements for containers and other objects."""
+_PLAIN = frozenset({type(None), bool, int, float, str})
+"""Types of values that hold nothing."""
 Place = tuple[int, str]
 """An attribute: the id of the dictionary that holds it, and its name."""
 
@@ -76,8 +78,9 @@ class Snapshot:
                     set_or_delete(attributes, name, before.get(name, MISSING))
         for each, before in self._named:
             each.restore(before)
-        for *place, container, before in self._contents:
-            if tuple(place) not in leaving and not holds_the_same(container, before):
+        for holder, name, container, before in self._contents:
+            # Most are empty, such as dictionaries of hooks.
+            if (container or before) and (holder, name) not in leaving and not holds_the_same(container, before):
                 container.clear()
                 container.extend(before) if isinstance(container, (list, deque)) else container.update(before)
         for generator, state in self._generators:
@@ -120,7 +123,7 @@ class Snapshot:
         self._seen.add(id(attributes))
         self._attributes.append((attributes, attributes.copy()))
         for name, value in attributes.items():
-            if depth > 1 or name not in OF_TORCH:
+            if type(value) not in _PLAIN and (depth > 1 or name not in OF_TORCH):
                 self._search(value, depth, (id(attributes), name))
 
     def _search(self, value: Any, depth: int, place: Place) -> None:
@@ -131,7 +134,8 @@ class Snapshot:
                 self._contents.append((*place, value, value.copy()))
                 if depth > 1 and len(value) <= _LARGE:
                     for each in value.values() if isinstance(value, dict) else value:
-                        self._search(each, depth - 1, place)
+                        if type(each) not in _PLAIN:
+                            self._search(each, depth - 1, place)
         elif isinstance(value, torch.Generator):
             if depth > 1 and id(value) not in self._seen:
                 self._seen.add(id(value))
