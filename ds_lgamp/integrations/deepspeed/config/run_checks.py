@@ -346,7 +346,8 @@ def _complaint_about_ties(module: PipelineModule) -> str | None:
 def _complaint_about_tensors(module: PipelineModule) -> str | None:
     """The sentence that refuses this rank's parameters; None if nothing is wrong with them."""
     names: dict[int, str] = {}
-    for name, tensor in global_names(module):
+    tensors = [*global_names(module)]
+    for name, tensor in tensors:
         if isinstance(tensor, torch.nn.Parameter) and names.setdefault(id(tensor), name) != name:
             return (
                 f"{shown_name(module, name)} and {shown_name(module, names[id(tensor)])} are the same tensor; give "
@@ -366,7 +367,7 @@ def _complaint_about_tensors(module: PipelineModule) -> str | None:
                 f"parameter {shown} differs between data-parallel ranks, but not as experts of deepspeed.moe; let "
                 "every rank have all experts (ep_size 1), and use layers without sharded weights"
             )
-    shared = complaint_about_memory((shown_name(module, name), tensor) for name, tensor in global_names(module))
+    shared = complaint_about_memory((shown_name(module, name), tensor) for name, tensor in tensors)
     if shared is not None:
         return shared
     changed = changed_layer(module)

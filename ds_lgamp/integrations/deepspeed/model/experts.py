@@ -47,7 +47,12 @@ DividedLayer: TypeAlias = MoE | AutoEPMoELayer | MegatronExperts
 
 def divided(model: nn.Module) -> list[DividedLayer]:
     """Returns the layers of ``model`` whose experts ranks divide among each other."""
-    return [module for module in model.modules() if isinstance(module, DividedLayer) and module.ep_size > 1]
+    return [layer for layer in _with_experts(model) if layer.ep_size > 1]
+
+
+def _with_experts(model: nn.Module) -> Iterator[DividedLayer]:
+    # To ask every module whether it keeps a protocol takes longer than all else that looks for experts.
+    return (each for each in model.modules() if hasattr(each, "ep_size") and isinstance(each, DividedLayer))
 
 
 def exchange_of(layer: MoE | AutoEPMoELayer, element: int) -> ExpertLayer:
@@ -93,7 +98,7 @@ _UNDIVIDED = "ep_size_1"
 
 def sizes_of(model: nn.Module) -> set[int]:
     """Returns among how many ranks each the layers of ``model`` divide their experts."""
-    return {module.ep_size for module in model.modules() if isinstance(module, DividedLayer)}
+    return {layer.ep_size for layer in _with_experts(model)}
 
 
 def make_groups(own: set[int], data_ranks: Sequence[int], experts_last: bool) -> None:
